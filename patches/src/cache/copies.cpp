@@ -70,7 +70,7 @@ static int64_t copy_tensor(ggml_tensor * t, uint8_t * out, const uint8_t * in) {
     return size;
 }
 
-int64_t llama_kvtool::copy_beside(
+int64_t llama_kvtool::copy_fixed_state(
         llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const {
     lctx.synchronize();
 

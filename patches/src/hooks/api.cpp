@@ -178,20 +178,20 @@ int32_t llama_kvtool_set_places(llama_context * ctx, const int32_t * pos, int32_
     return 0;
 }
 
-int32_t llama_kvtool_n_beside(const llama_context * ctx) {
+int32_t llama_kvtool_n_fixed_state(const llama_context * ctx) {
     const auto * kvtool = llama_kvtool::get(ctx);
-    return kvtool ? kvtool->n_beside() : -1;
+    return kvtool ? kvtool->n_fixed_state() : -1;
 }
 
-int64_t llama_kvtool_get_beside(llama_context * ctx, int32_t * table, uint8_t * out) {
+int64_t llama_kvtool_get_fixed_state(llama_context * ctx, int32_t * table, uint8_t * out) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    return guarded([&]() -> int64_t { return kvtool->copy_beside(*ctx, table, out, nullptr, nullptr); });
+    return guarded([&]() -> int64_t { return kvtool->copy_fixed_state(*ctx, table, out, nullptr, nullptr); });
 }
 
-int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, const uint8_t * in) {
+int64_t llama_kvtool_set_fixed_state(llama_context * ctx, const int32_t * table, const uint8_t * in) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
@@ -203,10 +203,10 @@ int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, cons
     if (n > 0 && (table[0] < 0 || table[0] > n)) {
         return fail(format("table[0] must be in 0..%d, got %d", n, table[0]));
     }
-    if (!kvtool->states.empty() && table[kvtool->n_beside() - 1] < -1) {
-        return fail(format("the newest token's position must be -1 or more, got %d", table[kvtool->n_beside() - 1]));
+    if (!kvtool->states.empty() && table[kvtool->n_fixed_state() - 1] < -1) {
+        return fail(format("the newest token's position must be -1 or more, got %d", table[kvtool->n_fixed_state() - 1]));
     }
-    return guarded([&]() -> int64_t { return kvtool->copy_beside(*ctx, nullptr, nullptr, table, in); });
+    return guarded([&]() -> int64_t { return kvtool->copy_fixed_state(*ctx, nullptr, nullptr, table, in); });
 }
 
 //

@@ -258,14 +258,14 @@ LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t lay
 // keys do not contain their positions
 LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
-// Copy the memory of layers without rows: all cells of the sliding layers, then all recurrent states. `table` has as
-// many numbers as n_beside returns. With sliding layers, the first is the index of the cell for their next token, and
-// the next are the positions in all cells (-1 in an empty cell). With recurrent layers, the last is the position of
-// the newest token (-1 before the first token). `get` and `set` return the number of bytes; `get` with null buffers
-// does nothing else.
-LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
-LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
-LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
+// Copy the fixed state, which is the memory of layers without rows: all cells of the sliding layers, then all recurrent
+// states. `table` has as many numbers as llama_kvtool_n_fixed_state returns, 0 without such layers. With sliding layers, the
+// first is the index of the cell for their next token, and the next are the positions in all cells (-1 in an empty cell).
+// With recurrent layers, the last is the position of the newest token (-1 before the first token). `get` and `set` return
+// the number of bytes; `get` with null buffers does nothing else.
+LLAMA_API int32_t llama_kvtool_n_fixed_state  (const struct llama_context * ctx);
+LLAMA_API int64_t llama_kvtool_get_fixed_state(struct llama_context * ctx, int32_t * table, uint8_t * out);
+LLAMA_API int64_t llama_kvtool_set_fixed_state(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
 // Declare that the last n tokens of the next decode are draft tokens, at most n_draft. In that decode each token
 // chooses for itself which archived tokens it attends to exactly. The attention of a draft token is added to the

@@ -355,7 +355,7 @@ int32_t llama_kvtool::n_dim() const {
     return res;
 }
 
-int32_t llama_kvtool::n_beside() const {
+int32_t llama_kvtool::n_fixed_state() const {
     return (sliding.empty() ? 0 : 1 + sliding[0].n_cell) + (states.empty() ? 0 : 1);
 }
 

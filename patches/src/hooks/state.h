@@ -154,8 +154,8 @@ struct llama_kvtool {
     int64_t n_bytes() const;
     int32_t n_dim()   const;
 
-    // entries of the table of copy_beside
-    int32_t n_beside() const;
+    // entries of the table of copy_fixed_state
+    int32_t n_fixed_state() const;
 
     // true if the signals of a batch are computed later: see deferred.cpp
     bool defers(int64_t n_tokens) const;
@@ -197,7 +197,7 @@ struct llama_kvtool {
     // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. The
     // tables are [cell of the sliding layers' next token, each cell's position or -1, position of the newest
     // token or -1]
-    int64_t copy_beside(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
+    int64_t copy_fixed_state(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
     // llama.cpp's own
