@@ -155,6 +155,14 @@ def talker(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def hybrid_talker(tmp_path_factory):
+    """A small random model with recurrent layers that chats."""
+    path = tmp_path_factory.mktemp("hybrid") / "hybrid.gguf"
+    tiny_kinds.write_lfm2(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+    return path
+
+
 @pytest.fixture
 def default_talker(talker, monkeypatch):
     """Make `talker` the default model of commands."""

@@ -107,11 +107,13 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
     tensors.write()
 
 
-def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, seed=0):
+def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, chat_template=None, seed=0):
     """Layers without KV heads convolve the last n_conv tokens; their state keeps the newest n_conv - 1."""
     n_layer = len(n_head_kv)
     writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
+    if chat_template:
+        writer.add_chat_template(chat_template)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, output_norm="token_embd_norm")
     for i in range(n_layer):

@@ -1,12 +1,12 @@
-"""Archive of a session in a second file, FILE.archive: segments that are written once and never changed.
+"""Second file of a session, FILE.archive: parts that are written once and never changed.
 
-A session lists the segments of its archive with their offsets and hashes. A turn appends its newly archived
-tokens and then replaces the session file. If the process dies in between, the old session still lists the
-old segments, and the next turn overwrites the unlisted end of the file.
+A session lists the parts with their offsets and hashes. A turn appends new parts, such as newly archived
+tokens, and then replaces the session file. If the process dies in between, the old session still lists the
+old parts, and the next turn overwrites the unlisted end of the file.
 
-A segment holds keys and values of tokens, or the clusters of some blocks, so that a restored archive need not
-be clustered again. Far blocks, whose tokens all count as equally distant, are clustered differently: when a
-block becomes far, it gets new clusters, and its old ones are no longer listed.
+A part holds keys and values of archived tokens, the clusters of some blocks, so that a restored archive need
+not be clustered again, or a checkpoint. Far blocks, whose tokens all count as equally distant, are clustered
+differently: when a block becomes far, it gets new clusters, and its old ones are no longer listed.
 
 The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
 file, FILE.archive.next, if another session shares the old file or if less than half of it would be in use.
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,16 +33,22 @@ import numpy as np
 
 from kvtool.errors import SessionError
 from kvtool.llama.segment import (
+    CHECKPOINT_DIGESTS,
+    CHECKPOINTS,
     CLUSTER_DIGESTS,
     CLUSTERS,
     DIGESTS,
     SEGMENTS,
+    TABLE,
     Clusters,
     Part,
+    SavedCheckpoint,
     Segment,
+    checkpoint_name,
     clusters_name,
     layer_name,
     listed,
+    listed_checkpoints,
     listed_clusters,
     listed_parts,
     listing,
@@ -51,6 +57,7 @@ from kvtool.llama.segment import (
 from kvtool.system.files import create, set_aside, temporary, write_all
 
 if TYPE_CHECKING:
+    from kvtool.engine.checkpoints import Checkpoint
     from kvtool.llama.archive import Archive
 
 FORMAT = 1
@@ -86,7 +93,7 @@ def delete(path: Path) -> None:
 
 
 class ArchiveFile:
-    """File that holds a chat's archive: FILE.archive of a session, or a temporary file.
+    """File that holds a chat's archive and checkpoints: FILE.archive of a session, or a temporary file.
 
     Parameters
     ----------
@@ -106,38 +113,37 @@ class ArchiveFile:
         self._session = session
         self._replaces = replaces
         self._listed: Mapping[str, np.ndarray] = {}
-        self._file: _SegmentFile | None = None
+        self._file: _PartFile | None = None
 
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continue with the archive that a loaded session lists. saved: the session's arrays."""
         self.close()
-        names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
+        names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS, CHECKPOINTS, CHECKPOINT_DIGESTS]
         # copies, because views would keep the session's file open
         self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
     @contextmanager
-    def write(self, archive: Archive | None) -> Iterator[Listing]:
-        """Write the new parts of an archive, and yield the arrays that list all its parts.
+    def write(self, archive: Archive | None, checkpoints: Iterable[Checkpoint] = ()) -> Iterator[Listing]:
+        """Write the new parts of an archive and of checkpoints; yield the arrays that list all parts.
 
         The caller writes the session inside the context. If anything fails, the old session keeps its
-        segments. Another chat's archive at this path is set aside first. Raises OSError. Raises SessionError
+        parts. Another chat's archive at this path is set aside first. Raises OSError. Raises SessionError
         if a file that is not an archive would be replaced.
         """
         self.open()
         self._set_other_aside()
-        old = self._file
-        parts = _parts_of(archive, old.offsets if old else {}) if archive else []
-        file = old if old and archive and old.suits(archive, parts) else None
-        if archive and parts and not file:
+        old, contents = self._file, _Contents(archive, [*checkpoints])
+        parts = contents.parts(old.offsets if old else {})
+        file = old if old and old.suits(parts, contents.token_bytes) else None
+        if parts and not file:
             # list the parts again: tokens that the archive has forgotten are only in the old file
-            file, parts = self._begin(), _parts_of(archive, {})
+            file, parts = self._begin(), contents.parts({})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
-            if archive:
-                written = file.append(archive, parts) if file else []
-                archive.segments = [part for part in written if isinstance(part, Segment)]
-                archive.clusters = [part for part in written if isinstance(part, Clusters)]
-            yield _listing(archive, file) if archive else []
+            if file:
+                parts = file.append(parts, contents)
+            contents.keep(parts)
+            yield _listing(parts, contents.layer_bytes, file) if archive or parts else []
             is_written = True
         finally:
             # a new inode means that the session was replaced, even if Ctrl-C came before `is_written` was set
@@ -161,14 +167,14 @@ class ArchiveFile:
             return
         saved = self._listed
         self.close()
-        if not self._session or not len(saved.get(SEGMENTS, ())):
+        if not self._session or not listed_parts(saved):
             return
         both = _, following = archive_paths(self._session)
         for place in both:
             with ExitStack() as stack, suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("r+b", buffering=0))
                 if id_of(file) == bytes(saved[ID]):
-                    self._file = _SegmentFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
+                    self._file = _PartFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
         # a killed process may have left these two steps undone
@@ -201,13 +207,13 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Return a second open file of the same archive; None if the session lists no segments.
+        """Return a second open file of the same archive; None if the session lists no parts.
 
-        Copies for `undo` read the present segments from it, even after a turn has replaced the archive.
+        Copies for `undo` read the present parts from it, even after a turn has replaced the archive.
         Raises OSError.
         """
         if not self._file:
-            is_listed = len(self._listed.get(SEGMENTS, ())) > 0
+            is_listed = bool(listed_parts(self._listed))
             self.open()
             if is_listed and not self._file:
                 raise FileNotFoundError
@@ -219,22 +225,22 @@ class ArchiveFile:
             self._file.raw.close()
         self._file, self._listed = None, {}
 
-    def _begin(self) -> _SegmentFile:
+    def _begin(self) -> _PartFile:
         """Create an empty file, which `_keep` makes current and `_drop` deletes."""
         if not self._session:
-            return _SegmentFile.new(cast(FileIO, temporary(buffering=0)))
+            return _PartFile.new(cast(FileIO, temporary(buffering=0)))
         path, following = archive_paths(self._session)
         for place in (path, following):
             if place.exists() and not _is_ours(place):
                 raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
         self.finish_rename()
         try:
-            return _SegmentFile.new(create(following, like=Path(os.path.realpath(self._session))))
+            return _PartFile.new(create(following, like=Path(os.path.realpath(self._session))))
         except BaseException:
             _delete(following)
             raise
 
-    def _keep(self, file: _SegmentFile | None) -> None:
+    def _keep(self, file: _PartFile | None) -> None:
         """Make this file the current one, because the session lists it. None: the session lists no file."""
         if file is not self._file:
             self.close()
@@ -245,7 +251,7 @@ class ArchiveFile:
         if not file and self._session:
             delete(self._session)
 
-    def _drop(self, file: _SegmentFile | None) -> None:
+    def _drop(self, file: _PartFile | None) -> None:
         """Delete a new file that no session lists."""
         if not file:
             return
@@ -254,15 +260,15 @@ class ArchiveFile:
             _delete(archive_paths(self._session)[1])
 
 
-class _SegmentFile:
-    """An open file of segments.
+class _PartFile:
+    """An open file of parts.
 
     Attributes
     ----------
     id
         Id of the file.
     offsets
-        Offset of each part, `Segment` or `Clusters`, in the file.
+        Offset of each part in the file.
     end
         Offset of the next part.
     """
@@ -276,7 +282,7 @@ class _SegmentFile:
         self.end = max(ends, default=_N_FIRST)
 
     @classmethod
-    def new(cls, raw: FileIO) -> _SegmentFile:
+    def new(cls, raw: FileIO) -> _PartFile:
         file = cls(raw, secrets.token_bytes(_N_ID), {})
         try:
             write_all(raw, _FIRST % file.id.hex().encode())
@@ -295,7 +301,7 @@ class _SegmentFile:
         stat = os.fstat(self.raw.fileno())
         return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
-    def suits(self, archive: Archive, parts: list[Part]) -> bool:
+    def suits(self, parts: list[Part], token_bytes: int) -> bool:
         """True if new parts should be appended to this file.
 
         At least half of its bytes must then be in use. A file that another session shares suits only if there
@@ -303,12 +309,11 @@ class _SegmentFile:
         """
         if not parts:
             return False
-        n_bytes = sum(archive.layer_bytes)
-        n_new = sum(part.size(n_bytes) for part in parts if part not in self.offsets)
-        n_all = sum(part.size(n_bytes) for part in parts)
+        n_new = sum(part.size(token_bytes) for part in parts if part not in self.offsets)
+        n_all = sum(part.size(token_bytes) for part in parts)
         return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
-    def append(self, archive: Archive, parts: list[Part]) -> list[Part]:
+    def append(self, parts: list[Part], contents: _Contents) -> list[Part]:
         """Append the parts that the file lacks, and sync it. Return all parts, the new ones with hashes.
 
         Raises OSError. Then some new parts may be in the file, and the caller cuts them off.
@@ -317,10 +322,7 @@ class _SegmentFile:
         before = self.end
         for part in parts:
             if part not in self.offsets:
-                if isinstance(part, Clusters):
-                    data = archive.read_clusters(part.begin, part.end, part.is_far)
-                else:
-                    data = archive.read(part.begin, part.end)
+                data = contents.read(part)
                 part = part._replace(sha256=hashlib.sha256(data.data).digest())
                 self.raw.seek(self.end)
                 write_all(self.raw, data.data)
@@ -343,12 +345,54 @@ class _SegmentFile:
             self.raw.truncate(end)
 
 
-def _parts_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Part]:
-    """List the parts of an archive. Tokens that are not in the file yet form parts of a few MiB.
+class _Contents:
+    """An archive, or none, and checkpoints, which are saved as parts.
 
-    offsets: offset of each part that is in the file.
+    Attributes
+    ----------
+    layer_bytes
+        Bytes of an archived token in each layer; [] without an archive.
     """
-    return [*_segments_of(archive, offsets), *_clusters_of(archive, offsets)]
+
+    def __init__(self, archive: Archive | None, checkpoints: list[Checkpoint]) -> None:
+        self._archive = archive
+        self._checkpoints = checkpoints
+        self.layer_bytes = archive.layer_bytes if archive else []
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of an archived token in all layers."""
+        return sum(self.layer_bytes)
+
+    def parts(self, offsets: Mapping[Part, int]) -> list[Part]:
+        """List all parts. Tokens that are not in the file yet form parts of a few MiB.
+
+        offsets: offset of each part that is in the file.
+        """
+        archived = (
+            (_segments_of(self._archive, offsets), _clusters_of(self._archive, offsets))
+            if self._archive
+            else ()
+        )
+        return [*chain.from_iterable(archived), *(each.part for each in self._checkpoints)]
+
+    def read(self, part: Part) -> np.ndarray:
+        """Return the bytes u8[n] of a part."""
+        if isinstance(part, SavedCheckpoint):
+            return next(each.data for each in self._checkpoints if each.part == part)
+        assert self._archive
+        if isinstance(part, Clusters):
+            return self._archive.read_clusters(part.begin, part.end, part.is_far)
+        return self._archive.read(part.begin, part.end)
+
+    def keep(self, written: list[Part]) -> None:
+        """Keep the parts as they were written, so that the next turn does not write them again."""
+        if self._archive:
+            self._archive.segments = [part for part in written if isinstance(part, Segment)]
+            self._archive.clusters = [part for part in written if isinstance(part, Clusters)]
+        saved = (part for part in written if isinstance(part, SavedCheckpoint))
+        for checkpoint, part in zip(self._checkpoints, saved, strict=True):
+            checkpoint.part = part
 
 
 def _segments_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Segment]:
@@ -389,11 +433,11 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     return parts
 
 
-def _listing(archive: Archive, file: _SegmentFile | None) -> Listing:
+def _listing(parts: list[Part], layer_bytes: list[int], file: _PartFile | None) -> Listing:
     return [
         (ID, np.frombuffer(file.id if file else bytes(_N_ID), np.uint8)),
-        (LAYERS, np.array(archive.layer_bytes, np.int64)),
-        *listing(archive.segments, archive.clusters, file.offsets if file else {}),
+        (LAYERS, np.array(layer_bytes, np.int64)),
+        *listing(parts, file.offsets if file else {}),
     ]
 
 
@@ -460,9 +504,13 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
         self._parts = listed_parts(arrays)
         self._layers = arrays[LAYERS].tolist()
         self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
-        self._clusters = {clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))}
-        self._begin, end = span(arrays)
-        if not self._segments:
+        self._others: dict[str, Part] = {
+            **{clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))},
+            **{checkpoint_name(i): part for i, part in enumerate(listed_checkpoints(arrays))},
+        }
+        # without an archive, there are only checkpoints
+        self._begin, end = span(arrays) if TABLE in arrays else (0, 0)
+        if not self._parts:
             self._data = np.empty(0, np.uint8)
             return
         if not file:
@@ -472,7 +520,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
             raise _useless(name, what, owner)
         self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         order = list(self._segments)
-        is_complete = (
+        is_complete = not order or (
             order[0].begin <= self._begin
             and order[-1].end == end
             and all(one.end == other.begin for one, other in pairwise(order))
@@ -492,8 +540,8 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._arrays:
             return self._arrays[name]
-        if name in self._clusters:
-            return self._bytes_of(self._clusters[name])
+        if name in self._others:
+            return self._bytes_of(self._others[name])
         parts = [np.empty(0, np.uint8), *(data for _, data in self.pieces(self._names[name]))]
         return np.concatenate(parts)
 
@@ -508,10 +556,10 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
         return pieces
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._arrays, *self._names, *self._clusters])
+        return iter([*self._arrays, *self._names, *self._others])
 
     def __len__(self) -> int:
-        return len(self._arrays) + len(self._names) + len(self._clusters)
+        return len(self._arrays) + len(self._names) + len(self._others)
 
 
 def with_archive(path: Path, arrays: Mapping[str, np.ndarray]) -> ArchivedArrays:

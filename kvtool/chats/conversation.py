@@ -376,7 +376,7 @@ class Conversation:
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
         """Return the whole chat: its part in JSON, and its arrays one at a time.
 
-        listed: the arrays that list the archive's segments, from `ArchiveFile.write`.
+        listed: the arrays that list the parts in the archive file, from `ArchiveFile.write`.
         """
         arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
         return {
@@ -390,12 +390,12 @@ class Conversation:
         }, arrays
 
     def save_to(self, path: Path, archive_file: ArchiveFile, meta: session.Meta) -> Listing:
-        """Write the chat to a session and its archive file; return the listing of the archive.
+        """Write the chat to a session and its archive file; return the listing of the archive file.
 
         meta: other values for the session's JSON. Raises OSError and SessionError, leaving the old session
         and its archive readable.
         """
-        with archive_file.write(self.archive) as listed:
+        with archive_file.write(self.archive, self.writer.engine.checkpoints) as listed:
             saved, arrays = self.save(listed)
             session.write(path, saved | meta, arrays)
         return listed
@@ -436,7 +436,8 @@ class Conversation:
         return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
     def mark(self) -> Mark:
-        """Return a mark at the present end of the chat."""
+        """Return a mark at the present end of the chat, with a checkpoint if the model needs one."""
+        self.writer.engine.checkpoints.take()
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
@@ -528,7 +529,7 @@ class Conversation:
     def _copy(self) -> tuple[BinaryIO, FileIO | None]:
         with ExitStack() as stack:
             file = stack.enter_context(temporary())
-            with self._archive_file.write(self.archive) as listed:
+            with self._archive_file.write(self.archive, self.writer.engine.checkpoints) as listed:
                 session.dump(file, *self.save(listed))
                 file.flush()
             archive = self._archive_file.reopen()

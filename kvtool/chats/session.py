@@ -2,8 +2,8 @@
 
 Line 1 holds the format number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with the
 text of the chat and its options; it can be read even if the rest is damaged. The rest holds arrays, each as a
-line with name, dtype and shape, followed by its bytes. If the policy has archived tokens, the arrays list the
-segments of a second file, FILE.archive (`archive_file`).
+line with name, dtype and shape, followed by its bytes. If there are archived tokens or checkpoints, the
+arrays list the parts of a second file, FILE.archive (`archive_file`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ import numpy as np
 from kvtool.chats import archive_file
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
-from kvtool.llama.segment import SEGMENTS
+from kvtool.llama.segment import CHECKPOINTS, SEGMENTS
 from kvtool.system import files
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
-FORMAT, FORMAT_ARCHIVED = 1, 2
-"""Format numbers of sessions without and with FILE.archive; increased when the file's meaning changes."""
+FORMAT, FORMAT_ARCHIVED, NEWEST_FORMAT = 1, 2, 3
+"""Format numbers of sessions without FILE.archive, with it, and with checkpoints in it.
+
+They are increased when the file's meaning changes.
+"""
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
 """Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""
+
+_FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
+"""Format number that a session with this array needs."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -148,7 +154,7 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
     file.write(line)
     for name, array in arrays:
         array = np.ascontiguousarray(array)
-        number = FORMAT_ARCHIVED if name == SEGMENTS else number
+        number = max(number, _FORMATS.get(name, FORMAT))
         title = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
         # aligned for every dtype, because `load` maps the file
         title += b" " * (-(file.tell() + len(title) + 1) % _ALIGN) + b"\n"
@@ -216,9 +222,9 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     first = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
     if not first:
         raise SessionError(f"{name} is not a kvtool session, or it is damaged; name another file")
-    if int(first[1]) not in (FORMAT, FORMAT_ARCHIVED):
+    if int(first[1]) not in range(FORMAT, NEWEST_FORMAT + 1):
         raise SessionError(
-            f"{name} is a session of format {int(first[1])}, and this kvtool reads up to {FORMAT_ARCHIVED}; "
+            f"{name} is a session of format {int(first[1])}, and this kvtool reads up to {NEWEST_FORMAT}; "
             "use the kvtool that wrote it"
         )
     line = file.readline()

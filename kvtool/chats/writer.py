@@ -153,7 +153,8 @@ class Writer:
     def rewind(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
         """Rewind to the first n tokens, with the state that `save` returned there.
 
-        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound there.
+        The next text is read after the tokens that the engine could not keep. seed: replaces the saved one.
+        Returns False, changing nothing, if the engine cannot be rewound.
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
@@ -162,9 +163,11 @@ class Writer:
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
             return True
-        if not self.engine.rewind(n):
+        if (n_kept := self.engine.rewind(n)) is None:
             return False
-        self.restore(saved, self.tokens[:n], seed)
+        tokens = self.tokens
+        self.restore(saved, tokens[:n_kept], seed)
+        self._unread = np.concatenate([tokens[n_kept:n], self._unread])
         return True
 
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:

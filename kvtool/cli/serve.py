@@ -266,10 +266,13 @@ def _opened(
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
             if archive and another.context.archive:
                 another.context.archive.n_max = archive.n_max
+            another.checkpoints.n_max = engine.checkpoints.n_max
             return slot(another)
 
         if archive and engine.settings.archive is None:
             n_max = archive.share(n_max)
+        if engine.settings.checkpoints is None:
+            engine.checkpoints.share(n_max)
         yield SlotPool(lock, slot(engine), more, n_max, lambda line: say([line]))
 
 

@@ -12,13 +12,13 @@ from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens
 from kvtool.config.model import Find, find_model, loaded_model
 from kvtool.config.notes import context_length, gpu_note, patch_note
-from kvtool.config.run import RunOptions
+from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo
 from kvtool.models.layers import Layers
-from kvtool.units import PLAIN
+from kvtool.units import PLAIN, parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -117,6 +117,7 @@ def check(run: RunOptions) -> policies.PolicySpec:
             )
         spec = spec._replace(evict_every=None)
     check_read_once(run, run.policy)
+    _checkpoint_bytes(run)
     archive.check(run, {run.policy: spec.kind})
     return spec
 
@@ -147,6 +148,19 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
     return run.changed(policy=run.instead), note
 
 
+def _checkpoint_bytes(run: RunOptions) -> int | None:
+    """Return the limit of the checkpoints; None for the default, 0 for a run that never goes back.
+
+    Raises UsageError for a text that is not a size.
+    """
+    if not isinstance(run, WriteOptions):
+        return 0
+    try:
+        return None if run.checkpoints is None else parse_bytes(run.checkpoints)
+    except UsageError:
+        raise UsageError(f"--checkpoints is a size (512MiB), or 0, got {run.checkpoints!r}") from None
+
+
 def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draft: int = 0) -> Settings:
     """Return the engine's settings. Raises UsageError."""
     return Settings(
@@ -162,6 +176,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         archive_file=run.archive_file,
         archive_type=PLAIN + run.archive_type if run.is_plain else run.archive_type,
         resident=run.resident,
+        checkpoints=_checkpoint_bytes(run),
         flash=run.flash,
         n_threads=run.threads,
         **archive.limit(run.archive, run.archive_file),

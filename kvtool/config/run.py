@@ -249,8 +249,15 @@ class RunOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(RunOptions):
-    """Options of a run in which the model writes text, with speculative decoding."""
+    """Options of a run in which the model writes text, and goes back in it."""
 
+    checkpoints: str | None = _hardware_option(
+        "--checkpoints SIZE",
+        None,
+        "With sliding or recurrent layers: limit of the host memory for earlier states, so that an undo or "
+        "an edited message need not read the whole chat again. 0: none.",
+        default_text="a 16th of the free memory, at least 8 states",
+    )
     draft: str = _hardware_option(
         "--draft lookup|MODEL|off",
         "lookup",

@@ -28,7 +28,7 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        self._engine = Engine(model, policy, Settings(n_draft=MOST, n_threads=n_threads))
+        self._engine = Engine(model, policy, Settings(n_draft=MOST, n_threads=n_threads, checkpoints=0))
         self._stream = array("i")
         # number of stream tokens that were read, and the draft tokens that were read after them
         self._at = 0

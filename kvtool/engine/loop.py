@@ -11,6 +11,7 @@ import numpy as np
 
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
+from kvtool.engine.checkpoints import Checkpoints
 from kvtool.engine.checks import check, how_read, on_model
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.engine.exact_reader import ExactReader
@@ -67,6 +68,8 @@ class Engine:
         The attention statistics that the policy reads.
     cache
         The context, rows, signals and the policy's state, which are edited together.
+    checkpoints
+        Earlier states of sliding and recurrent layers.
     residents
         The archived tokens on the device.
     whole_reader, exact_reader
@@ -101,6 +104,7 @@ class Engine:
         self.whole_reader = WholeReader(self.cache, settings)
         self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
         self.residents = Residents(self.cache, settings)
+        self.checkpoints = Checkpoints(self.cache, settings.checkpoints)
         self.n_refused: int | None = None
         self.joint_decoder: JointDecoder | None = None
         self.chunk_size: ChunkSize | None = None
@@ -111,10 +115,12 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all tokens, and how many of them are pinned and held."""
+        self.checkpoints.cut(0)
         self.cache.reset()
 
     def empty(self) -> None:
         """Forget all tokens, but not how many are pinned and held."""
+        self.checkpoints.cut(0)
         self.cache.empty()
 
     def pin(self, n: int) -> None:
@@ -155,6 +161,8 @@ class Engine:
         n_draft: number of draft tokens at their end.
         """
         rows = self.rows
+        if self.checkpoints.is_due:
+            self.checkpoints.take()
         if self.signals.is_observed:
             # the policy has observed these signals and must not see them again
             self.signals.clear()
@@ -437,28 +445,41 @@ class Engine:
     @property
     def can_rewind(self) -> bool:
         """True if `rewind` can cut the stream anywhere, as long as the archive has dropped no tokens."""
-        # here and below: a module that most chats do not need is imported only when it is used
-        from kvtool.engine.rewind import can_rewind
+        return self.cache.keeps_all and (not self.context.fixed_state or self.checkpoints.n_max > 0)
 
-        return can_rewind(self.cache)
+    def n_kept(self, n: int) -> int:
+        """Return how many of the first n tokens `rewind` would keep, if the archive has dropped none."""
+        if n == self.n_past or not self.context.fixed_state:
+            return n
+        checkpoint = self.checkpoints.newest(n)
+        return checkpoint.n_past if checkpoint else 0
 
-    def rewind(self, n: int) -> bool:
-        """Cut the stream to its first n tokens; the newest archived tokens fill the window again.
+    def rewind(self, n: int) -> int | None:
+        """Cut the stream to its first n tokens, or to the newest checkpoint before.
 
-        Returns False, changing nothing, if the policy evicts without an archive, if the archive has dropped
-        tokens of that window, or if the model has sliding or recurrent layers. Raises UsageError for more
-        tokens than the stream has.
+        The newest archived tokens fill the window again. Returns the number of tokens that are left. The
+        caller reads the tokens up to n again. Returns None, changing nothing, if the policy evicts without
+        an archive, if the archive has dropped tokens of that window, or if sliding or recurrent layers have
+        no checkpoints. Raises UsageError for more tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
-            return True
-        if n == 0:
+            return n
+        checkpoint = self.checkpoints.newest(n)
+        if n == 0 or (not checkpoint and self.checkpoints.n_max):
             self.empty()
-            return True
+            return 0
+        if not self.can_rewind:
+            return None
+        # here and below: a module that most chats do not need is imported only when it is used
         from kvtool.engine.rewind import rewind
 
-        return rewind(self.cache, n)
+        n = checkpoint.n_past if checkpoint else n
+        if not rewind(self.cache, n, checkpoint):
+            return None
+        self.checkpoints.cut(n)
+        return n
 
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
@@ -470,10 +491,15 @@ class Engine:
         return snapshot.save(self.cache, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continue from the arrays that `save` yielded. Raises SessionError if they do not fit."""
+        """Continue from the arrays that `save` yielded, with the checkpoints that a session has.
+
+        Raises SessionError if the arrays do not fit.
+        """
         from kvtool.engine import snapshot
 
+        self.checkpoints.cut(0)
         snapshot.restore(self.cache, saved, self.n_cell)
+        self.checkpoints.restore(saved)
 
     # counts and bytes
 

@@ -136,6 +136,15 @@ class PolicyCache:
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
+    @property
+    def keeps_all(self) -> bool:
+        """True if earlier rows of the stream are known: evicted tokens are archived, or nothing is evicted.
+
+        False if the policy has a state or reads signals, whose earlier contents are not kept.
+        """
+        archives = self.context.archive or not self.policy.slack
+        return bool(archives and not self.state and self.policy.reads == Signal.NONE)
+
     def ask(self, method: str, *args: object) -> Any:
         """Call the policy. Raises PlanError for any error in it."""
         return ask(self.policy, method, *args)

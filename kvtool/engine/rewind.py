@@ -7,20 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtool.engine.checkpoints import Checkpoint
 from kvtool.engine.moves import fill_holes, moves_of
 from kvtool.engine.policy_cache import PolicyCache
-from kvtool.policy import Policy, Signal
-
-
-def can_rewind(cache: PolicyCache) -> bool:
-    """True if earlier states of the stream are known: evicted tokens are archived, or nothing is evicted.
-
-    False with sliding or recurrent layers, a policy's state, or signals: their earlier contents are not kept.
-    """
-    keeps_all = cache.context.archive or not cache.policy.slack
-    return bool(
-        keeps_all and not cache.context.fixed_state and not cache.state and cache.policy.reads == Signal.NONE
-    )
+from kvtool.policy import Policy
 
 
 class _Earlier(NamedTuple):
@@ -47,13 +37,16 @@ class _Earlier(NamedTuple):
     n_later: int
 
 
-def rewind(cache: PolicyCache, n: int) -> bool:
+def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> bool:
     """Cut the stream to its first n tokens. Return False, changing nothing, if that is impossible.
 
     The cache is then as it was after n tokens, except that tokens from the archive are rounded to its number
     format, and tokens that the archive has dropped are missing. There are no logits before the next step.
+
+    cache: `keeps_all` is true for it.
+    checkpoint: after n tokens; needed if the model has sliding or recurrent layers.
     """
-    earlier = _earlier(cache, n) if can_rewind(cache) else None
+    earlier = _earlier(cache, n, checkpoint)
     if not earlier:
         return False
     context, rows = cache.context, cache.rows
@@ -81,14 +74,19 @@ def rewind(cache: PolicyCache, n: int) -> bool:
     cache.n_planned = 0 if earlier.n_kv == n else n_planned
     cache.n_evicted = (n - earlier.n_kv) * len(n_keep)
     cache.n_restart -= earlier.n_later
+    if checkpoint:
+        assert context.fixed_state
+        context.fixed_state.restore(*context.fixed_state.arrays_in(checkpoint.data))
     context.forget_logits()
     return True
 
 
-def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
+def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earlier | None:
     """Return the stream's state after n tokens; None if the archive has dropped tokens of its window."""
     rows, archive = cache.rows, cache.context.archive
-    n_kv, base = n_live(cache.policy, n), rows.n_past - rows.next_rot
+    base = rows.n_past - rows.next_rot
+    # a prompt that was read whole had more live cells at the checkpoint than fit now
+    n_kv = min(checkpoint.part.n_kv, cache.policy.n_live) if checkpoint else n_live(cache.policy, n)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames
@@ -99,6 +97,10 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
+    if checkpoint:
+        # the state of sliding layers has the positions of that base
+        part = checkpoint.part
+        return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
     # find the newest frame that had started by token n. Each closing of gaps starts a frame, at the token
     # that is then the oldest live one. Frames from tokens before `begin` had started. A frame from `begin`
     # itself had started only if n tokens did not fit in the context with the previous frame's base

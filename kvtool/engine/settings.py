@@ -63,6 +63,9 @@ class Settings:
         With a policy that recalls: archived tokens of each row that lie on the device, so that steps
         of one token, and of draft tokens, attend to them without a search on the host. 0: each step searches
         the archive.
+    checkpoints
+        Maximum bytes of the checkpoints of sliding and recurrent layers, without which a stream of such a
+        model cannot be rewound; 0: none. Default: a 16th of the free memory, and at least eight checkpoints.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
@@ -90,6 +93,7 @@ class Settings:
     archive_file: str | None = None
     archive_type: str = "q8_0"
     resident: int = 0
+    checkpoints: int | None = None
     flash: str = "auto"
     n_threads: int | None = None
     kv_offload: bool = True
@@ -102,7 +106,8 @@ class Settings:
                 raise UsageError(f"{name} must be at least 1, got {n}")
         if self.n_threads is not None and self.n_threads > MOST_THREADS:
             raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
-        if self.resident < 0:
-            raise UsageError(f"resident must be at least 0, got {self.resident}")
+        for name in ("resident", "checkpoints"):
+            if (n := getattr(self, name)) is not None and n < 0:
+                raise UsageError(f"{name} must be at least 0, got {n}")
         if not 0 <= self.n_draft < self.n_batch:
             raise UsageError(f"n_draft must be in 0..{self.n_batch - 1}, got {self.n_draft}")

@@ -25,12 +25,27 @@ class FixedState:
         n: int = lib.llama_kvtool_n_fixed_state(self._context.handle)
         return [(n,), (lib.llama_kvtool_get_fixed_state(self._context.handle, None, None),)]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of both arrays."""
+        (n_table,), (n_data,) = self.shapes
+        return n_table * np.int32().nbytes + n_data
+
+    def copy(self) -> np.ndarray:
+        """Return u1[n_bytes]: the arrays of `save`, one after the other."""
+        whole = np.empty(self.n_bytes, np.uint8)
+        table, data = self.arrays_in(whole)
+        check(lib.llama_kvtool_get_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))
+        return whole
+
+    def arrays_in(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the two arrays of `save` as views of u1[n_bytes]."""
+        n_table = self.shapes[0][0] * np.int32().nbytes
+        return whole[:n_table].view(np.int32), whole[n_table:]
+
     def save(self) -> tuple[np.ndarray, np.ndarray]:
         """Return a table i32[n] of the positions that the data belongs to, and the data u1[bytes]."""
-        table_shape, data_shape = self.shapes
-        table, data = np.empty(table_shape, np.int32), np.empty(data_shape, np.uint8)
-        check(lib.llama_kvtool_get_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))
-        return table, data
+        return self.arrays_in(self.copy())
 
     def fits(self, table: np.ndarray, data: np.ndarray) -> bool:
         """True if `save` can return arrays of these shapes."""

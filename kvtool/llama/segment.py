@@ -1,4 +1,4 @@
-"""Lists of an archive's saved parts in a session: segments of tokens, and their clusters."""
+"""Lists of the parts in FILE.archive: segments of archived tokens, their clusters, and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
 """Names of the lists of clusters: i64[n, 5] (begin, end, 1 if far, bytes, offset), and SHA-256 u8[n, 32]."""
 
 N_CLUSTERS = 5
+
+CHECKPOINTS, CHECKPOINT_DIGESTS = "checkpoints", "checkpoints.sha256"
+"""Names of the lists of checkpoints: i64[n, 6] (the numbers in `SavedCheckpoint`, offset), and SHA-256."""
 
 
 class Segment(NamedTuple):
@@ -68,13 +71,47 @@ class Clusters(NamedTuple):
         return self.n_bytes
 
 
-Part: TypeAlias = "Segment | Clusters"
-"""Unit in which an archive is saved."""
+class SavedCheckpoint(NamedTuple):
+    """State of the sliding and recurrent layers after n_past tokens of the stream.
+
+    Attributes
+    ----------
+    n_past, n_kv
+        Number of tokens, and of live cells of each row.
+    base
+        Keys in the cache were rotated to their position minus this.
+    n_restart
+        Number of times that the gaps between positions had been closed.
+    n_bytes
+        Size in bytes.
+    sha256
+        Digest of the state; b"" if it is not saved yet.
+    """
+
+    n_past: int
+    n_kv: int
+    base: int
+    n_restart: int
+    n_bytes: int
+    sha256: bytes = b""
+
+    def size(self, _: int) -> int:
+        """Return the size in bytes."""
+        return self.n_bytes
+
+
+Part: TypeAlias = "Segment | Clusters | SavedCheckpoint"
+"""Unit in which an archive, or a checkpoint, is saved."""
 
 
 def clusters_name(i: int) -> str:
     """Return the name of the array that holds the clusters in row i of the list `CLUSTERS`."""
     return f"{CLUSTERS}.{i}"
+
+
+def checkpoint_name(i: int) -> str:
+    """Return the name of the array that holds the checkpoint in row i of the list `CHECKPOINTS`."""
+    return f"{CHECKPOINTS}.{i}"
 
 
 def layer_name(layer: int) -> str:
@@ -120,22 +157,35 @@ def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
     }
 
 
+def listed_checkpoints(saved: Mapping[str, np.ndarray]) -> dict[SavedCheckpoint, int]:
+    """Return listed checkpoints, oldest first, with their offsets; {} in sessions of earlier versions."""
+    if CHECKPOINTS not in saved:
+        return {}
+    digests = map(bytes, saved[CHECKPOINT_DIGESTS])
+    return {
+        SavedCheckpoint(*fields, sha256): at
+        for (*fields, at), sha256 in zip(saved[CHECKPOINTS].tolist(), digests, strict=True)
+    }
+
+
 def listed_parts(saved: Mapping[str, np.ndarray]) -> dict[Part, int]:
-    """Return listed segments and clusters with their offsets."""
-    return dict(chain(listed(saved).items(), listed_clusters(saved).items()))
+    """Return all listed parts with their offsets."""
+    lists = listed(saved), listed_clusters(saved), listed_checkpoints(saved)
+    return dict(chain.from_iterable(each.items() for each in lists))
 
 
-def listing(
-    segments: Sequence[Segment], clusters: Sequence[Clusters], at: Mapping[Part, int]
-) -> list[tuple[str, np.ndarray]]:
-    """Return the named arrays that list segments and clusters. at: offset of each in its file."""
+def listing(parts: Sequence[Part], at: Mapping[Part, int]) -> list[tuple[str, np.ndarray]]:
+    """Return the named arrays that list saved parts. at: offset of each in its file."""
+    segments = [part for part in parts if isinstance(part, Segment)]
     table = [(segment.begin, segment.end, at[segment]) for segment in segments]
     arrays = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]
-    if clusters:
-        arrays += [
-            (CLUSTERS, np.array([(*group[:-1], at[group]) for group in clusters], np.int64)),
-            (CLUSTER_DIGESTS, _digests(clusters)),
-        ]
+    for kind, names in (
+        (Clusters, (CLUSTERS, CLUSTER_DIGESTS)),
+        (SavedCheckpoint, (CHECKPOINTS, CHECKPOINT_DIGESTS)),
+    ):
+        if own := [part for part in parts if isinstance(part, kind)]:
+            table = np.array([(*part[:-1], at[part]) for part in own], np.int64)
+            arrays += zip(names, (table, _digests(own)), strict=True)
     return arrays
 
 

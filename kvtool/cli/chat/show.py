@@ -67,6 +67,8 @@ def stats(terminal: Terminal) -> None:
         "policy state": format_bytes(engine.state_bytes),
         "process memory": format_bytes(resident) if resident else "unknown",
     }
+    if n := len(engine.checkpoints):
+        rows["checkpoints"] = f"{n}, {format_bytes(engine.checkpoints.n_bytes)} of host memory"
     if copies.on_disk or not terminal.conversation.can_rewind:
         rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:

@@ -115,7 +115,8 @@ class Resumer:
     def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
         """Number of a chat's tokens that the engine holds and can continue from."""
         if self._engine.can_rewind:
-            return n_equal(self._stream, self._whole(messages, tools)[0])
+            n = n_equal(self._stream, self._whole(messages, tools)[0])
+            return self._engine.n_kept(min(n, self._engine.n_past))
         is_at = self._at and self._at.digest in self.rendering.history(name, messages, tools).digests
         return self._engine.n_past if is_at else 0
 
@@ -178,6 +179,8 @@ class Resumer:
             marks = marks if n_pinned is None else []
             first = marks[-1].n_token if marks else 0
             n = first + n_equal(stream[first:], tokens)
+            if is_here:
+                n = self._engine.n_kept(min(n, self._engine.n_past))
             # loading a snapshot takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
             candidates.append(_Candidate(n - less, len(stream), snapshot, tokens, first, n_pinned, marks))
@@ -290,9 +293,9 @@ class Resumer:
         Reads only full batches: the batches are then the same as without this separate step, and so is the
         cache.
         """
-        # if the cache can be rewound, only pins need a snapshot: they cannot change after an eviction
+        # if the cache can be rewound anywhere, only pins need a snapshot, as they are final after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = pins if self._engine.can_rewind else self._n_start
+        n = pins if self._rewinds_anywhere else self._n_start
         n_batch = self._engine.settings.n_batch
         n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
@@ -300,8 +303,10 @@ class Resumer:
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
-        self.conversation.set_messages(messages[:1])
-        self._store(None, history.digests[1])
+        self._engine.checkpoints.take()
+        if pins or not self._engine.can_rewind:
+            self.conversation.set_messages(messages[:1])
+            self._store(None, history.digests[1])
         return tokens[n:]
 
     def read_prompt(
@@ -309,8 +314,8 @@ class Resumer:
     ) -> np.ndarray:
         """Read a long prompt up to the reply header, store it, and return the tokens that are left.
 
-        A request that is repeated, or has another reply, continues from this snapshot. If the cache can be
-        rewound, no snapshot is needed, and nothing is read.
+        A request that is repeated, or has another reply, continues from this snapshot. A checkpoint replaces
+        the snapshot if the engine makes checkpoints. If the cache can be rewound anywhere, nothing is read.
 
         keeps_thought: True if the reply's thought may stay until the user's next message. With that message
         the template drops it. The chat then continues from this snapshot, so even a short prompt is stored.
@@ -318,13 +323,19 @@ class Resumer:
         n = len(tokens) - max(self.conversation.header.n, 1)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else _LEAST_START
-        if self._engine.can_rewind or n < least or self._engine.reads_whole(len(tokens)):
+        if self._rewinds_anywhere or n < least or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
-        self.conversation.set_messages(messages)
-        self._before = self._store(self._before, history.now) or self._before
+        self._engine.checkpoints.take()
+        if not self._engine.can_rewind:
+            self.conversation.set_messages(messages)
+            self._before = self._store(self._before, history.now) or self._before
         return tokens[n:]
+
+    @property
+    def _rewinds_anywhere(self) -> bool:
+        return self._engine.can_rewind and not self._engine.checkpoints.n_max
 
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
         """Store the chat with the reply to these messages. If that fails, `unsaved` has the reason.

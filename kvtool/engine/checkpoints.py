@@ -1,0 +1,158 @@
+"""Checkpoints: copies of the sliding and recurrent layers' state, to which a stream can be rewound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.engine.policy_cache import PolicyCache
+from kvtool.errors import UsageError
+from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed_checkpoints
+from kvtool.system.memory import free_bytes
+from kvtool.units import format_bytes
+
+SPACING = 1024
+"""Tokens after which a checkpoint is made. Copying a state takes as long as reading a few tokens."""
+
+_LEAST = 8
+"""Minimum number of checkpoints, if the user gave no limit in bytes."""
+
+_SHARE = 16
+"""By default, all checkpoints of a process may take this part of the free memory: one 16th."""
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """State of the sliding and recurrent layers at an earlier place of the stream.
+
+    Attributes
+    ----------
+    part
+        The place, and the digest of the state once a session has it.
+    data
+        u1[n_bytes]: the arrays of `FixedState.save`, one after the other.
+    """
+
+    part: SavedCheckpoint
+    data: np.ndarray
+
+    @property
+    def n_past(self) -> int:
+        """Number of tokens before it."""
+        return self.part.n_past
+
+
+class Checkpoints:
+    """Checkpoints of a stream, oldest first. The distance between them grows with their age.
+
+    Parameters
+    ----------
+    cache
+        The cache of the stream.
+    max_bytes
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, and at
+        least the bytes of eight checkpoints.
+
+    Attributes
+    ----------
+    n_max
+        Maximum number of checkpoints. 0 if max_bytes is 0, if the model needs no checkpoints, or if they
+        would not be enough to rewind (`PolicyCache.keeps_all`).
+
+    Raises
+    ------
+    UsageError
+        If max_bytes is too small for one checkpoint.
+    """
+
+    def __init__(self, cache: PolicyCache, max_bytes: int | None) -> None:
+        self._cache = cache
+        self._all: list[Checkpoint] = []
+        fixed_state = cache.context.fixed_state
+        self.n_max = 0
+        if not fixed_state or not cache.keeps_all or max_bytes == 0:
+            return
+        n_bytes = fixed_state.n_bytes
+        if max_bytes is None:
+            self.n_max = max(free_bytes() // _SHARE // n_bytes, _LEAST)
+        else:
+            self.n_max = max_bytes // n_bytes
+            if not self.n_max:
+                raise UsageError(
+                    f"a checkpoint of this model takes {format_bytes(n_bytes)}; "
+                    "give --checkpoints that much or more, or 0 for none"
+                )
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all checkpoints."""
+        return sum(each.part.n_bytes for each in self._all)
+
+    def share(self, n: int) -> None:
+        """Lower the limit to 1/n, to leave the rest of the memory to the other caches of a server."""
+        self.n_max = min(self.n_max, max(self.n_max // n, _LEAST))
+
+    @property
+    def is_due(self) -> bool:
+        """True if the stream has grown by SPACING tokens since the newest checkpoint."""
+        if not self.n_max:
+            return False
+        newest = self._all[-1].n_past if self._all else 0
+        return self._cache.rows.n_past - newest >= SPACING
+
+    def take(self) -> None:
+        """Make a checkpoint of the stream as it is now, unless the newest one is the same."""
+        cache, rows = self._cache, self._cache.rows
+        if not self.n_max or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
+            return
+        if len(self._all) == self.n_max:
+            # before the copy, so that memory never holds one more
+            self._thin()
+        assert cache.context.fixed_state
+        data = cache.context.fixed_state.copy()
+        base = rows.n_past - rows.next_rot
+        part = SavedCheckpoint(rows.n_past, rows.n_kv, base, cache.n_restart, data.nbytes)
+        self._all.append(Checkpoint(part, data))
+
+    def _thin(self) -> None:
+        """Drop the checkpoint that saves the least reading.
+
+        Without a checkpoint, the tokens up to the next one are read from the one before. A stream is
+        rewound by few tokens more often than by many, so a token counts less the older it is.
+        """
+        places = np.array([0, *(each.n_past for each in self._all), self._cache.rows.n_past])
+        before, after = np.diff(places)[:-1], np.diff(places)[1:]
+        age = places[-1] - places[1:-1]
+        del self._all[int((before * after / np.maximum(age, 1)).argmin())]
+
+    def newest(self, n: int) -> Checkpoint | None:
+        """Return the newest checkpoint of the stream's first n tokens, if there is one."""
+        return next((each for each in reversed(self._all) if each.n_past <= n), None)
+
+    def cut(self, n: int) -> None:
+        """Drop the checkpoints after the stream's first n tokens."""
+        self._all = [each for each in self._all if each.n_past <= n]
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Replace the checkpoints by those of a session, as far as they fit this model and the limit.
+
+        The rest of the session is already restored.
+        """
+        self.cut(0)
+        if not self.n_max:
+            return
+        assert self._cache.context.fixed_state
+        n_bytes, n_past = self._cache.context.fixed_state.n_bytes, self._cache.rows.n_past
+        for i, part in enumerate(listed_checkpoints(saved)):
+            if part.n_bytes == n_bytes and 0 < part.n_past <= n_past:
+                # a copy, because a view would keep the session's file open
+                self._all.append(Checkpoint(part, np.array(saved[checkpoint_name(i)])))
+        del self._all[: max(len(self._all) - self.n_max, 0)]

@@ -1,0 +1,123 @@
+"""Checkpoints: streams of models with sliding or recurrent layers are rewound to them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine import checkpoints
+from kvtool.errors import UsageError
+from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.test_rewind import logits, state
+
+N_CTX = 1024
+SPACING = 200
+KINDS = ["lfm2", "gpt_oss", "gemma3", "gemma4"]
+
+
+@pytest.fixture(autouse=True)
+def spacing(monkeypatch):
+    monkeypatch.setattr(checkpoints, "SPACING", SPACING)
+
+
+def fit(name):
+    return policies.fit(name, N_CTX if name == "full" else 64, 16, ["search=all"] if name == "recall" else [])
+
+
+def opened(path, name, n_batch=16, **settings):
+    return open_engine(path, fit(name), archive_type="f32", n_batch=n_batch, **settings)
+
+
+# with a context of 150 tokens, positions start over before each checkpoint
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
+def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
+    path, tokens = tiny_model(arch, n_ctx_train=n_ctx), text(500)
+    with opened(path, name) as engine, opened(path, name) as fresh:
+        assert engine.can_rewind
+        engine.read(tokens)
+        places = [each.n_past for each in engine.checkpoints]
+        # a checkpoint is made between two steps
+        assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
+        assert len(places) == 2
+        for n in (480, 300):
+            n_kept = engine.n_kept(n)
+            assert n - SPACING - 16 < n_kept <= n
+            assert engine.rewind(n) == n_kept
+            assert not engine.context.has_logits
+            fresh.reset()
+            fresh.read(tokens[:n_kept])
+            # the checkpoint was made right before a step, which evicts first
+            fresh.evict_if_due()
+            assert state(engine) == state(fresh)
+            got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
+            assert np.abs(got - wanted).max() < TOLERANCE
+            assert state(engine) == state(fresh)
+        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert engine.rewind(100) == 0
+        assert engine.n_past == len(engine.checkpoints) == 0
+
+
+@pytest.mark.parametrize("prefill", ["whole", "exact"])
+@pytest.mark.parametrize("arch", KINDS)
+def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill):
+    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(450)
+    with opened(path, "recall", prefill=prefill) as engine, opened(path, "recall", prefill=prefill) as fresh:
+        for each in (engine, fresh):
+            each.read(tokens)
+        n = engine.n_kept(440)
+        assert n >= 2 * SPACING
+        assert engine.rewind(440) == n
+        engine.read(tokens[n:])
+        # not equal: the second reading attends to clusters of the archive
+        got, wanted = (logits(each, text(20, seed=2)) for each in (engine, fresh))
+        assert np.abs(got - wanted).max() < 0.05
+
+
+def test_distances_grow_with_age(tiny_model):
+    with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
+        n_bytes = engine.context.fixed_state.n_bytes
+    with opened(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
+        for _ in range(60):
+            engine.read(text(16))
+            engine.checkpoints.take()
+        places = [each.n_past for each in engine.checkpoints]
+        assert len(places) == engine.checkpoints.n_max == 4
+        assert engine.checkpoints.n_bytes == 4 * n_bytes
+        assert places[-1] == 960
+        distances = 960 - np.array(places[:-1])
+        assert (distances[:-1] > 1.5 * distances[1:]).all()
+        assert 300 < distances[0] < 960
+
+
+def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
+    path = tiny_model("lfm2")
+    with (
+        pytest.raises(UsageError, match="a checkpoint of this model takes .* KiB; give --checkpoints"),
+        opened(path, "recall", checkpoints=100),
+    ):
+        pass
+    with opened(path, "recall", checkpoints=0) as engine:
+        engine.read(text(200))
+        assert not engine.can_rewind
+        assert engine.rewind(100) is None
+        assert engine.n_past == 200
+
+
+def test_models_that_need_none_have_none(tiny_model):
+    with opened(tiny_model(), "recall") as engine:
+        engine.read(text(300))
+        assert not len(engine.checkpoints)
+        assert engine.rewind(200) == 200
+
+
+def test_tokens_that_the_archive_has_dropped_are_not_rewound_to(tiny_model):
+    path = tiny_model("lfm2", n_ctx_train=N_CTX)
+    with opened(path, "recall", archive=60) as engine:
+        engine.read(text(500))
+        before = state(engine)
+        assert engine.rewind(250) is None
+        assert state(engine) == before
+        assert engine.context.has_logits
+        assert len(engine.checkpoints) == 2

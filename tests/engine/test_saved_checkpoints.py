@@ -1,0 +1,166 @@
+"""Checkpoints in a session's archive file: each is written once, and a later process is rewound to them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.chats import archive_file, session
+from kvtool.chats.archive_file import ArchiveFile, archive_path
+from kvtool.engine import checkpoints
+from kvtool.errors import SessionError
+from kvtool.llama.segment import CHECKPOINTS, listed_checkpoints
+from tests.engine.running import open_engine, text
+
+SPACING = 60
+
+
+@pytest.fixture(autouse=True)
+def spacing(monkeypatch):
+    monkeypatch.setattr(checkpoints, "SPACING", SPACING)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "chat.kv"
+
+
+def opened(tiny_model, name, **settings):
+    policy = policies.fit(name, 1024 if name == "full" else 64, 16)
+    return open_engine(tiny_model("lfm2"), policy, archive_type="f32", n_batch=16, **settings)
+
+
+def save(path, engine, file=None):
+    """Write a session of this engine, as `Conversation.save_to` does. file: the session's archive file."""
+    if not file:
+        with closing(ArchiveFile(path)) as file:
+            save(path, engine, file)
+        return
+    with file.write(engine.context.archive, engine.checkpoints) as listed:
+        session.write(path, {}, [*engine.save(archived=False), *listed])
+
+
+def held(engine):
+    return [(each.n_past, bytes(each.data)) for each in engine.checkpoints]
+
+
+@pytest.mark.parametrize("name", ["recall", "full"])
+def test_a_later_process_has_the_checkpoints(tiny_model, path, name):
+    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
+        engine.read(text(200))
+        save(path, engine)
+        other.restore(session.read(path)[1])
+        assert len(other.checkpoints) == 3
+        assert held(other) == held(engine)
+        n = engine.n_kept(190)
+        assert n > 120
+        assert engine.rewind(190) == other.rewind(190) == n
+        found = []
+        for each in (engine, other):
+            each.read(text(50, seed=2))
+            found.append(each.context.logits()[-1].copy())
+        assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("name", ["recall", "full"])
+def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
+    with opened(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
+        engine.read(text(150))
+        save(path, engine, file)
+        first, listed = archive_path(path).read_bytes(), listed_checkpoints(session.read(path)[1])
+        assert len(listed) == 2
+        engine.read(text(100, seed=2))
+        save(path, engine, file)
+        assert archive_path(path).read_bytes().startswith(first)
+        now = listed_checkpoints(session.read(path)[1])
+        assert len(now) == 3
+        assert now.items() >= listed.items()
+        # after a rewind, other checkpoints follow the first two
+        engine.rewind(140)
+        engine.read(text(120, seed=3))
+        save(path, engine, file)
+        assert listed_checkpoints(session.read(path)[1]).keys() & now.keys() == listed.keys()
+
+
+def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path):
+    with opened(tiny_model, "full") as engine:
+        n_bytes = engine.context.fixed_state.n_bytes
+    limit = 3 * n_bytes
+    with opened(tiny_model, "full", checkpoints=limit) as engine, closing(ArchiveFile(path)) as file:
+        for _ in range(20):
+            engine.read(text(40))
+            engine.checkpoints.take()
+            save(path, engine, file)
+            assert len(engine.checkpoints) <= 3
+            assert archive_path(path).stat().st_size < 7 * n_bytes
+            with opened(tiny_model, "full") as other:
+                other.restore(session.read(path)[1])
+                assert held(other) == held(engine)
+        # a new chat has no checkpoints, and therefore no archive file
+        engine.reset()
+        save(path, engine, file)
+        assert not archive_path(path).exists()
+        session.read(path)
+
+
+@pytest.mark.parametrize("name", ["recall", "full"])
+def test_a_damaged_checkpoint_is_an_error(tiny_model, path, name):
+    with opened(tiny_model, name) as engine:
+        engine.read(text(100))
+        save(path, engine)
+    place = archive_path(path)
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    place.write_bytes(data)
+    with pytest.raises(SessionError, match="chat.kv.archive is damaged"):
+        session.read(path)
+    place.unlink()
+    with pytest.raises(SessionError, match="chat.kv.archive is missing"):
+        session.read(path)
+
+
+def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
+    with opened(tiny_model, "full") as engine, opened(tiny_model, "full") as other:
+        engine.read(text(100))
+        session.write(path, {}, engine.save(archived=False))
+        assert path.read_bytes().startswith(b"kvtool session 1 ")
+        other.restore(session.read(path)[1])
+        assert len(other.checkpoints) == 0
+        assert other.rewind(90) == 0
+        save(path, engine)
+        assert path.read_bytes().startswith(b"kvtool session 3 ")
+
+
+def test_checkpoints_of_other_sizes_are_left_out(tiny_model, path):
+    with opened(tiny_model, "full") as engine, opened(tiny_model, "full", checkpoints=10**9) as other:
+        engine.read(text(200))
+        save(path, engine)
+        arrays = dict(session.read(path)[1])
+        n_bytes = engine.context.fixed_state.n_bytes
+        table = np.array(arrays[CHECKPOINTS])
+        table[0, 4] += 8
+        table[1, 0] = 999
+        other.restore(arrays | {CHECKPOINTS: table})
+        assert [each.n_past for each in other.checkpoints] == table[2:, 0].tolist()
+        assert other.checkpoints.n_bytes == n_bytes
+    with opened(tiny_model, "full", checkpoints=2 * n_bytes) as other:
+        other.restore(arrays)
+        assert held(other) == held(engine)[1:]
+
+
+def test_two_sessions_share_no_archive_file(tiny_model, path):
+    with opened(tiny_model, "full") as engine:
+        engine.read(text(100))
+        save(path, engine)
+        before = archive_path(path).read_bytes()
+        session.set_aside(path)
+        engine.read(text(100))
+        with closing(ArchiveFile(path)) as file:
+            file.adopt(session.read(path)[1])
+            save(path, engine, file)
+        (spare,) = path.parent.glob("chat.kv.1*.archive")
+        assert spare.read_bytes() == before
+        assert archive_file.size(path) > len(before)

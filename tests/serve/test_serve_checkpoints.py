@@ -1,0 +1,78 @@
+"""Tokens that a server reads again if a chat with a hybrid model changes: those after a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.engine.checkpoints import SPACING
+from tests.serve.crowd_serve import request, said
+from tests.serve.serving import serving
+
+pytestmark = pytest.mark.engine
+
+RECALL = ("--policy", "recall", "--budget", "96", "-o", "search=all", "--archive-type", "f16")
+FULL = ("--policy", "full")
+N_BATCH = 128
+LONG = "The tide comes and goes, and someone counts the waves. " * 60
+
+
+@pytest.fixture(params=[RECALL, FULL], ids=["recall", "full"])
+def options(request):
+    return *request.param, "--temp", "0", "-b", str(N_BATCH)
+
+
+def asked(url, messages):
+    """Return the reply, the tokens of the prompt, and how many of them were read."""
+    status, found = request(url, {"messages": messages, "max_tokens": 12})
+    assert status == 200, found
+    usage = found["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"], usage["prompt_tokens"], usage["prompt_tokens"] - n_cached
+
+
+def talked(url):
+    """Return the messages of a chat of two turns, the first of which is long."""
+    messages = [said("system", "Be kind.")]
+    for text in (LONG, "Who is it?"):
+        messages.append(said("user", text))
+        messages.append(asked(url, messages)[0])
+    return messages
+
+
+def check_edits(url, messages):
+    """Change a chat in several places, and check how many tokens are read."""
+    _, n, n_read = asked(url, messages[:4])
+    # a repeated request continues from the end of the reply before the last question
+    assert n_read < 30 < n
+    assert asked(url, [*messages[:3], said("user", "Who was it?")])[2] < 30
+    # only the reply header follows the checkpoint
+    assert asked(url, messages[:2])[2] == len("[e][a]")
+    for share in (0.9, 0.5):
+        at = int(len(LONG) * share)
+        _, n, n_read = asked(url, [messages[0], said("user", LONG[:at] + "! " + LONG[at:])])
+        n_changed = n * (1 - share)
+        assert n_changed < n_read < n_changed + SPACING + N_BATCH
+
+
+def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, options):
+    with serving(hybrid_talker, *options) as server:
+        check_edits(server.url, talked(server.url))
+
+
+def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
+    own = (*options, "--sessions", str(tmp_path))
+    with serving(hybrid_talker, *own) as server:
+        messages = talked(server.url)
+        server.stop()
+    with serving(hybrid_talker, *own) as server:
+        check_edits(server.url, messages)
+
+
+def test_an_edited_chat_gets_the_answer_of_a_new_one(hybrid_talker, options):
+    with serving(hybrid_talker, *options) as server:
+        messages = talked(server.url)
+        edited = [messages[0], said("user", LONG[:-600] + "And who is kind?")]
+        found = asked(server.url, edited)[0], asked(server.url, messages[:4])[0]
+    with serving(hybrid_talker, *options) as fresh:
+        assert asked(fresh.url, edited)[0] == found[0]
+    assert found[1] == messages[4]
