@@ -11,7 +11,7 @@ from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.drafts.drafter import MOST, Drafter
 from kvtool.errors import UsageError
-from kvtool.models.layers import Kind, Layers
+from kvtool.models.layers import Layers
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 _LOOKUP, _OFF = "lookup", "off"
+
+_STATE_BYTES = 256 * 2**20
+"""Maximum bytes of the copies of recurrent states, which are on the device."""
 
 
 def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
@@ -29,13 +32,17 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     if not isinstance(run, WriteOptions) or run.draft == _OFF:
         return 0
     obstacle = ""
-    if layers.of(Kind.RECURRENT):
-        obstacle = "a model with recurrent layers, which cannot take draft tokens back"
+    if not layers.can_drop:
+        obstacle = "this model, whose recurrent layers cannot take draft tokens back"
     elif kind.recalls() and not layers.has_values:
         obstacle = "recall of tokens (MLA), which the tokens of a step share"
     if obstacle and "draft" in run.given:
         raise UsageError(f"--draft {run.draft} cannot be used with {obstacle}; leave it out")
-    return 0 if obstacle else min(MOST, n_batch - 1)
+    if obstacle:
+        return 0
+    # each draft token takes another copy of all recurrent states
+    most = max(_STATE_BYTES // layers.recurrent_bytes, 1) if layers.recurrent_bytes else MOST
+    return min(MOST, n_batch - 1, most)
 
 
 class Drafts:

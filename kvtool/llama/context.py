@@ -96,7 +96,7 @@ class Context(Decoder):
         request = request or SignalRequest()
         # llama.cpp limits batches to the number of cells at its start; the cells are reduced below
         n_first = max(n_cell, n_batch) if request.recall else n_cell
-        super().__init__(model, n_first, n_batch, ragged=ragged, **how)
+        super().__init__(model, n_first, n_batch, ragged=ragged, n_draft=n_draft, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
@@ -298,8 +298,8 @@ class Context(Decoder):
     def drop(self, n: int) -> None:
         """Remove the last n tokens, and their attention from the signals.
 
-        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, for recurrent
-        layers, and, with signals, for other tokens than draft tokens of the last decode.
+        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, and, with signals or
+        recurrent layers, for other tokens than draft tokens of the last decode.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 

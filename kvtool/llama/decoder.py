@@ -66,6 +66,7 @@ class Decoder:
         *,
         ragged: bool = False,
         n_output: int = 1,
+        n_draft: int = 0,
         type_k: str = "f16",
         type_v: str = "f16",
         flash: str = "auto",
@@ -84,6 +85,8 @@ class Decoder:
         params.offload_kqv = kv_offload
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
+        # recurrent states that llama.cpp keeps in addition, so that draft tokens can be removed
+        params.n_rs_seq = n_draft
         params.n_outputs_max = min(n_output, n_batch)
         self._threads = Threads(n_threads or default_threads())
         params.n_threads = params.n_threads_batch = self._threads.n

@@ -83,6 +83,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_layers", i32, pointer, pointer, i32)
     bind("llama_kvtool_most_cells", i32, pointer)
     bind("llama_kvtool_has_alibi", ctypes.c_bool, pointer)
+    bind("llama_kvtool_can_drop", ctypes.c_bool, pointer)
     bind("llama_kvtool_arch", ctypes.c_char_p, i32)
     bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
     bind("llama_kvtool_n_dim", i32, pointer)

@@ -136,6 +136,7 @@ class Model:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
             most_cells = lib.llama_kvtool_most_cells(self._model)
             has_alibi = lib.llama_kvtool_has_alibi(self._model)
+            can_drop = lib.llama_kvtool_can_drop(self._model)
         all_layers = tuple(
             Layer(e.il, Kind(e.kind), e.owner, e.n_head, e.n_embd_k, e.n_embd_v, e.n_bytes)
             for e in entries[:n]
@@ -147,7 +148,8 @@ class Model:
         n_head = read(self.path).n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
-        return Layers(all_layers, n_swa if slides else 0, most_cells, n_group, has_alibi, self._rope)
+        n_swa = n_swa if slides else 0
+        return Layers(all_layers, n_swa, most_cells, n_group, has_alibi, can_drop, self._rope)
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:

@@ -82,6 +82,9 @@ class Layers:
         Maximum number of query heads per KV head, among layers whose heads are rows.
     has_alibi
         True if attention decreases with distance (ALiBi).
+    can_drop
+        True if the last tokens of a step can be removed: no layer is recurrent, or llama.cpp keeps the recurrent
+        states after each of these tokens.
     rope
         "M-RoPE" or "interleaved M-RoPE" if a token has several positions, otherwise "".
     """
@@ -91,6 +94,7 @@ class Layers:
     most_cells: int = _NO_BOUND
     n_group: int = 1
     has_alibi: bool = False
+    can_drop: bool = True
     rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:

@@ -58,11 +58,12 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-// Copy all bytes of a tensor to out or from in, or nothing if both are null; returns their number
-static int64_t copy_tensor(ggml_tensor * t, uint8_t * out, const uint8_t * in) {
-    const size_t size = ggml_nbytes(t);
+// Copy the state of a recurrent layer after the newest token to out or from in, or nothing if both are null; returns its
+// bytes. t has one state in each row, and the newest token's is in row i
+static int64_t copy_state(ggml_tensor * t, int i, uint8_t * out, const uint8_t * in) {
+    const size_t size = t->nb[1];
     if (out) {
-        ggml_backend_tensor_get(t, out, 0, size);
+        ggml_backend_tensor_get(t, out, i*size, size);
     }
     if (in) {
         ggml_backend_tensor_set(t, in, 0, size);
@@ -78,15 +79,16 @@ int64_t llama_kvtool::copy_fixed_state(
     for (const auto & l : sliding) {
         res += copy_cells(lctx, l, out ? out + res : nullptr, in ? in + res : nullptr, l.n_cell);
     }
+    auto * mem = memory::recurrent(lctx);
     for (auto * t : states) {
-        res += copy_tensor(t, out ? out + res : nullptr, in ? in + res : nullptr);
+        res += copy_state(t, memory::n_dropped(*mem), out ? out + res : nullptr, in ? in + res : nullptr);
     }
 
     int n_table = 0;
     if (auto * kv = memory::sliding_cache(lctx)) {
         n_table = memory::copy_table(*kv, table_out, table_in);
     }
-    if (auto * mem = memory::recurrent(lctx)) {
+    if (mem) {
         if (table_out) {
             table_out[n_table] = mem->seq_pos_max(0);
         }

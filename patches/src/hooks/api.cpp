@@ -60,6 +60,10 @@ bool llama_kvtool_has_alibi(const llama_model * model) {
     return model && model->hparams.use_alibi;
 }
 
+bool llama_kvtool_can_drop(const llama_model * model) {
+    return model && memory::can_drop(*model);
+}
+
 int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
     if (!ctx || !params) {
         return fail("ctx and params must not be null");

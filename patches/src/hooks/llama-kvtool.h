@@ -190,6 +190,10 @@ LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 // true if the model biases attention by distance (ALiBi)
 LLAMA_API bool llama_kvtool_has_alibi(const struct llama_model * model);
 
+// true if the newest tokens of a step can be removed: the model has no recurrent layers, or llama.cpp can keep their
+// states after each of a step's last tokens
+LLAMA_API bool llama_kvtool_can_drop(const struct llama_model * model);
+
 // empty the cache and enable kvtool with these parameters; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
@@ -286,7 +290,7 @@ LLAMA_API int32_t llama_kvtool_decode_joint(
 
 // Remove the last n tokens, at most n_draft, or n_draft + 1 with residents: their cells become free, and their attention
 // leaves the signals. Tokens before the last edit cannot be removed; with signals, only draft tokens of the last decode can.
-// Fails if layers are recurrent.
+// With recurrent layers, n is at most the context's n_rs_seq, and another decode must come before the next removal.
 LLAMA_API int32_t llama_kvtool_drop(struct llama_context * ctx, int32_t n);
 
 // out[n_row][n_cell][n_dim]: keys of cells first[row] .. first[row] + n_cell - 1, each rotated by

@@ -144,11 +144,17 @@ std::string memory::unsupported(const llama_context & lctx) {
             return "this model shares the KV cache of another context";
         }
     }
-    if (kv->n_stream != 1 || (mem && (mem->size != 1 || mem->n_rs_seq != 0))) {
+    if (kv->n_stream != 1 || (mem && mem->size != 1)) {
         return "the context must have one sequence (n_seq_max = 1)";
     }
 
     return {};
+}
+
+bool memory::can_drop(const llama_model & model) {
+    const bool is_recurrent = llm_arch_is_recurrent(model.arch) || llm_arch_is_hybrid(model.arch);
+
+    return !is_recurrent || llm_arch_supports_rs_rollback(model.arch);
 }
 
 int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
@@ -434,6 +440,10 @@ std::vector<int> memory::shift_swa(llama_kv_cache & kv, int delta) {
     return res;
 }
 
+int memory::n_dropped(const llama_memory_recurrent & mem) {
+    return mem.rs_idx[0];
+}
+
 void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
     if (pos < 0) {
         mem.clear(false);
@@ -448,4 +458,6 @@ void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
 
     mem.head = 0;
     mem.used = 1;
+
+    mem.set_rs_idx(0, 0);
 }

@@ -51,6 +51,9 @@ struct llama_kvtool_memory {
     // reason why this context cannot be used; empty if it can
     static std::string unsupported(const llama_context & lctx);
 
+    // see llama_kvtool_can_drop
+    static bool can_drop(const llama_model & model);
+
     // maximum number of cells that a model's index chooses for a query; INT32_MAX without an index
     static int most_indexed(const llama_model & model, llama_memory_i * memory);
 
@@ -115,7 +118,11 @@ struct llama_kvtool_memory {
     // whose keys have to be rotated
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
-    // set the position of the newest token that recurrent layers have read; -1: none
+    // number of the last tokens whose recurrent states were dropped since the last decode. A tensor of states has
+    // n_rs_seq + 1 states, newest first, and the next decode begins with the state of this number
+    static int n_dropped(const llama_memory_recurrent & mem);
+
+    // set the position of the newest token that recurrent layers have read, whose state is the first; -1: none
     static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
 
 private:

@@ -400,15 +400,11 @@ int32_t llama_kvtool::drop(llama_context & lctx, int n) {
     if (n == 0) {
         return 0;
     }
-    if (!states.empty()) {
-        return fail("recurrent layers cannot drop tokens");
-    }
-
     lctx.synchronize();
 
     auto & memory = *lctx.memory;
     if (!memory.seq_rm(0, memory.seq_pos_max(0) - n + 1, -1)) {
-        return fail("llama.cpp cannot free the cells");
+        return fail("recurrent layers cannot drop so many tokens");
     }
 
     if (is_watching) {
