@@ -80,10 +80,10 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     if name in (_LOOKUP, _OFF):
         yield Drafts(None)
         return
-    from kvtool.drafts.model import check_vocabulary
+    from kvtool.drafts.model import check_draft
 
     # the workers of --rpc compute only the large model
     with loaded_model(replace(run, rpc=None), find_model(name).path) as draft_model:
-        check_vocabulary(model, draft_model)
+        check_draft(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:
             yield drafts

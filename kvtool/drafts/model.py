@@ -12,6 +12,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.model import Model
+from kvtool.models.layers import Kind
 
 _BUDGET, _EVICT_EVERY = 256, 64
 """Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
@@ -98,8 +99,15 @@ def _likeliest(logits: np.ndarray) -> tuple[int, float]:
     return token, float(1 / np.exp(logits - logits[token]).sum())
 
 
-def check_vocabulary(model: Model, draft: Model) -> None:
-    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens."""
+def check_draft(model: Model, draft: Model) -> None:
+    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens.
+
+    Raises it also for a draft model with recurrent layers, which cannot drop the tokens of several steps.
+    """
+    if draft.layers.of(Kind.RECURRENT):
+        raise UsageError(
+            f"{draft.path.name} cannot guess: it has recurrent layers; choose another, or --draft lookup"
+        )
     if draft.n_vocab != model.n_vocab or any(
         model.piece(token, special=True) != draft.piece(token, special=True)
         for token in range(0, model.n_vocab, 97)

@@ -298,8 +298,8 @@ class Context(Decoder):
     def drop(self, n: int) -> None:
         """Remove the last n tokens, and their attention from the signals.
 
-        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, and, with signals or
-        recurrent layers, for other tokens than draft tokens of the last decode.
+        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, and, with signals
+        or recurrent layers, for other tokens than draft tokens of the last decode.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 

@@ -83,8 +83,8 @@ class Layers:
     has_alibi
         True if attention decreases with distance (ALiBi).
     can_drop
-        True if the last tokens of a step can be removed: no layer is recurrent, or llama.cpp keeps the recurrent
-        states after each of these tokens.
+        True if the last tokens of a step can be removed: no layer is recurrent, or llama.cpp keeps the
+        recurrent states after each of these tokens.
     rope
         "M-RoPE" or "interleaved M-RoPE" if a token has several positions, otherwise "".
     """

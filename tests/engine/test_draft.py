@@ -41,7 +41,7 @@ def held(engine):
     return cells.pos, cells.rot, cells.live
 
 
-KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
+KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lfm2")
 # refact (ALiBi) cannot recall. With MLA (deepseek), a step recalls the same tokens for all its queries, so
 # wrong draft tokens would change the choice for correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
@@ -96,9 +96,15 @@ def test_drafts_look_into_an_archive_as_they_would_alone(tiny_model):
     assert np.abs(found[0] - found[1]).max() < 1e-3
 
 
-def test_recurrent_layers_drop_nothing(tiny_model):
+def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
     tokens = text(20)
-    with open_engine(tiny_model(arch="lfm2"), policies.fit("h2o", 48), n_draft=N_DRAFT) as engine:
+    with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), n_draft=N_DRAFT) as engine:
         engine.draft(tokens[:4])
-        with pytest.raises(LibraryError, match="recurrent"):
-            engine.drop_drafts(2)
+        engine.drop_drafts(2)
+        with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
+            engine.drop_drafts(1)
+        # earlier states of a step are lost with the next one
+        engine.draft(tokens[4:7])
+        engine.step(tokens[7:8])
+        with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
+            engine.drop_drafts(1)

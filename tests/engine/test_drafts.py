@@ -12,15 +12,18 @@ import pytest
 from kvtool import policies
 from kvtool.chats.logprobs import logprobs
 from kvtool.chats.writer import Writer
+from kvtool.config.drafting import max_draft_tokens
+from kvtool.config.run import WriteOptions
 from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.drafter import MOST, Drafter
 from kvtool.drafts.lookup import Lookup
-from kvtool.drafts.model import ModelDraft, check_vocabulary
+from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
+from kvtool.models.layers import Kind, Layer, Layers
 from tests.cli.called import called
 from tests.engine.running import open_engine
 
@@ -273,7 +276,7 @@ def test_a_model_of_another_vocabulary_cannot_guess(talker, tiny_model):
         closing(Model(tiny_model(n_vocab=400))) as other,
         pytest.raises(UsageError, match="another vocabulary"),
     ):
-        check_vocabulary(model, other)
+        check_draft(model, other)
 
 
 def generated(path, *more, prompt="go on: a b c a b c"):
@@ -301,7 +304,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
     for path, draft, code, said in (
         (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
         (talker, "nothing", 3, "unknown model 'nothing'"),
-        (tiny_model(arch="lfm2"), "lookup", 2, "cannot be used with a model with recurrent layers"),
+        (talker, tiny_model(arch="lfm2"), 2, "cannot guess: it has recurrent layers"),
         (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
     ):
         done = generated(path, "--raw", "--draft", draft)
@@ -309,5 +312,18 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
         assert said in done.stderr
         assert done.stderr.startswith("kvtool: ")
     # without --draft, a model that cannot take draft tokens back writes without them
-    done = generated(tiny_model(arch="lfm2"), "--raw", "--json")
+    done = generated(tiny_model(arch="deepseek2"), "--raw", "--json")
     assert json.loads(done.stdout)["drafted"] == 0
+
+
+def test_recurrent_layers_that_cannot_drop_tokens_get_none():
+    cannot = Layers((), can_drop=False)
+    assert max_draft_tokens(WriteOptions(), cannot, policies.load("h2o"), 256) == 0
+    with pytest.raises(UsageError, match="--draft lookup cannot be used with this model, whose recurrent"):
+        max_draft_tokens(WriteOptions(given=frozenset({"draft"})), cannot, policies.load("h2o"), 256)
+
+
+def test_large_recurrent_states_get_few_draft_tokens():
+    for n_bytes, n in ((2**10, MOST), (2**26, 4), (2**30, 1)):
+        layers = Layers((Layer(0, Kind.RECURRENT, 0, 0, 0, 0, n_bytes),))
+        assert max_draft_tokens(WriteOptions(), layers, policies.load("h2o"), 256) == n

@@ -14,6 +14,9 @@ permuted   logits do not depend on the order of the cells in each row, up to rou
 ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
 graph      edits computed as a graph, as on a device, give the scores of edits in host memory, bit by bit
 saved      a restored session continues bit by bit
+drafts     steps with wrong draft tokens give the logits of steps of one token, up to rounding. Leaves out
+           models that cannot drop tokens
+rewound    a stream that was rewound gives the logits of a stream that has read no more, up to rounding
 endless    a text of three times the trained length has finite scores
 """
 
@@ -40,6 +43,7 @@ from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
 from kvtool.policy import Signal, SignalRequest
 from tests.engine.running import open_engine, text
+from tests.engine.test_draft import N_DRAFT, told
 
 ROUNDING = 1e-4
 """Tolerance: largest difference between results, divided by the results' standard deviation."""
@@ -252,7 +256,36 @@ def endless(path: Path) -> str:
         return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
 
 
-CHECKS = (full, alike, permuted, ragged, graph, saved, endless)
+def drafts(path: Path) -> str:
+    model = Model(path)
+    can_drop = model.layers.can_drop
+    model.close()
+    if not can_drop:
+        return "-"
+    found = []
+    for rng in (None, np.random.default_rng(1)):
+        with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:
+            tokens = text(150, n_vocab=engine.model.n_vocab)
+            found.append(np.array([*told(engine, tokens, rng)]))
+    return _same(found[1], found[0], ORDER)
+
+
+def rewound(path: Path) -> str:
+    n, n_more = 90, 20
+    found = []
+    for n_later in (0, 60):
+        with open_engine(path, policies.fit("full", 200, None)) as engine:
+            tokens = text(n + n_later, n_vocab=engine.model.n_vocab)
+            engine.read(tokens[:n])
+            engine.checkpoints.take()
+            engine.read(tokens[n:])
+            if n_later:
+                assert engine.rewind(n) == n
+            found.append(np.array([*told(engine, text(n_more, seed=2, n_vocab=engine.model.n_vocab))]))
+    return _same(found[1], found[0], ORDER)
+
+
+CHECKS = (full, alike, permuted, ragged, graph, saved, drafts, rewound, endless)
 
 if __name__ == "__main__":
     main()

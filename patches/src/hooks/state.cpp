@@ -378,9 +378,14 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
-    // with signals, only draft tokens can be removed: the attention of all other tokens is already in the sums
-    const int n_apart = graph.is_deferred || !is_watching ? std::min(n_marked, n_tokens - 1) : 0;
-    n_removable = params.signals == 0 ? n_removable + n_tokens : n_apart;
+    if (params.signals == 0 && states.empty()) {
+        n_removable += n_tokens;
+    } else {
+        // only draft tokens: the attention of other tokens is already in the signals, and llama.cpp keeps earlier
+        // recurrent states of the last step alone
+        const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
+        n_removable = is_in_signals ? 0 : std::min(n_marked, n_tokens - 1);
+    }
     mark_drafts(0);
 }
 
@@ -404,7 +409,7 @@ int32_t llama_kvtool::drop(llama_context & lctx, int n) {
 
     auto & memory = *lctx.memory;
     if (!memory.seq_rm(0, memory.seq_pos_max(0) - n + 1, -1)) {
-        return fail("recurrent layers cannot drop so many tokens");
+        return fail("llama.cpp cannot free the cells");
     }
 
     if (is_watching) {
@@ -422,7 +427,7 @@ int32_t llama_kvtool::drop(llama_context & lctx, int n) {
         resident->forget_live(n_own);
     }
     n_seen -= n;
-    n_removable -= n;
+    n_removable = states.empty() ? n_removable - n : 0;
 
     return 0;
 }
