@@ -27,7 +27,7 @@ from kvtool.chats.prompt import template_of
 from kvtool.chats.writer import Writer
 from kvtool.drafts.drafter import MOST, Drafter
 from kvtool.drafts.lookup import Lookup
-from kvtool.drafts.model import ModelDraft, check_vocabulary
+from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.sampler import Sampler
@@ -86,7 +86,7 @@ def main() -> None:
         source = None
         if args.draft:
             draft = stack.enter_context(closing(load_model(args.draft)))
-            check_vocabulary(model, draft)
+            check_draft(model, draft)
             source = stack.enter_context(closing(ModelDraft(draft, args.threads)))
         policy = policies.fit(args.policy, args.budget)
         settings = Settings(n_draft=MOST, n_threads=args.threads)
