@@ -46,15 +46,16 @@ class HeaderReader:
 
     Attributes
     ----------
-    n_tensor
-        Number of tensors in the file, set by `header`.
+    tensors
+        Size in bytes of each tensor in the file, by name, set by `header`. 0 for a type that the gguf package
+        does not know.
     """
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path = path
         self.data = data
         self.at = 0
-        self.n_tensor = 0
+        self.tensors: dict[str, int] = {}
 
     def header(self) -> tuple[dict[str, Any], int]:
         """Return the metadata and the file size in bytes that the tensors require. Raises ModelError.
@@ -70,12 +71,14 @@ class HeaderReader:
                 raise ModelError(
                     f"{self.path} has GGUF version {version} or is big-endian; kvtool reads versions 2 and 3"
                 )
-            self.n_tensor, n_key = self._number("Q"), self._number("Q")
+            n_tensor, n_key = self._number("Q"), self._number("Q")
             metadata: dict[str, Any] = {}
             for _ in range(n_key):
                 key = self._string()
                 metadata[key] = self._value(self._number("I"))
-            ends = [self._tensor_end() for _ in range(self.n_tensor)]
+            ends = [self._tensor_end() for _ in range(n_tensor)]
+            if len(self.tensors) < n_tensor:
+                raise ValueError("two tensors of one name")
         except (struct.error, OverflowError):
             raise ModelError(f"{self.path} is truncated or damaged; download it again") from None
         except (ValueError, KeyError) as error:
@@ -121,7 +124,8 @@ class HeaderReader:
         return struct.unpack_from(f"<{length}{code}", self.data, start)
 
     def _tensor_end(self) -> int:
-        self._string()
+        """Read a tensor's entry, and return its end in the file, relative to the first tensor."""
+        name = self._string()
         n_axis = self._number("I")
         if n_axis > _MAX_AXES:
             raise ValueError(f"a tensor of {n_axis} axes")
@@ -134,5 +138,6 @@ class HeaderReader:
             block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
             # a type newer than the gguf package; llama.cpp will accept or reject it
-            return offset
-        return offset + n_item // block * block_bytes
+            block, block_bytes = 1, 0
+        self.tensors[name] = n_item // block * block_bytes
+        return offset + self.tensors[name]

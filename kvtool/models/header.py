@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kvtool.errors import ModelError, OutOfMemory
 from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
 from kvtool.models.layers import Kind, Layer, Layers
+from kvtool.models.placement import Weights
 from kvtool.models.split import part_paths
 
 
@@ -19,14 +20,14 @@ class File(NamedTuple):
     ----------
     size
         Size in bytes.
-    n_tensor
-        Number of tensors.
+    tensors
+        Size in bytes of each tensor, by name.
     metadata
         Values of the header, as in ModelInfo.
     """
 
     size: int
-    n_tensor: int
+    tensors: dict[str, int]
     metadata: dict[str, Any]
 
 
@@ -66,6 +67,8 @@ class ModelInfo:
         True if the file has a chat template.
     metadata
         Values of the header; None for arrays of strings and for arrays longer than MAX_LAYERS.
+    weights
+        Sizes of the weights.
     """
 
     path: Path
@@ -83,6 +86,7 @@ class ModelInfo:
     tokenizer: bool
     chat_template: bool
     metadata: dict[str, Any] = field(repr=False)
+    weights: Weights = field(repr=False)
 
     @property
     def plain_layers(self) -> Layers:
@@ -105,8 +109,10 @@ def read(path: Path) -> ModelInfo:
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
     # like llama.cpp, treat a split into one part as no split
-    rest = 0 if n_part in (0, 1) else _rest_of(path, whole, n_part)
-    return _info(path, n_part or 1, whole.size + rest, whole.metadata)
+    rest = [] if n_part in (0, 1) else _rest_of(path, whole, n_part)
+    size = whole.size + sum(part.size for part in rest)
+    tensors = whole.tensors | {name: n for part in rest for name, n in part.tensors.items()}
+    return _info(path, n_part or 1, size, whole.metadata, tensors)
 
 
 def read_file(path: Path) -> File:
@@ -127,11 +133,11 @@ def read_file(path: Path) -> File:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if size < end:
         raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")
-    return File(size, reader.n_tensor, metadata)
+    return File(size, reader.tensors, metadata)
 
 
-def _rest_of(first: Path, whole: File, n_part: object) -> int:
-    """Return the total bytes of the parts after the first. Raises ModelError if any is missing or wrong."""
+def _rest_of(first: Path, whole: File, n_part: object) -> list[File]:
+    """Return the parts after the first. Raises ModelError if any is missing or wrong."""
     paths = part_paths(first)
     if whole.metadata.get("split.no", 0) != 0:
         raise ModelError(f"{first} is not the first part of its model; name the first, {paths[0].name}")
@@ -147,23 +153,23 @@ def _rest_of(first: Path, whole: File, n_part: object) -> int:
             f"{missing[0]}{others} of the {n_part} parts of the model is missing; "
             f"all have to be in {first.absolute().parent}"
         )
-    n_byte, n_tensor = 0, whole.n_tensor
+    parts = []
     for number, path in enumerate(paths[1:], 1):
         part = read_file(path)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, n_part):
             raise ModelError(f"{path} is not part {number + 1} of {n_part} of a model; download it again")
-        n_byte += part.size
-        n_tensor += part.n_tensor
+        parts.append(part)
+    n_tensor = sum(len(part.tensors) for part in (whole, *parts))
     declared = whole.metadata.get("split.tensors.count", n_tensor)
     if n_tensor != declared:
         raise ModelError(
             f"the parts of {first} have {n_tensor} tensors instead of {declared}: they are not of one model; "
             "download them again"
         )
-    return n_byte
+    return parts
 
 
-def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> ModelInfo:
+def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors: dict[str, int]) -> ModelInfo:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} is not a language model: no architecture in its header")
@@ -214,4 +220,5 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
+        weights=Weights.of(tensors, n_layer),
     )

@@ -1,0 +1,93 @@
+"""Choice of the weights that lie on a GPU whose memory does not hold all of them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+
+_EXPERT = re.compile(r"ffn_(up|down|gate|gate_up)_(ch|)exps")
+"""Tensors that llama.cpp's --n-cpu-moe moves to host memory."""
+
+
+class Weights(NamedTuple):
+    """Sizes of a model's weights in bytes.
+
+    Attributes
+    ----------
+    dense
+        Of each layer, without its experts.
+    experts
+        Of each layer's experts; 0 in layers without experts.
+    output
+        Of the tensors after the last layer. Token embeddings count if the output uses them; llama.cpp leaves
+        the embeddings themselves in host memory.
+    """
+
+    dense: tuple[int, ...]
+    experts: tuple[int, ...]
+    output: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, int], n_layer: int) -> "Weights":
+        """Sum up the tensors of a file, given by name and size. Layers from n_layer on are left out."""
+        dense, experts, output = [0] * n_layer, [0] * n_layer, 0
+        for name, n_bytes in tensors.items():
+            layer = _LAYER.match(name)
+            if not layer:
+                output += n_bytes if name.startswith("output") else 0
+            elif (i := int(layer[1])) < n_layer:
+                (experts if _EXPERT.match(layer[2]) else dense)[i] += n_bytes
+        if "output.weight" not in tensors:
+            output += tensors.get("token_embd.weight", 0)
+        return cls(tuple(dense), tuple(experts), output)
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return len(self.dense)
+
+
+class Placement(NamedTuple):
+    """Place of a model's weights.
+
+    Attributes
+    ----------
+    n_gpu_layers
+        Number of last layers on the GPU. The output counts as one layer, after all others.
+    n_cpu_moe
+        Number of first layers whose experts stay in host memory.
+    gpu_bytes
+        Bytes of weights and cache on the GPU.
+    """
+
+    n_gpu_layers: int
+    n_cpu_moe: int
+    gpu_bytes: int
+
+
+def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Placement:
+    """Place as many weights as fit on the GPU: first layers without their experts, then experts.
+
+    Experts come last, because a token uses few of them. Both are placed from the last layer on, as llama.cpp
+    counts them.
+
+    cache_bytes: bytes of each layer's cache, which lies where the layer lies.
+    free_bytes: bytes of device memory for weights and cache.
+    """
+    n = weights.n_layer
+    dense = [one + other for one, other in zip(weights.dense, cache_bytes, strict=True)]
+    n_dense, n_bytes = _fitting([weights.output, *reversed(dense)], free_bytes)
+    # with a layer in host memory, no experts are on the GPU
+    n_expert, n_expert_bytes = 0, 0
+    if n_dense == n + 1:
+        n_expert, n_expert_bytes = _fitting([*reversed(weights.experts)], free_bytes - n_bytes)
+    n_cpu_moe = n - n_expert if any(weights.experts[: n - n_expert]) else 0
+    return Placement(n_dense, n_cpu_moe, n_bytes + n_expert_bytes)
+
+
+def _fitting(sizes: Sequence[int], n_bytes: int) -> tuple[int, int]:
+    """Return how many of the first sizes fit into n_bytes together, and their sum."""
+    sums = [each for each in accumulate(sizes) if each <= n_bytes]
+    return len(sums), sums[-1] if sums else 0

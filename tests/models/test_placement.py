@@ -1,0 +1,54 @@
+"""Weights on a GPU that is too small: layers from the last one, and experts after all else."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from kvtool.models.header import read
+from kvtool.models.placement import Placement, Weights, place
+from tests import tiny
+
+DENSE = Weights((10, 10, 10, 10), (0, 0, 0, 0), 5)
+EXPERTS = Weights((10, 10, 10, 10), (0, 100, 100, 100), 5)
+CACHE = (2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("free", "n_layer", "n_bytes"), [(4, 0, 0), (5, 1, 5), (16, 1, 5), (17, 2, 17), (52, 4, 41), (53, 5, 53)]
+)
+def test_layers_fill_a_gpu_from_the_last_one(free, n_layer, n_bytes):
+    assert place(DENSE, CACHE, free) == Placement(n_layer, 0, n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("free", "n_layer", "n_cpu_moe", "n_bytes"),
+    [(41, 4, 4, 41), (53, 5, 4, 53), (152, 5, 4, 53), (153, 5, 3, 153), (253, 5, 2, 253), (353, 5, 0, 353)],
+)
+def test_experts_come_after_all_else(free, n_layer, n_cpu_moe, n_bytes):
+    assert place(EXPERTS, CACHE, free) == Placement(n_layer, n_cpu_moe, n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape"), [("llama", {}), ("llama", {"tied": True}), ("gpt_oss", {"n_expert": 4})]
+)
+def test_weights_are_summed_up_by_layer(tiny_model, arch, shape):
+    path = tiny_model(arch, n_layer=4, **shape)
+    weights = read(path).weights
+    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors}
+    layers = [sum(n for name, n in sizes.items() if name.startswith(f"blk.{i}.")) for i in range(4)]
+    assert np.add(weights.dense, weights.experts).tolist() == layers
+    has_experts = arch == "gpt_oss"
+    assert all(bool(n) == has_experts for n in weights.experts)
+    output = sum(n for name, n in sizes.items() if name.startswith("output"))
+    is_tied = "output.weight" not in sizes
+    assert is_tied == bool(shape.get("tied"))
+    assert weights.output == output + is_tied * sizes["token_embd.weight"]
+
+
+def test_weights_of_a_split_model_are_those_of_all_its_parts(tmp_path):
+    path = tmp_path / "whole.gguf"
+    tiny.write_llama(path)
+    first = tiny.split(path, tmp_path / "part", 3)[0]
+    assert read(first).weights == read(path).weights
