@@ -256,7 +256,7 @@ class WriteOptions(RunOptions):
         None,
         "With sliding or recurrent layers: limit of the host memory for earlier states, so that an undo or "
         "an edited message need not read the whole chat again. 0: none.",
-        default_text="a 16th of the free memory, at least 8 states",
+        default_text="a 16th of the free memory, or more for 8 states",
     )
     draft: str = _hardware_option(
         "--draft lookup|MODEL|off",

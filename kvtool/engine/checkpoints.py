@@ -16,11 +16,11 @@ from kvtool.units import format_bytes
 SPACING = 1024
 """Tokens after which a checkpoint is made. Copying a state takes as long as reading a few tokens."""
 
-_LEAST = 8
-"""Minimum number of checkpoints, if the user gave no limit in bytes."""
-
 _SHARE = 16
-"""By default, all checkpoints of a process may take this part of the free memory: one 16th."""
+"""By default, the checkpoints of a stream may take one 16th of the free memory."""
+
+_LEAST, _MOST_SHARE = 8, 4
+"""By default there are at least eight checkpoints, if they take at most a quarter of the free memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +52,14 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, and at
-        least the bytes of eight checkpoints.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, or more for
+        eight checkpoints, but at most a quarter.
 
     Attributes
     ----------
     n_max
-        Maximum number of checkpoints. 0 if max_bytes is 0, if the model needs no checkpoints, or if they
-        would not be enough to rewind (`PolicyCache.keeps_all`).
+        Maximum number of checkpoints. 0 if max_bytes is 0, if the model needs no checkpoints, if memory is
+        short, or if earlier rows are not kept (`PolicyCache.keeps_all`).
 
     Raises
     ------
@@ -76,7 +76,8 @@ class Checkpoints:
             return
         n_bytes = fixed_state.n_bytes
         if max_bytes is None:
-            self.n_max = max(free_bytes() // _SHARE // n_bytes, _LEAST)
+            n = free_bytes() // n_bytes
+            self.n_max = max(n // _SHARE, min(n // _MOST_SHARE, _LEAST))
         else:
             self.n_max = max_bytes // n_bytes
             if not self.n_max:

@@ -65,7 +65,8 @@ class Settings:
         the archive.
     checkpoints
         Maximum bytes of the checkpoints of sliding and recurrent layers, without which a stream of such a
-        model cannot be rewound; 0: none. Default: a 16th of the free memory, and at least eight checkpoints.
+        model cannot be rewound; 0: none. Default: a 16th of the free memory, or more for eight checkpoints,
+        but at most a quarter.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads

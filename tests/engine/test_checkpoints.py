@@ -91,6 +91,17 @@ def test_distances_grow_with_age(tiny_model):
         assert 300 < distances[0] < 960
 
 
+@pytest.mark.parametrize(("n_free", "n"), [(1600, 100), (160, 10), (64, 8), (32, 8), (20, 5), (3, 0)])
+def test_checkpoints_take_a_small_part_of_the_memory(tiny_model, monkeypatch, n_free, n):
+    with opened(tiny_model("lfm2"), "recall") as engine:
+        n_bytes = engine.context.fixed_state.n_bytes
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
+    with opened(tiny_model("lfm2"), "recall") as engine:
+        assert engine.checkpoints.n_max == n
+        engine.checkpoints.share(3)
+        assert engine.checkpoints.n_max == min(max(n // 3, 8), n)
+
+
 def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
     path = tiny_model("lfm2")
     with (
