@@ -33,7 +33,7 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
         return 0
     obstacle = ""
     if not layers.can_drop:
-        obstacle = "this model, whose recurrent layers cannot take draft tokens back"
+        obstacle = "this model, which cannot drop draft tokens"
     elif kind.recalls() and not layers.has_values:
         obstacle = "recall of tokens (MLA), which the tokens of a step share"
     if obstacle and "draft" in run.given:

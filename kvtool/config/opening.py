@@ -138,6 +138,9 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
     """
     if not (run.instead and kind.recalls()):
         return run, None
+    if layers.only_full:
+        note = f"this model runs only with the policy full: {layers.only_full}"
+        return run.changed(policy="full"), note
     if layers.has_alibi:
         obstacle = "in this model (ALiBi)"
     elif run.positions == "in-cache":

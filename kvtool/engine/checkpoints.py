@@ -52,8 +52,8 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, or more for
-        eight checkpoints, but at most a quarter.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, or more
+        for eight checkpoints, but at most a quarter.
 
     Attributes
     ----------

@@ -35,8 +35,10 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if settings.prefill == "exact" and not (policy.recall and layers.has_values):
         why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"
         raise UsageError(f"--prefill exact attends to evicted tokens, and {why}; choose --prefill stream")
+    if policy.slack and layers.only_full:
+        raise UsageError(f"this model runs only with --policy full: {layers.only_full}")
     if settings.n_draft and not layers.can_drop:
-        raise UsageError("recurrent layers of this model cannot drop draft tokens; choose n_draft 0")
+        raise UsageError("this model cannot drop draft tokens; choose n_draft 0")
     if policy.merges and not layers.has_values:
         raise UsageError(
             f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "

@@ -140,10 +140,12 @@ class PolicyCache:
     def keeps_all(self) -> bool:
         """True if earlier rows of the stream are known: evicted tokens are archived, or nothing is evicted.
 
-        False if the policy has a state or reads signals, whose earlier contents are not kept.
+        False if the policy has a state or reads signals, whose earlier contents are not kept, or if the
+        model's tokens cannot be removed.
         """
         archives = self.context.archive or not self.policy.slack
-        return bool(archives and not self.state and self.policy.reads == Signal.NONE)
+        can_remove = not self.context.model.layers.only_full
+        return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
     def ask(self, method: str, *args: object) -> Any:
         """Call the policy. Raises PlanError for any error in it."""

@@ -95,7 +95,7 @@ def open_context(
         "kv_offload": settings.kv_offload,
         "n_output": max(settings.n_output, settings.n_draft + 1),
     }
-    if is_patched():
+    if is_patched() and not model.layers.only_full:
         fills_all = policy.recall and model.layers.has_values
         context = Context(
             model,
@@ -119,7 +119,9 @@ def open_context(
             context.watch(on=False)
         return context
     needs = None
-    if policy.needs_patch():
+    if is_patched():
+        pass
+    elif policy.needs_patch():
         needs = f"the policy {type(policy).__name__}"
     elif (settings.prefill or policy.prefill) == "whole":
         needs = "reading a prompt whole, without --prefill stream,"

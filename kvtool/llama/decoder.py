@@ -210,6 +210,10 @@ class Decoder:
         """Drop the last decode's logits."""
         self._n_output = 0
 
+    def clear(self) -> None:
+        """Free all cells."""
+        api.llama_memory_seq_rm(self._memory, 0, -1, -1)
+
     def remove(self, first: int, end: int) -> None:
         """Free the cells at positions first .. end - 1."""
         if not api.llama_memory_seq_rm(self._memory, 0, first, end):

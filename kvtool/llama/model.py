@@ -119,6 +119,9 @@ class Model:
         Raises ModelError for a model that cannot be used, LibraryError for a model that needs the patch.
         """
         self._check_open()
+        plain = replace(read(self.path).plain_layers, rope=self._rope)
+        if plain.only_full:
+            return plain
         n_swa: int = api.llama_model_n_swa(self._model)
         if not is_patched():
             model = self._model
@@ -126,7 +129,7 @@ class Model:
                 raise LibraryError(
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
-            return replace(read(self.path).plain_layers, rope=self._rope)
+            return plain
         # llama.cpp allocates a cache of one cell for this, and aborts on some damaged models
         with quiet(), crash_means(damaged(self.path)):
             # a layer has up to three entries: cells, keys of an index, a state
@@ -149,7 +152,7 @@ class Model:
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
         n_swa = n_swa if slides else 0
-        return Layers(all_layers, n_swa, most_cells, n_group, has_alibi, can_drop, self._rope)
+        return Layers(all_layers, n_swa, most_cells, n_group, has_alibi, can_drop, rope=self._rope)
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:

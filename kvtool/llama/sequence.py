@@ -1,4 +1,4 @@
-"""A cache of an unpatched llama.cpp, edited by its sequence calls.
+"""A cache edited by llama.cpp's sequence calls: without the patch, or for models that run with `full` alone.
 
 These remove and shift whole tokens, in all layers and heads alike: to a policy the cache is one row.
 """
@@ -70,6 +70,11 @@ class SequenceContext(Decoder):
         if merge is not None or how.get("n_hidden"):
             action = "hiding cells" if merge is None else "merging values"
             raise LibraryError(f"{UNPATCHED}, which {action} needs; {HOW_TO_BUILD}")
+        if not n_keep:
+            # some models can only remove all tokens
+            self.clear()
+            self._at = self._pos_of = np.empty(0, np.int32)
+            return
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
         source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
         source[dst], turn[dst] = src, delta

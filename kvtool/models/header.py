@@ -11,6 +11,7 @@ from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
 from kvtool.models.layers import Kind, Layer, Layers
 from kvtool.models.placement import Weights
 from kvtool.models.split import part_paths
+from kvtool.models.supported import ONLY_FULL
 
 
 class File(NamedTuple):
@@ -90,15 +91,17 @@ class ModelInfo:
 
     @property
     def plain_layers(self) -> Layers:
-        """Layers if the model has one plain KV cache. `Model.layers` describes other models.
+        """Layers if the model has one plain KV cache, or runs only with the policy `full`.
 
+        `Model.layers` describes other models.
         With MLA, the layers' `head_size_v` is 0, because values are part of the keys.
         """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v
         layers = tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in enumerate(self.n_head_kv) if n)
         groups = (n // n_kv for n, n_kv in zip(self.n_head, self.n_head_kv, strict=True) if n_kv)
-        return Layers(layers, n_group=max(groups, default=1))
+        reason = ONLY_FULL.get(self.architecture, "")
+        return Layers(layers, n_group=max(groups, default=1), can_drop=not reason, only_full=reason)
 
 
 def read(path: Path) -> ModelInfo:

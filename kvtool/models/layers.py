@@ -85,6 +85,8 @@ class Layers:
     can_drop
         True if the last tokens of a step can be removed: no layer is recurrent, or llama.cpp keeps the
         recurrent states after each of these tokens.
+    only_full
+        Reason why only the policy `full` runs, or "".
     rope
         "M-RoPE" or "interleaved M-RoPE" if a token has several positions, otherwise "".
     """
@@ -95,6 +97,7 @@ class Layers:
     n_group: int = 1
     has_alibi: bool = False
     can_drop: bool = True
+    only_full: str = ""
     rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:

@@ -1,4 +1,6 @@
-"""List of architectures that kvtool cannot run, so that no such model is downloaded or loaded in vain.
+"""Lists of architectures that kvtool cannot run, or runs without evictions alone.
+
+The first list is read early, so that no such model is downloaded or loaded in vain.
 
 Other architectures work without a change of kvtool if their caches are of known kinds, which llama.cpp
 reports for a loaded model (`kvtool.llama.model.Model.layers`).
@@ -16,10 +18,7 @@ _NAMES = {
     "all layers are recurrent, so that its memory does not grow and kvtool is not needed": (
         "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7"
     ),
-    "it attends to compressed tokens, of which a cell holds several": "deepseek4",
-    "it reads earlier tokens from llama.cpp's own table of cells": "qwen4exp",
     "llama.cpp knows only its name": "gptj",
-    "its router attends to the cache": "graniteswitch",
     "it is an encoder, which has no KV cache": (
         "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert "
         "nomic-bert nomic-bert-moe t5 t5encoder wavtokenizer-dec"
@@ -28,6 +27,13 @@ _NAMES = {
     "it is a draft head, which needs another model": "dflash eagle3 gemma4-assistant",
     "it is a speech model": "pockettts qwen3tts",
 }
+
+ONLY_FULL = {
+    "deepseek4": "it attends to compressed tokens, of which a cell holds several",
+    "graniteswitch": "its router attends to the cache",
+    "qwen4exp": "it reads earlier tokens from llama.cpp's own table of cells",
+}
+"""Reason why only the policy `full` runs, which keeps all tokens, by the name of an architecture."""
 
 BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
 """Reason why kvtool refuses a model, by the name of its architecture."""

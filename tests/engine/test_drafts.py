@@ -319,7 +319,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
 def test_recurrent_layers_that_cannot_drop_tokens_get_none():
     cannot = Layers((), can_drop=False)
     assert max_draft_tokens(WriteOptions(), cannot, policies.load("h2o"), 256) == 0
-    with pytest.raises(UsageError, match="--draft lookup cannot be used with this model, whose recurrent"):
+    with pytest.raises(UsageError, match="--draft lookup cannot be used with this model, which cannot drop"):
         max_draft_tokens(WriteOptions(given=frozenset({"draft"})), cannot, policies.load("h2o"), 256)
 
 

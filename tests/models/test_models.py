@@ -29,7 +29,7 @@ from kvtool.models.catalogue import Entry, parse, registry
 from kvtool.models.download import pull, run_pip, sha256
 from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
-from kvtool.models.supported import BY_NAME, unsupported
+from kvtool.models.supported import BY_NAME, ONLY_FULL, unsupported
 from kvtool.units import format_bytes, parse_bytes
 from tests import forked, tiny, tiny_kinds
 
@@ -551,10 +551,7 @@ def test_numbers_of_a_header_that_cannot_be_are_refused(tmp_path, arch, keys, sa
     [
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "all layers are recurrent"),
         ("rwkv7", {}, "does not grow and kvtool is not needed"),
-        ("deepseek4", {}, "attends to compressed tokens"),
-        ("qwen4exp", {}, "reads earlier tokens from llama.cpp's own table"),
         ("gptj", {}, "knows only its name"),
-        ("graniteswitch", {}, "its router"),
         ("bert", {}, "an encoder, which has no KV cache"),
         ("llada", {}, "a diffusion model, which does not write token by token"),
         ("eagle3", {}, "a draft head"),
@@ -573,7 +570,8 @@ def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
     known = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
     assert len(set(known)) == len(known) > 100
     assert "llama" in known
-    assert set(BY_NAME) <= set(known)
+    assert set(BY_NAME) | set(ONLY_FULL) <= set(known)
+    assert not set(BY_NAME) & set(ONLY_FULL)
     info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     for name, reason in BY_NAME.items():
         assert reason
@@ -778,7 +776,7 @@ NO_LAYERS = (
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
         ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
         ("brand-new", {}, "unknown model architecture: 'brand-new'"),
-        ("deepseek4", {}, "^cannot run deepseek4 models: it attends to compressed"),
+        ("gptj", {}, "^cannot run gptj models: llama.cpp knows only its name"),
     ],
 )
 def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):
@@ -827,7 +825,7 @@ def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
     assert shown["unsupported"].startswith("llama.cpp does not load (")
 
 
-@pytest.mark.parametrize("arch", ["llama", "deepseek4"])
+@pytest.mark.parametrize("arch", ["llama", "gptj"])
 def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch)
     for flag, name in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")):

@@ -1,0 +1,74 @@
+"""Models whose cells llama.cpp alone may edit: the policy `full` runs, others are refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.models import supported
+from tests.cli.called import called, one_line
+from tests.engine.running import TOLERANCE, open_engine, text
+
+REASON = "it is one of a test"
+
+
+@pytest.fixture
+def path(talker, monkeypatch):
+    """A llama model that is treated as one that runs only with `full`."""
+    monkeypatch.setitem(supported.ONLY_FULL, "llama", REASON)
+    return talker
+
+
+def full():
+    return policies.fit("full", 300)
+
+
+def test_the_logits_are_those_of_another_model(path, monkeypatch):
+    tokens, found = text(150), []
+    for is_only_full in (True, False):
+        if not is_only_full:
+            monkeypatch.delitem(supported.ONLY_FULL, "llama")
+        with open_engine(path, full()) as engine:
+            engine.read(tokens)
+            found.append(engine.context.logits()[-1].copy())
+            assert engine.can_rewind == (not is_only_full)
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_a_stream_begins_again_and_is_saved(path):
+    tokens = text(150)
+    with open_engine(path, full()) as engine, open_engine(path, full()) as other:
+        engine.read(tokens)
+        wanted = engine.context.logits()[-1].copy()
+        engine.reset()
+        engine.read(tokens[:70])
+        other.restore({name: array.copy() for name, array in engine.save()})
+        for each in (engine, other):
+            each.read(tokens[70:])
+            assert np.abs(each.context.logits()[-1] - wanted).max() < TOLERANCE
+        assert engine.rewind(100) is None
+        assert engine.n_past == 150
+        assert engine.rewind(0) == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_draft": 3}])
+def test_other_policies_and_draft_tokens_are_refused(path, settings):
+    policy = full() if settings else policies.fit("h2o", 64)
+    says = "cannot drop draft tokens" if settings else f"only with --policy full: {REASON}"
+    with pytest.raises(UsageError, match=says), open_engine(path, policy, **settings):
+        pass
+
+
+def test_a_command_replaces_the_default_policy(path):
+    words = "generate", "-m", path, "-p", "the river", "-n", "8", "--raw", "--json"
+    done = called(*words)
+    assert done.returncode == 0, done.stderr
+    assert f"this model runs only with the policy full: {REASON}" in done.stderr
+    record = json.loads(done.stdout)
+    assert (record["policy"], record["drafted"]) == ("full", 0)
+    one_line(called(*words, "--policy", "h2o"), 2, f"this model runs only with --policy full: {REASON}")
+    one_line(called(*words, "--draft", "lookup"), 2, "cannot be used with this model")
