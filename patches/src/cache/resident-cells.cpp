@@ -97,14 +97,14 @@ void resident_cells::make_device(device & d) {
     }
     ggml_backend_buffer_clear(d.buffer.get(), 0);
 
-    const auto * base = (const char *) ggml_backend_buffer_get_base(d.buffer.get());
+    auto *       base = (char *) ggml_backend_buffer_get_base(d.buffer.get());
     const auto * last = d.uploads.back().v;
 
     d.upload_data.resize((const char *) last->data - base + ggml_nbytes(last));
     d.query_data  .resize(ggml_nelements(d.queries));
 
     d.all_uploads = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, d.upload_data.size());
-    ggml_backend_tensor_alloc(d.buffer.get(), d.all_uploads, (void *) base);
+    ggml_backend_tensor_alloc(d.buffer.get(), d.all_uploads, base);
 }
 
 ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale) {

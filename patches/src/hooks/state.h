@@ -1,5 +1,5 @@
-// kvtool's state of a context. Only state.cpp, join.cpp and sizes.cpp touch private members of llama.cpp's
-// context.
+// kvtool's state of a context. Only state.cpp, join.cpp, sizes.cpp, resident.cpp and deferred.cpp touch private members
+// of llama.cpp's context.
 
 #pragma once
 
