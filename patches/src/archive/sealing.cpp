@@ -215,14 +215,11 @@ std::array<int64_t, 4> archive::clustered() const {
 }
 
 bool archive::get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const {
-    // clusters from before a restore may be of other tokens
-    if (n_unsealed > 0) {
-        return false;
-    }
     for (int64_t block = begin/n_block; block < end/n_block; ++block) {
         for (const auto & rows : clusters) {
             for (const auto & own : rows) {
-                if (block < own.begin() || block >= own.end() || own[block].to.is_far != is_far) {
+                // before all rows are clustered, a block may have clusters of other tokens
+                if (n_unsealed > 0 || block < own.begin() || block >= own.end() || own[block].to.is_far != is_far) {
                     return false;
                 }
                 const auto of = own[block].members();
