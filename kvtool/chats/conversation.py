@@ -418,7 +418,10 @@ class Conversation:
             self.effort = effort
 
     def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continue as `restore` does, with the saved chat's marks. Its copies are not saved."""
+        """Continue as `restore` does, with the saved marks, so that earlier turns can be undone.
+
+        Changes that `undo` takes back with a copy cannot be undone: sessions have no copies.
+        """
         self.restore(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):

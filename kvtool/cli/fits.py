@@ -52,7 +52,7 @@ def room() -> Room:
         from kvtool.llama.devices import devices
 
         gpus += [device["memory_total"] * 9 // 10 for device in devices() if device["type"] == "gpu"]
-    # a fifth is for cache, compute buffers and repacked weights: Qwen2.5 1.5B (1.12 GB) takes 1.84 GB in all
+    # a fifth is for cache, compute buffers and repacked weights, in addition to _OTHER_BYTES
     host, gpu = (max(n - _OTHER_BYTES, 0) * 4 // 5 for n in (total_bytes() * 2 // 3, max(gpus)))
     quick = min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S) // _TOKENS_S
     return Room(max(host, gpu), max(min(host, quick), gpu))

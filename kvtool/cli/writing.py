@@ -63,7 +63,7 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
 
 
 def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
-    """Return the line about a text without a visible character; None if another line says why it ended.
+    """Return a message that says why a text has no visible character; None if another message does.
 
     noun: "reply" or "answer". thought: True if a thought came before.
     """

@@ -249,7 +249,7 @@ class RunOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(RunOptions):
-    """Options of a run in which the model writes text, and goes back in it."""
+    """Options of a run in which the model writes text, with draft tokens and rewinds."""
 
     checkpoints: str | None = _hardware_option(
         "--checkpoints SIZE",

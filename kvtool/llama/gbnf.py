@@ -215,7 +215,10 @@ class _Parser:
         return Rules(written(self._named["root"]), tuple(lines))
 
     def _lexemes(self) -> set[int]:
-        """Return the numbers of the rules without tokens or recursion. They are regular expressions."""
+        """Return the numbers of the rules that are regular expressions, and can be lexemes.
+
+        These rules do not use themselves, and name no token of the model.
+        """
         users: list[list[int]] = [[] for _ in self._all]
         n_open = [0] * len(self._all)
         for number, rule in enumerate(self._all):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Minimum share of its equal budget that a row keeps when rows share budgets: the paper's value."""
+"""Minimum cells of a row that shares budgets, as a part of the cells that it would have alone."""
 
 _F32 = np.dtype(np.float32)
 

@@ -167,7 +167,7 @@ class Reader:
         return n_first
 
     def start(self) -> None:
-        """Empty the cache for turns. A budget given as a share is a share of the context here."""
+        """Empty the cache; turns follow. A budget in percent is a share of the context, not of a prompt."""
         n_ctx = min(self.settings.n_ctx or self.model.n_ctx_train, self.model.n_ctx_train)
         self._empty(self._policy_for(n_ctx, 0), self.template)
         self._turns = []

@@ -44,10 +44,16 @@ _FAR = np.float32(1e30)
 
 
 class Rule(NamedTuple):
-    """Rule of a row.
+    """Rule by which a row evicts and merges.
 
-    policy: h2o, roco or streamingllm. n_mean: places for evicted tokens. merge: one of MERGES. n_query:
-    number of tokens whose queries are kept.
+    policy
+        "h2o", "roco" or "streamingllm".
+    n_mean
+        Number of cells that hold means of evicted tokens.
+    merge
+        How an evicted token joins a mean: one of MERGES.
+    n_query
+        Number of tokens whose queries are kept.
     """
 
     policy: str

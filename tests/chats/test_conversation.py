@@ -261,7 +261,7 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 
     turn("Name a fruit.")
     before = saved()
-    # the session file serves as the copy: no temporary file is made
+    # `undo` needs a copy of the chat; the session file is one, so no temporary file is made
     monkeypatch.setattr(tempfile, "TemporaryFile", None)
     turn("And a colour.")
     assert saved() != before

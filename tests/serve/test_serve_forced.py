@@ -68,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a `likes` with random logits that often begins one of `ends`, and then completes it."""
+    """Return a `likes` whose model writes at random, but often begins one of `ends` and completes it."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
