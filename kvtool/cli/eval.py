@@ -185,7 +185,7 @@ def evaluate(
     notes.patch_note({run.policy: spec.kind})
     with loaded_model(run, path, guarded=True) as model, ExitStack() as stack:
         run, note = replace_recall(run, spec.kind, model.layers)
-        say([notes.gpu_note(run.gpu_layers), note])
+        say([notes.gpu_note(run), note])
         spec = check(run)
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))

@@ -108,11 +108,7 @@ ADVICE = {
         *("-gan", "--grp-attn-n", "-gaw", "--grp-attn-w"),
     ),
     "layers are spread over all GPUs; $CUDA_VISIBLE_DEVICES chooses among them": (
-        *("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--device"),
-        *("--tensor-parallel-size",),
-    ),
-    "use --gpu-layers N to keep the other layers on the CPU": (
-        *("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
+        *("-dev", "--device", "--tensor-parallel-size"),
     ),
     "kvtool runs text models without adapters; leave it out": (
         *("--mmproj", "-mm", "--image", "--lora", "--lora-scaled", "--control-vector"),

@@ -82,8 +82,9 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # the workers of --rpc compute only the large model
-    with loaded_model(replace(run, rpc=None), find_model(name).path) as draft_model:
+    # workers and places of tensors are the large model's
+    own = replace(run, rpc=None, override_tensor=(), cpu_moe=False, n_cpu_moe=None)
+    with loaded_model(own, find_model(name).path) as draft_model:
         check_draft(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:
             yield drafts

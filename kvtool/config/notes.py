@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvtool import policies
+from kvtool.config.run import RunOptions
 from kvtool.errors import LibraryError
+from kvtool.options import declared
 
 if TYPE_CHECKING:
     from kvtool.policy import Policy
@@ -22,13 +24,17 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
     return n_ctx or n_ctx_train, None
 
 
-def gpu_note(gpu_layers: int | None) -> str | None:
-    """Return the note on --gpu-layers without a GPU, or None. First add workers, whose GPUs count."""
+def gpu_note(run: RunOptions) -> str | None:
+    """Return the note on options of GPUs without a GPU, or None. First add workers, whose GPUs count."""
     from kvtool.llama.devices import has_gpu
 
-    if not gpu_layers or has_gpu():
+    options = {name: getattr(run, name) for name in ("gpu_layers", "tensor_split", "main_gpu")}
+    options["split_mode"] = None if run.split_mode == "layer" else run.split_mode
+    given = [f"{declared(RunOptions)[name].name} {value}" for name, value in options.items() if value]
+    if not given or has_gpu():
         return None
-    return f"--gpu-layers {gpu_layers} does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
+    do = "does" if len(given) == 1 else "do"
+    return f"{', '.join(given)} {do} nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
 
 
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:

@@ -91,7 +91,7 @@ def open_run(
     patch = patch_note({spec.name: spec.kind})
     with loaded_model(run, info.path, guarded=guarded) as model:
         n_text = length(model) if length else n_ctx
-        notes = [context_note, patch, gpu_note(run.gpu_layers)]
+        notes = [context_note, patch, gpu_note(run)]
         run, replaced_note = replace_recall(run, spec.kind, model.layers)
         if replaced_note:
             spec, fitted = check(run), None

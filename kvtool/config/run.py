@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
 from kvtool.errors import UsageError
+from kvtool.llama.placement import SPLIT_MODES, Placement, experts_pattern, parse_overrides, parse_shares
 from kvtool.options import (
     ARCHIVE,
     CACHE,
@@ -152,6 +153,41 @@ class RunOptions(Options):
         read=unless(-1),
         in_record=True,
     )
+    n_cpu_moe: int | None = _hardware_option(
+        "-ncmoe, --n-cpu-moe N",
+        None,
+        "Mixture of experts: keep the experts' weights of the first N layers in host memory.",
+        default_text="0",
+        least=0,
+        read=unless(0),
+    )
+    cpu_moe: bool = _hardware_option(
+        "-cmoe, --cpu-moe", False, "Mixture of experts: keep all experts' weights in host memory."
+    )
+    override_tensor: tuple[str, ...] = _hardware_option(
+        "-ot, --override-tensor PATTERN=BUFFER,...",
+        (),
+        "Put tensors whose names match a regular expression into a device's buffer: CPU, CUDA0, Vulkan0. "
+        "The first match counts, also before --cpu-moe. Repeatable.",
+        default_text=False,
+        read=repeated,
+    )
+    split_mode: str = _hardware_option(
+        "-sm, --split-mode MODE",
+        "layer",
+        "With several GPUs: layer (each has some of the layers), none (one has all, see --main-gpu), or row "
+        "(each has some rows of every tensor, which few GPUs can).",
+        choices=SPLIT_MODES,
+    )
+    tensor_split: str | None = _hardware_option(
+        "-ts, --tensor-split A,B,...",
+        None,
+        "Shares of the layers that the GPUs get, such as 3,1.",
+        default_text="by free memory",
+    )
+    main_gpu: int = _hardware_option(
+        "-mg, --main-gpu N", 0, "The GPU of --split-mode none, counted from 0.", least=0
+    )
     rpc: str | None = _hardware_option(
         "--rpc HOST:PORT,...",
         None,
@@ -221,6 +257,17 @@ class RunOptions(Options):
         super().__post_init__()
         if self.workers and self.gpu_layers == 0:
             raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
+        # raises UsageError for texts that cannot be read
+        _ = self.placement
+
+    @property
+    def placement(self) -> Placement:
+        """Where the model's weights lie. Raises UsageError for texts that cannot be read."""
+        overrides = [pair for text in self.override_tensor for pair in parse_overrides(text)]
+        if self.cpu_moe or self.n_cpu_moe:
+            overrides.append((experts_pattern(None if self.cpu_moe else self.n_cpu_moe), "CPU"))
+        shares = () if self.tensor_split is None else parse_shares(self.tensor_split)
+        return Placement(tuple(overrides), shares, self.main_gpu, self.split_mode)
 
     @property
     def workers(self) -> tuple[str, ...]:

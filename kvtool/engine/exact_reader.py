@@ -47,7 +47,10 @@ class ExactReader:
         n = min(n, cache.n_ctx // 2 - rows.n_past)
         if n < (1 if self._is_asked else _LEAST) or rows.n_kv + n <= cache.policy.n_live:
             return 0
-        return n if self._is_asked or self.device_bytes(rows.n_past + n) <= gpu_free_bytes() else 0
+        if self._is_asked:
+            return n
+        free = gpu_free_bytes(cache.context.model.only_gpu)
+        return n if self.device_bytes(rows.n_past + n) <= free else 0
 
     def device_bytes(self, n: int) -> int:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""

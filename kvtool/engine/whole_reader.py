@@ -101,7 +101,7 @@ class WholeReader:
         settings, model = self._settings, self._cache.context.model
         if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
             return False
-        return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes()
+        return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes(model.only_gpu)
 
     def read(self, tokens: np.ndarray, decode: DecodeText, cached: CachedPrompt | None = None) -> int:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.

@@ -42,6 +42,18 @@ def devices() -> list[dict[str, Any]]:
     return listed
 
 
+def buffers() -> dict[str, int]:
+    """Return ggml's type of buffer of each device, by the buffer's name."""
+    start_backends()
+    bind("ggml_backend_dev_count", ctypes.c_size_t)
+    bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    bind("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+    bind("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+    devices = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
+    types = map(lib.ggml_backend_dev_buffer_type, devices)
+    return {lib.ggml_backend_buft_name(buffer).decode(): buffer for buffer in types if buffer}
+
+
 def memory_of(device: int) -> tuple[int, int]:
     """Return (free, total) bytes of a device."""
     size = ctypes.POINTER(ctypes.c_size_t)
@@ -53,17 +65,40 @@ def memory_of(device: int) -> tuple[int, int]:
 
 def has_gpu() -> bool:
     """Return True if any device is a GPU, of this machine or of a worker."""
-    return any(device["type"] in ("gpu", "igpu") for device in devices())
+    return bool(gpus())
 
 
-def gpu_free_bytes() -> int:
-    """Return the free bytes of this machine's GPUs, 0 if workers have layers."""
+def gpus() -> list[dict[str, Any]]:
+    """Return the devices that get layers, in llama.cpp's order: workers', then this machine's GPUs."""
     available = devices()
+    discrete = [device for device in available if device["type"] == "gpu"]
+    workers = [device for device in discrete if _is_worker(device)]
+    local = [device for device in discrete if not _is_worker(device)]
     # llama.cpp uses integrated GPUs only in machines without discrete GPUs
-    gpus = [device for device in available if device["type"] == "gpu"]
-    gpus = gpus or [device for device in available if device["type"] == "igpu"]
-    is_one_machine = not any(device["name"].startswith("RPC") for device in gpus)
-    return sum(device["memory_free"] for device in gpus) if is_one_machine else 0
+    return workers + (local or [device for device in available if device["type"] == "igpu"])
+
+
+def can_split_rows(name: str) -> bool:
+    """Return True if the device with this name can split a tensor by rows, for --split-mode row."""
+    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    bind("ggml_backend_dev_by_name", pointer, text)
+    bind("ggml_backend_dev_backend_reg", pointer, pointer)
+    bind("ggml_backend_reg_get_proc_address", pointer, pointer, text)
+    backend = lib.ggml_backend_dev_backend_reg(lib.ggml_backend_dev_by_name(name.encode()))
+    return bool(lib.ggml_backend_reg_get_proc_address(backend, b"ggml_backend_split_buffer_type"))
+
+
+def _is_worker(device: dict[str, Any]) -> bool:
+    return bool(device["name"].startswith("RPC"))
+
+
+def gpu_free_bytes(only: int | None = None) -> int:
+    """Return the free bytes of this machine's GPUs, or of one of them; 0 if workers have layers.
+
+    only: its index in `gpus`.
+    """
+    found = gpus() if only is None else gpus()[only : only + 1]
+    return 0 if any(map(_is_worker, found)) else sum(device["memory_free"] for device in found)
 
 
 def library_info() -> dict[str, Any]:

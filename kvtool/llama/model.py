@@ -25,6 +25,7 @@ from kvtool.llama.library import (
 )
 from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.llama.markers import Markers
+from kvtool.llama.placement import Placement
 from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
@@ -41,6 +42,8 @@ class Model:
         The GGUF file.
     n_gpu_layers
         Number of layers on a GPU. Default: all.
+    placement
+        Which device has which layers, and tensors in other buffers. Default: llama.cpp's.
     vocab_only
         Load only the vocabulary, to tokenize.
     no_weights
@@ -61,6 +64,8 @@ class Model:
     ------
     ModelError, OutOfMemory
         If llama.cpp cannot load it.
+    UsageError
+        If the placement names a device or a buffer that does not exist.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Model:
         path: Path | str,
         *,
         n_gpu_layers: int | None = None,
+        placement: Placement | None = None,
         vocab_only: bool = False,
         no_weights: bool = False,
     ) -> None:
@@ -84,6 +90,9 @@ class Model:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
         self._n_gpu_layers = n_gpu_layers
+        self._placement = placement or Placement()
+        # keep them alive: llama.cpp's parameters point to them
+        self._placed = self._placement.apply(params)
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -100,11 +109,19 @@ class Model:
 
     @property
     def is_on_gpu(self) -> bool:
-        """True if GPUs or workers compute all layers."""
+        """True if GPUs or workers compute the attention of all layers, and hold their cache.
+
+        A layer's cache lies on its device even if a placement has tensors of the layer in host memory.
+        """
         self._check_open()
         n = self._n_gpu_layers
         # more than n_layer, because the output counts as a layer
         return has_gpu() and (n is None or n < 0 or n > api.llama_model_n_layer(self._model))
+
+    @property
+    def only_gpu(self) -> int | None:
+        """Index of the GPU that has all layers; None if all GPUs share them."""
+        return self._placement.main_gpu if self._placement.split_mode == "none" else None
 
     @property
     def vocab(self) -> object:

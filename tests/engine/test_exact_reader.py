@@ -171,8 +171,8 @@ def test_a_device_without_memory_streams_instead(monkeypatch, tiny_model):
     with pytest.raises(LibraryError, match="has no 1 MiB"):
         logits_of(path, fit(), parts, prefill="exact")
     monkeypatch.setattr(Model, "is_on_gpu", True)
-    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: 0)
-    monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda: 2**40)
+    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: 0)
+    monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda only: 2**40)
     found, _, _ = logits_of(path, fit(), parts, prefill=None)
     assert np.abs(found - streamed).max() < TOLERANCE
 
@@ -182,9 +182,9 @@ def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
     exact, _, n_bytes = logits_of(path, fit(), parts, prefill="exact", archive_type="f32")
     monkeypatch.setattr(Model, "is_on_gpu", True)
     # the GPU has no room to read the text whole
-    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: 0)
+    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: 0)
     for free, is_exact in ((2**40, True), (0, False)):
-        monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda free=free: free)
+        monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda only, free=free: free)
         with open_engine(path, fit(search="clusters", exact=16), prefill=None, archive_type="f32") as engine:
             assert engine.cache_bytes == n_bytes
             engine.read(parts[0])

@@ -130,7 +130,7 @@ def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
 def beside_gpu(monkeypatch, n_bytes):
     """Pretend that a GPU computes all layers and has n_bytes free."""
     monkeypatch.setattr(Model, "is_on_gpu", True)
-    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: n_bytes)
+    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: n_bytes)
 
 
 def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch, tiny_model):

@@ -127,6 +127,8 @@ def compare(
         model_path = info.path
         n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
         say([note])
+        if not run.workers:
+            run.placement.check()
 
         from kvtool.llama.crash import guard
         from kvtool.llama.log import set_verbose
@@ -158,7 +160,7 @@ def compare(
         kinds = runnable()
         kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
-    say([patch_note(kinds), None if run.rpc else gpu_note(run.gpu_layers)])
+    say([patch_note(kinds), None if run.rpc else gpu_note(run)])
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)

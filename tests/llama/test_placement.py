@@ -1,0 +1,244 @@
+"""Placement of weights: experts and single tensors in host memory, layers shared among devices.
+
+The devices are the library's GPU if there is one (`make check-vulkan`), else two of ggml's RPC servers on
+loopback. Run as a module, this file is the client, in its own process: devices are registered for a whole
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+
+from kvtool.config.run import RunOptions
+from kvtool.errors import ModelError, UsageError
+from kvtool.llama import placement
+from kvtool.llama.context import Context
+from kvtool.llama.devices import buffers, gpus, has_gpu
+from kvtool.llama.log import set_verbose
+from kvtool.llama.model import Model
+from kvtool.llama.placement import Placement, parse_overrides, parse_shares
+from kvtool.llama.workers import add_rpc
+from tests.engine import rpc_server
+from tests.engine.running import LOGITS, text
+
+# every layer has six tensors of experts: three matrices with a bias each
+N_LAYER, N_EXPERTS = 4, 6
+
+OF_ONE = {
+    "plain": {},
+    "cpu-moe": {"cpu_moe": True},
+    "n-cpu-moe 2": {"n_cpu_moe": 2},
+    "n-cpu-moe 99999999": {"n_cpu_moe": 99_999_999},
+    "override": {"override_tensor": (r"blk\.[0-9]{1,2}\.ffn_up_exps=CPU,attn_k\.=CPU",)},
+    # the first match counts
+    "before": {"override_tensor": (r"blk\.1\.=GPU",), "cpu_moe": True},
+}
+OF_TWO = {
+    "tensor-split 0,1": {"tensor_split": "0,1"},
+    "tensor-split 1,4": {"tensor_split": "1,4"},
+    "split-mode none": {"split_mode": "none", "main_gpu": 1},
+}
+WRONG = {
+    "buffer": {"override_tensor": ("exps=CUDA7",)},
+    "shares": {"tensor_split": "1,1,1"},
+    "main": {"main_gpu": 2},
+    "row": {"split_mode": "row"},
+}
+
+
+def client(path, *endpoints):
+    """Print the results of all runs as JSON. llama.cpp's log goes to stderr."""
+    set_verbose(True)
+    if endpoints:
+        add_rpc(*endpoints)
+    names, results = [device["name"] for device in gpus()], []
+    (first, *_) = own = [name for name in buffers() if name != "CPU"]
+    for name, options in {**OF_ONE, **(OF_TWO if endpoints else {}), **WRONG}.items():
+        sys.stderr.write(f"\nrun {name}\n")
+        overrides = tuple(each.replace("GPU", first) for each in options.get("override_tensor", ()))
+        run = RunOptions(**(options | {"override_tensor": overrides}))
+        exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 32}
+        try:
+            with closing(Model(path, placement=run.placement)) as model, ExitStack() as stack:
+                context = stack.enter_context(closing(Context(model, 256, 32, **exact)))
+                context.decode(text(32), 0, 32)
+                results.append([model.is_on_gpu, model.only_gpu, context.logits().tolist()])
+        except UsageError as error:
+            results.append(str(error))
+    print(json.dumps([names, own, results]))
+
+
+@pytest.fixture(scope="module")
+def path(tiny_model):
+    return tiny_model(arch="gpt_oss", n_layer=N_LAYER)
+
+
+@pytest.fixture(scope="module")
+def placed(path):
+    """Return (names of the devices, of their buffers, result of each run, log of each run)."""
+    with ExitStack() as stack:
+        endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
+        (*names, results), logs = rpc_server.client("tests.llama.test_placement", str(path), *endpoints)
+    runs = [*OF_ONE, *(OF_TWO if endpoints else {}), *WRONG]
+    return *names, dict(zip(runs, results, strict=True)), dict(zip(runs, logs[1:], strict=True))
+
+
+def moved(log):
+    """Return the names of the tensors that an override moved, by their buffers."""
+    by_buffer = {}
+    for name, buffer in re.findall(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)", log):
+        by_buffer.setdefault(buffer, []).append(name)
+    return by_buffer
+
+
+def device_mib(log, buffers):
+    sizes = re.findall(r"(\S+) model buffer size = +([0-9.]+) MiB", log)
+    return sum(float(size) for buffer, size in sizes if buffer in buffers)
+
+
+def experts(n_layer, but=()):
+    parts = [f"ffn_{part}_exps.{end}" for part in ("gate", "up", "down") for end in ("weight", "bias")]
+    return {f"blk.{i}.{part}" for i in range(n_layer) if i not in but for part in parts}
+
+
+@pytest.mark.parametrize("run", OF_ONE)
+def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, path, run):
+    _, own, results, logs = placed
+    found = moved(logs[run])
+    assert len(experts(1)) == N_EXPERTS
+    wanted = {
+        "cpu-moe": experts(N_LAYER),
+        "n-cpu-moe 2": experts(2),
+        "n-cpu-moe 99999999": experts(N_LAYER),
+        "before": experts(N_LAYER, but=[1]),
+        "plain": set(),
+    }
+    if run == "override":
+        layers = range(N_LAYER)
+        ups = {f"blk.{i}.ffn_up_exps.{end}" for i in layers for end in ("weight", "bias")}
+        keys = {f"blk.{i}.attn_k.{end}" for i in layers for end in ("weight", "bias")}
+        wanted[run] = ups | keys
+    # a GPU may have a type of buffer in host memory from which it copies faster, such as CUDA_Host
+    assert {name for buffer in found if buffer not in own for name in found[buffer]} == wanted[run]
+    own_mib = device_mib(logs[run], own)
+    assert own_mib < device_mib(logs["plain"], own) if wanted[run] else own_mib > 0
+    assert any(name.startswith("blk.1.attn") for name in found.get(own[0], ())) == (run == "before")
+    # attention and cache stay on the devices
+    is_on_gpu, _, logits = results[run]
+    assert is_on_gpu
+    assert not re.search(r"CPU KV buffer size", logs[run])
+    assert np.abs(np.array(logits) - results["plain"][2]).max() < LOGITS
+
+
+@pytest.mark.skipif(has_gpu(), reason="one device")
+@pytest.mark.parametrize(
+    ("run", "of_layers"),
+    # four layers and the output
+    [
+        ("tensor-split 0,1", [1, 1, 1, 1, 1]),
+        ("tensor-split 1,4", [0, 1, 1, 1, 1]),
+        ("split-mode none", [1] * 5),
+    ],
+)
+def test_layers_are_shared_as_asked(placed, run, of_layers):
+    names, _, results, logs = placed
+    assert len(names) == 2
+    found = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
+    assert found == [names[i] for i in of_layers]
+    assert results[run][1] == (1 if run == "split-mode none" else None)
+    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
+
+
+def test_what_does_not_exist_is_refused_with_what_does(placed):
+    names, own, results, _ = placed
+    listed = f"{', '.join(names)} ({len(names)})"
+    assert results["buffer"].startswith("--override-tensor: there is no buffer 'CUDA7'; there are: ")
+    assert set(results["buffer"].partition("are: ")[2].split(", ")) == {"CPU", *own}
+    assert results["shares"] == f"--tensor-split has 3 shares, for the devices {listed}"
+    assert results["main"] == f"--main-gpu must be below the number of devices, which are {listed}"
+    assert results["row"] == f"{names[0]} cannot split a tensor by rows; choose --split-mode layer"
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_without_a_gpu_everything_stays_in_host_memory(path):
+    every = Placement(((".*", "CPU"),), (3,) * 99, 5, "row")
+    with closing(Model(path, placement=every)) as model:
+        assert not model.is_on_gpu
+    with pytest.raises(UsageError, match="there is no buffer 'CUDA0'; there are: CPU"):
+        Model(path, placement=Placement((("exps", "CUDA0"),)))
+
+
+@pytest.mark.parametrize(
+    ("typed", "pairs"),
+    [
+        ("exps=CPU", [("exps", "CPU")]),
+        (
+            r"\.ffn_.*=CPU,blk\.1=RPC0[127.0.0.1:50052]",
+            [(r"\.ffn_.*", "CPU"), (r"blk\.1", "RPC0[127.0.0.1:50052]")],
+        ),
+        # llama.cpp would end the first pattern at its comma
+        (r"blk\.[0-9]{1,2}\.=CPU,x=Vulkan0", [(r"blk\.[0-9]{1,2}\.", "CPU"), ("x", "Vulkan0")]),
+        ("a(?=b)=CPU", [("a(?=b)", "CPU")]),
+        (r"\(?x=CPU", [(r"\(?x", "CPU")]),
+        ("[[:alpha:]]=CPU", [("[[:alpha:]]", "CPU")]),
+    ],
+)
+def test_overrides_are_pairs_with_commas_between(typed, pairs):
+    assert parse_overrides(typed) == pairs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"override_tensor": ("exps",)},
+            "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got 'exps'",
+        ),
+        ({"override_tensor": ("a=CPU,b",)}, "takes PATTERN=BUFFER, such as ffn_down=CPU, got 'a=CPU,b'"),
+        ({"override_tensor": ("=CPU",)}, "takes PATTERN=BUFFER"),
+        ({"override_tensor": ("",)}, "takes PATTERN=BUFFER"),
+        (
+            {"override_tensor": ("ok=CPU", "(=CPU")},
+            "--override-tensor: '(' is not a regular expression (missing )",
+        ),
+        ({"override_tensor": ("[z-a]=CPU",)}, "'[z-a]' is not a regular expression (bad character range"),
+        (
+            {"override_tensor": ("(?i)x=CPU",)},
+            "'(?i)x' is not a regular expression (llama.cpp does not know (?i",
+        ),
+        ({"override_tensor": ("x{9999999999999}=CPU",)}, "is not a regular expression"),
+        ({"tensor_split": ""}, "--tensor-split takes a share for each device, such as 3,1, got ''"),
+        ({"tensor_split": "1,x"}, "takes a share for each device, such as 3,1, got '1,x'"),
+        ({"tensor_split": "1,-1"}, "takes a share for each device"),
+        ({"tensor_split": "nan"}, "takes a share for each device"),
+        ({"tensor_split": "0,0"}, "--tensor-split needs a share above 0, got '0,0'"),
+        ({"n_cpu_moe": -1}, "--n-cpu-moe must be at least 0, got -1"),
+        ({"main_gpu": -1}, "--main-gpu must be at least 0, got -1"),
+        ({"split_mode": "tensor"}, "--split-mode must be none, layer or row, got 'tensor'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_a_model_is_looked_for(options, words):
+    with pytest.raises(UsageError) as caught:
+        RunOptions(**options)
+    assert words in str(caught.value)
+
+
+def test_shares_stand_between_commas_or_slashes():
+    assert parse_shares("3,1") == parse_shares("3/1") == (3, 1)
+
+
+def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
+    # such as those that a later Python may bring
+    with pytest.raises(ModelError, match="cannot load .*regular expression"):
+        Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
+    assert placement.SPLIT_MODES.index("row") == 2
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])
