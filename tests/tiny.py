@@ -340,6 +340,49 @@ def _copy_metadata(reader, writer, *but, only=""):
             writer.add_key_value(key, field.contents(), gguf.GGUFValueType.ARRAY, field.types[-1])
 
 
+def write_lora(path, model, *, rank=4, alpha=8.0, arch=None, seed=0):
+    """Write a random LoRA adapter for all matrices of a model's layers, which changes its logits.
+
+    arch: architecture in the adapter's header; defaults to the model's.
+    """
+    reader, rng = gguf.GGUFReader(model), np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, arch or reader.fields["general.architecture"].contents())
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            n_in, n_out = tensor.shape.tolist()
+            a, b = rng.standard_normal((rank, n_in)), rng.standard_normal((n_out, rank))
+            writer.add_tensor(f"{tensor.name}.lora_a", (a / n_in**0.5).astype(np.float32))
+            writer.add_tensor(f"{tensor.name}.lora_b", (b * 0.1).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def merge(model, path, adapters):
+    """Write an F32 model with the weights of adapters added. adapters: pairs (path, scale)."""
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    _copy_metadata(reader, writer)
+    weights = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
+    for adapter, scale in adapters:
+        own = gguf.GGUFReader(adapter)
+        alpha = own.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()
+        parts = {tensor.name: np.array(tensor.data, np.float64) for tensor in own.tensors}
+        for name in [name.removesuffix(".lora_a") for name in parts if name.endswith(".lora_a")]:
+            a, b = parts[f"{name}.lora_a"], parts[f"{name}.lora_b"]
+            weights[name] += (scale * alpha / len(a) * (b @ a)).astype(np.float32)
+    for name, values in weights.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def split(src, prefix, n):
     """Write a model as n files PREFIX-00001-of-0000N.gguf, as llama-gguf-split does; return their paths."""
     reader = gguf.GGUFReader(src)

@@ -63,6 +63,7 @@ OURS = {
     "--hide-thinking": ("--hidethinking",),
     "--host": ("--listen",),
     "--json-schema": ("-jf", "--json-schema-file", "--format"),
+    "--lora": ("--lora-scaled",),
     "--logprobs": ("--n-probs", "--top-logprobs"),
     "--parallel": ("-np", "--n-parallel", "--max-num-seqs"),
     "--plain": ("--nowordwrap",),
@@ -110,8 +111,8 @@ ADVICE = {
     "layers are spread over all GPUs; $CUDA_VISIBLE_DEVICES chooses among them": (
         *("-dev", "--device", "--tensor-parallel-size"),
     ),
-    "kvtool runs text models without adapters; leave it out": (
-        *("--mmproj", "-mm", "--image", "--lora", "--lora-scaled", "--control-vector"),
+    "kvtool takes neither images nor control vectors; leave it out": (
+        *("--mmproj", "-mm", "--image", "--control-vector"),
     ),
     "kvtool needs no such option; leave it out": (
         *("-co", "--color", "-e", "--escape", "--simple-io", "--no-display-prompt", "--no-warmup"),

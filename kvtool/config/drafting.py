@@ -82,8 +82,8 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # workers and places of tensors are the large model's
-    own = replace(run, rpc=None, override_tensor=(), cpu_moe=False, n_cpu_moe=None)
+    # workers, adapters and places of tensors are the large model's
+    own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     with loaded_model(own, find_model(name).path) as draft_model:
         check_draft(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:

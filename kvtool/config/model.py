@@ -43,7 +43,7 @@ def loaded_model(run: RunOptions, path: Path, *, guarded: bool = False) -> Itera
         from kvtool.llama.workers import add_rpc
 
         add_rpc(*run.workers)
-    model = Model(path, n_gpu_layers=run.gpu_layers, placement=run.placement)
+    model = Model(path, n_gpu_layers=run.gpu_layers, placement=run.placement, adapters=run.adapters)
     try:
         yield model
     finally:

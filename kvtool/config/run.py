@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
 from kvtool.errors import UsageError
+from kvtool.llama.adapters import Adapter, adapter_texts
 from kvtool.llama.placement import SPLIT_MODES, Placement, experts_pattern, parse_overrides, parse_shares
 from kvtool.options import (
     ARCHIVE,
@@ -118,6 +119,14 @@ class RunOptions(Options):
         "Model: a name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
         default_text="{model}",
         completes="models",
+    )
+    lora: tuple[str, ...] = _hardware_option(
+        "--lora FILE[:SCALE]",
+        (),
+        "Add a LoRA adapter (GGUF), times SCALE, to the model's weights. Repeatable.",
+        default_text=False,
+        read=adapter_texts,
+        in_session=True,
     )
     n_ctx: int | None = _cache_option(
         "-c, --ctx-size N",
@@ -257,8 +266,8 @@ class RunOptions(Options):
         super().__post_init__()
         if self.workers and self.gpu_layers == 0:
             raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
-        # raises UsageError for texts that cannot be read
-        _ = self.placement
+        # both raise UsageError for texts that cannot be read
+        _ = self.placement, self.adapters
 
     @property
     def placement(self) -> Placement:
@@ -268,6 +277,11 @@ class RunOptions(Options):
             overrides.append((experts_pattern(None if self.cpu_moe else self.n_cpu_moe), "CPU"))
         shares = () if self.tensor_split is None else parse_shares(self.tensor_split)
         return Placement(tuple(overrides), shares, self.main_gpu, self.split_mode)
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters of --lora. Raises UsageError for texts that cannot be read."""
+        return tuple(map(Adapter.parse, self.lora))
 
     @property
     def workers(self) -> tuple[str, ...]:

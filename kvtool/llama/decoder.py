@@ -108,6 +108,7 @@ class Decoder:
             if no_memory():
                 raise OutOfMemory(f"no memory for a cache of {n_cell} cells{because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
+        model.adapt(self._context)
         self.n_ctx: int = api.llama_n_ctx(self._context)
         self.n_batch: int = api.llama_n_batch(self._context)
         self._batch = Batch(n_batch)

@@ -65,6 +65,7 @@ class JointContext:
             if no_memory():
                 raise OutOfMemory(f"no memory to decode for {n_most} chats at once{because()}")
             raise LibraryError(f"llama.cpp cannot decode for {n_most} chats at once{because()}")
+        self.model.adapt(self._context)
         if lib.llama_kvtool_enable_joint(self._context, like.handle, n_most) < 0:
             why = error_text()
             self.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.llama.adapters import Adapter, Adapters
 from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.library import (
@@ -44,6 +45,8 @@ class Model:
         Number of layers on a GPU. Default: all.
     placement
         Which device has which layers, and tensors in other buffers. Default: llama.cpp's.
+    adapters
+        LoRA adapters, which all contexts of the model compute with.
     vocab_only
         Load only the vocabulary, to tokenize.
     no_weights
@@ -59,11 +62,13 @@ class Model:
         Tokens that begin and end a text, negative if the model has none.
     adds_bos
         True if the model needs its BOS token before a text.
+    adapters
+        As given.
 
     Raises
     ------
     ModelError, OutOfMemory
-        If llama.cpp cannot load it.
+        If llama.cpp cannot load it, or an adapter.
     UsageError
         If the placement names a device or a buffer that does not exist.
     """
@@ -74,6 +79,7 @@ class Model:
         *,
         n_gpu_layers: int | None = None,
         placement: Placement | None = None,
+        adapters: tuple[Adapter, ...] = (),
         vocab_only: bool = False,
         no_weights: bool = False,
     ) -> None:
@@ -89,10 +95,13 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
+        self.adapters = adapters
         self._n_gpu_layers = n_gpu_layers
         self._placement = placement or Placement()
         # keep them alive: llama.cpp's parameters point to them
         self._placed = self._placement.apply(params)
+        for adapter in adapters:
+            adapter.check(self.path.name, read(self.path).architecture)
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -100,6 +109,11 @@ class Model:
             if no_memory():
                 raise OutOfMemory(f"no memory for {path}{because()}")
             raise ModelError(f"llama.cpp cannot load {path}{because()}")
+        try:
+            self._adapters = Adapters(self._model, self.path.name, adapters)
+        except BaseException:
+            self.close()
+            raise
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
@@ -122,6 +136,10 @@ class Model:
     def only_gpu(self) -> int | None:
         """Index of the GPU that has all layers; None if all GPUs share them."""
         return self._placement.main_gpu if self._placement.split_mode == "none" else None
+
+    def adapt(self, context: object) -> None:
+        """Let one of llama.cpp's contexts compute with the model's adapters."""
+        self._adapters.apply(context)
 
     @property
     def vocab(self) -> object:
