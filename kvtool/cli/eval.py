@@ -336,6 +336,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     """Return the fields of a record that identify its result, without the task."""
     from kvtool.config import archive
+    from kvtool.llama.adapters import identities
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
@@ -345,6 +346,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     return {
         "model": path.name,
         "model_sha256": sha256(path),
+        "lora": identities(run.adapters),
         "policy": run.policy,
         "policy_sha256": policies.file_sha256(run.policy),
         "options": list(run.options),

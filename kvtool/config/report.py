@@ -22,6 +22,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "asked": engine.policy.n_asked,
         "params": policies.chosen(engine.policy),
         "model": str(engine.model.path),
+        "lora": list(map(str, engine.model.adapters)),
         "cells": engine.mean_kv,
         "kv_bytes": engine.cache_bytes,
         "state_bytes": engine.state_bytes,

@@ -26,7 +26,7 @@ from kvtool.options import declared
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
     *(name for name, its in declared(ScoreOptions).items() if its.in_record and name != "prefill"),
-    *("archive", "kvtool", "llama_cpp_python", "patch"),
+    *("lora", "archive", "kvtool", "llama_cpp_python", "patch"),
 )
 """Fields of a record that identify a run."""
 
@@ -184,6 +184,7 @@ def reference(common: Common) -> Path:
         {name: common.what[name] for name in names}
         | {"tokens": common.n_tokens}
         | {name: getattr(common.options, name) for name in of_options}
+        | ({"lora": common.what["lora"]} if common.what.get("lora") else {})
         # with workers, --flash-attn auto may choose differently
         | ({"rpc": True} if common.options.rpc else {})
     )

@@ -285,9 +285,9 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
-        *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
-        *("resident", "repeated", "tokens_per_s", "seconds", "complete"),
+        *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
+        *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
+        *("resident", "repeated", "tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399

@@ -1,18 +1,31 @@
-"""Options of weights on the command line: where they lie."""
+"""Options of weights on the command line: where they lie, and LoRA adapters."""
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
+from kvtool.chats import session
+from kvtool.cli.chat import files
 from kvtool.config import drafting
-from kvtool.config.run import WriteOptions
+from kvtool.config.run import ScoreOptions, WriteOptions
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
+from kvtool.measure import grid
+from kvtool.models.download import sha256
+from tests import tiny
 from tests.cli.called import called, one_line
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the expected lines are those of a machine without a GPU")
+
+
+@pytest.fixture
+def lora(talker, tmp_path):
+    tiny.write_lora(tmp_path / "[red].gguf", talker)
+    return tmp_path / "[red].gguf"
 
 
 def generate(*options):
@@ -42,6 +55,8 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
         (["-ts", "0,0"], "--tensor-split needs a share above 0, got '0,0'"),
         (["-sm", "tensor"], "--split-mode must be none, layer or row, got 'tensor'"),
         (["-mg", "-1"], "--main-gpu must be at least 0, got -1"),
+        (["--lora", "a.gguf:inf"], "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
+        (["--lora-scaled", "a.gguf:1"], "no such option: --lora-scaled; use --lora"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare"])
@@ -51,7 +66,73 @@ def test_bad_input_is_one_line(default_talker, tmp_path, command, options, words
     one_line(called(command, argument, "-t", 1, *options), 2, words)
 
 
-def test_a_draft_model_gets_no_places(talker):
-    run = WriteOptions(draft=str(talker), override_tensor=(".*=CPU",), cpu_moe=True)
-    with closing(Model(talker)) as model, drafting.opened(run, model) as drafts:
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_missing_adapter_is_one_line(default_talker, tmp_path, command):
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    argument = "Hi" if command == "generate" else tmp_path / "text"
+    done = called(command, argument, "-t", 1, "--lora", tmp_path / "[red].gguf:half")
+    one_line(done, 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE")
+
+
+def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
+    path = tmp_path / "chat.kvs"
+
+    def chat(*options):
+        words = ("-m", talker, "-n", 4, "-t", 1, "--temp", 0, "--policy", "h2o", "--budget", 64)
+        return called("chat", *words, "--session", path, *options, stdin="tide\n")
+
+    assert chat("--lora", f"{lora}:0.5").returncode == 0
+    meta = session.read_meta(path)
+    assert meta["options"]["lora"] == [f"{lora}:0.5"]
+    assert meta["fixed"]["lora"] == [f"{sha256(lora)}:0.5"]
+    assert chat().returncode == 0
+    assert session.read_meta(path)["n_turn"] == 2
+    moved = lora.rename(tmp_path / "moved.gguf")
+    # the same bytes elsewhere
+    assert chat("--lora", f"{moved}:0.5").returncode == 0
+    short = sha256(moved)[:12]
+    one_line(chat("--lora", moved), 9, f"with --lora {short}:0.5; it cannot continue with --lora {short}:1.0")
+    path.unlink()
+    chat()
+    assert "lora" not in session.read_meta(path)["fixed"]
+    one_line(chat("--lora", moved), 9, f"with --lora nothing; it cannot continue with --lora {short}:1.0")
+
+
+def test_a_session_with_adapters_does_not_continue_in_a_chat_without_them():
+    ours = {"parameters": {}, "model_sha256": "1"}
+    theirs = ours | {"lora": [f"{'0' * 64}:0.5", f"{'1' * 64}:1.0"]}
+    assert files._differing(theirs, ours) == [("--lora 000000000000:0.5, 111111111111:1.0", "--lora nothing")]
+    assert files._differing(ours, ours) == []
+
+
+def test_records_tell_the_adapters(default_talker, lora, tmp_path):
+    said = json.loads(generate("--json", "--lora", f"{lora}:-2").stdout)
+    assert said["lora"] == [f"{lora}:-2.0"]
+    assert said["text"] != json.loads(generate("--json").stdout)["text"]
+    file, records = tmp_path / "text", tmp_path / "records"
+    file.write_text("The tide came in. " * 9)
+    words = ("compare", file, "-t", 1, "--policies", "full,local", "--budgets", 16, "--records", records)
+    assert called(*words).returncode == 0
+    for scale in (1, 1, 2):
+        assert called(*words, "--resume", "--lora", f"{lora}:{scale}").returncode == 0
+    of = [json.loads(line) for line in records.read_text().splitlines()]
+    scales = [record["lora"] and record["lora"][0]["scale"] for record in of]
+    assert sorted(scales, key=str) == [1.0, 1.0, 2.0, 2.0, None, None]
+    assert len({record["nll"] for record in of}) == 6
+    # compared with the full cache of the same adapters
+    assert all(record["kl"] < 1e-9 for record in of if record["policy"] == "full")
+
+
+def test_the_full_caches_predictions_are_those_of_the_adapters():
+    names = ("model_sha256", "text_sha256", "kvtool", "llama_cpp_python", "patch")
+    what = dict.fromkeys(names, "1")
+    common = grid.Common(what | {"lora": None}, ScoreOptions(n_ctx=512, n_batch=64), 9)
+    adapted = replace(common, what=what | {"lora": [{"file": "a", "sha256": "1", "scale": 1.0}]})
+    assert len({grid.reference(each) for each in (common, replace(common, what=what), adapted)}) == 2
+
+
+def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
+    run = WriteOptions(draft=str(talker), lora=(str(lora),), override_tensor=(".*=CPU",), cpu_moe=True)
+    with closing(Model(talker, adapters=run.adapters)) as model, drafting.opened(run, model) as drafts:
+        assert drafts._draft_model.adapters == ()
         assert drafts._draft_model._placement.overrides == ()

@@ -355,8 +355,8 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "rows", "cells", "kv_bytes"),
-        *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
+        *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "lora", "rows", "cells"),
+        *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("resident", "repeated", "tokens_per_s", "seconds", "text", "share", "attended"),
     }
     assert result["attended"] is None

@@ -336,6 +336,7 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
     path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
     with bytes_progress(f"hashing {path.name}", piped=False) as progress:
         digest = sha256(path, progress)
+    lora = [f"{sha256(its.path)}:{its.scale!r}" for its in engine.model.adapters]
     return {
         "model_sha256": digest,
         "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
@@ -346,7 +347,9 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
         "key_type": settings.type_k,
         "value_type": settings.type_v,
         "llama_cpp": library_info()["version"],
-    } | ({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {})
+        **({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {}),
+        **({"lora": lora} if lora else {}),
+    }
 
 
 def _stored_type(name: str) -> str:
@@ -399,6 +402,7 @@ _ROTATED = "rotated "
 
 _FLAGS = {
     "model_sha256": "the model of SHA-256 {:.12}",
+    "lora": "--lora {}",
     "policy": "--policy {}",
     "policy_package": "a policy of the package {}",
     "budget": "--budget {}",
@@ -419,11 +423,16 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, 
     If the model, the policy or the budget differs, only its pair is returned.
     """
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
-    names = [name for name in ours if name != "parameters" and theirs.get(name) != ours[name]]
-    first = [name for name in ("model_sha256", "policy", "budget") if name in names][:1]
-    return [(_typed(name, theirs.get(name)), _typed(name, ours[name])) for name in first or names]
+    # a chat without adapters has no value for them
+    every = dict.fromkeys([*ours, "lora"])
+    names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
+    first = [name for name in ("model_sha256", "lora", "policy", "budget") if name in names][:1]
+    return [(_typed(name, theirs.get(name)), _typed(name, ours.get(name))) for name in first or names]
 
 
 def _typed(name: str, value: object) -> str:
     text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
+    if isinstance(value, list):
+        # the SHA-256 of each adapter, in short, and its scale
+        text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
     return _FLAGS.get(name, f"-o {name}={{}}").format(text)

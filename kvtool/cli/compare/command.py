@@ -129,7 +129,10 @@ def compare(
         say([note])
         if not run.workers:
             run.placement.check()
+        for adapter in run.adapters:
+            adapter.check(model_path.name, info.architecture)
 
+        from kvtool.llama.adapters import identities
         from kvtool.llama.crash import guard
         from kvtool.llama.log import set_verbose
         from kvtool.measure import records
@@ -145,6 +148,7 @@ def compare(
     identity = {
         "model": model_path.name,
         "model_sha256": model_sha256,
+        "lora": identities(run.adapters),
         "text": name,
         "text_sha256": text_sha256,
     }
