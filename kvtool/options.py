@@ -38,6 +38,8 @@ class Option:
     default_text
         Default as shown in the help: a text, True for the value itself, False for none. "{name}" is replaced
         by an attribute of the options' class, "{model}" by the default model.
+    words
+        Words that stand for a number, such as "auto".
     least, most
         Smallest and largest allowed number.
     is_valid
@@ -70,6 +72,7 @@ class Option:
     group: str | None = None
     metavar: str | None = None
     default_text: str | bool = True
+    words: Mapping[str, int] = field(default_factory=dict)
     least: float | None = None
     most: float | None = None
     is_valid: Callable[[Any], bool] | None = None

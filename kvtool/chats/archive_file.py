@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -369,12 +369,11 @@ class _Contents:
 
         offsets: offset of each part that is in the file.
         """
-        archived = (
-            (_segments_of(self._archive, offsets), _clusters_of(self._archive, offsets))
-            if self._archive
-            else ()
-        )
-        return [*chain.from_iterable(archived), *(each.part for each in self._checkpoints)]
+        parts: list[Part] = [each.part for each in self._checkpoints]
+        if self._archive:
+            parts += _segments_of(self._archive, offsets)
+            parts += _clusters_of(self._archive, offsets)
+        return parts
 
     def read(self, part: Part) -> np.ndarray:
         """Return the bytes u8[n] of a part."""

@@ -117,10 +117,10 @@ def _number_parser(
 
     def parse(raw: Any) -> int | float:
         try:
-            value = number(raw)
+            value = option.words[raw] if raw in option.words else number(raw)
         except ValueError:
             kind = "a whole number" if number is int else "a number"
-            raise BadValue(f"must be {kind}, got {raw!r}") from None
+            raise BadValue(f"must be {' or '.join([kind, *option.words])}, got {raw!r}") from None
         try:
             option.check(value, option.name)
             if not is_list:

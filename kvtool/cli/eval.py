@@ -183,9 +183,13 @@ def evaluate(
 
     as_chat = chosen.chat if args.chat is None else args.chat
     notes.patch_note({run.policy: spec.kind})
-    with loaded_model(run, path, guarded=True) as model, ExitStack() as stack:
+    placed_notes: list[str] = []
+    with (
+        loaded_model(run, path, guarded=True, say=placed_notes.append) as model,
+        ExitStack() as stack,
+    ):
         run, note = replace_recall(run, spec.kind, model.layers)
-        say([notes.gpu_note(run), note])
+        say([notes.gpu_note(run), *placed_notes, note])
         spec = check(run)
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))

@@ -7,13 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.config.run import RunOptions
+from kvtool.config.run import ALL_LAYERS, RunOptions
 from kvtool.errors import UsageError
+from kvtool.llama.placement import Placement
 from kvtool.models import resolve
-from kvtool.models.header import ModelInfo
+from kvtool.models.header import ModelInfo, read
+from kvtool.models.weights import place
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
+
+_MARGIN = 2**30
+"""Bytes of each GPU that --gpu-layers auto leaves free, for compute buffers: as many as in llama.cpp."""
 
 Find = Callable[[str | None], Path]
 """Function from the value of --model to the model's file; downloads the file if needed."""
@@ -27,10 +32,19 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 
 @contextmanager
-def loaded_model(run: RunOptions, path: Path, *, guarded: bool = False) -> Iterator[Model]:
+def loaded_model(
+    run: RunOptions,
+    path: Path,
+    *,
+    guarded: bool = False,
+    n_cell: int = 4096,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[Model]:
     """Load the model onto the devices that the options name; free it at the end. Raises KvtoolError.
 
     guarded: if compiled code crashes, end the process with one line on stderr.
+    n_cell: cells of each row, for which a GPU keeps room if --gpu-layers is auto.
+    say: called with a line if not all weights fit on the GPU.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
@@ -43,8 +57,43 @@ def loaded_model(run: RunOptions, path: Path, *, guarded: bool = False) -> Itera
         from kvtool.llama.workers import add_rpc
 
         add_rpc(*run.workers)
-    model = Model(path, n_gpu_layers=run.gpu_layers, placement=run.placement, adapters=run.adapters)
+    run = _fitted_to_gpu(run, path, n_cell, say)
+    n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
+    model = Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters)
     try:
         yield model
     finally:
         model.close()
+
+
+def _fitted_to_gpu(run: RunOptions, path: Path, n_cell: int, say: Callable[[str], None]) -> RunOptions:
+    """Set how many layers and experts are on the GPU, if the options leave that open and not all fit.
+
+    Leaves the options of a placement by hand, and those of a run with workers.
+    """
+    from kvtool.llama.devices import gpu_free_bytes, gpus
+
+    is_open = run.gpu_layers is None and run.placement == Placement() and not run.workers
+    if not is_open or not gpus():
+        return run
+    info = read(path)
+    weights, layers = info.weights, info.plain_layers
+    cache_bytes = layers.cell_bytes(run.type_k, run.type_v) * n_cell // weights.n_layer
+    free = gpu_free_bytes() - _MARGIN * len(gpus())
+    placed = place(weights, [cache_bytes] * weights.n_layer, free)
+    n_all = weights.n_layer + 1
+    n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
+    if n_layer < n_all:
+        experts = ", without their experts" if n_cpu_moe else ""
+        say(
+            f"the GPU has room for {n_layer} of {n_all} layers{experts}; the rest is in host memory "
+            "(--gpu-layers sets another number)"
+        )
+        return run.changed(gpu_layers=n_layer, cpu_moe=n_cpu_moe > 0)
+    if n_cpu_moe:
+        say(
+            f"the GPU has no room for the experts of {n_cpu_moe} of {weights.n_layer} layers; these are in "
+            "host memory (--n-cpu-moe sets another number)"
+        )
+        return run.changed(n_cpu_moe=n_cpu_moe)
+    return run

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 
+_N_CELL = 4096
+"""Cells of each row for which a GPU keeps room, if the number is not known before the model is loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """An engine, and the options that it runs with.
@@ -89,9 +93,11 @@ def open_run(
     from kvtool.engine.loop import Engine
 
     patch = patch_note({spec.name: spec.kind})
-    with loaded_model(run, info.path, guarded=guarded) as model:
+    n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
+    placed_notes: list[str] = []
+    with loaded_model(run, info.path, guarded=guarded, n_cell=n_cell, say=placed_notes.append) as model:
         n_text = length(model) if length else n_ctx
-        notes = [context_note, patch, gpu_note(run)]
+        notes = [context_note, patch, gpu_note(run), *placed_notes]
         run, replaced_note = replace_recall(run, spec.kind, model.layers)
         if replaced_note:
             spec, fitted = check(run), None

@@ -33,6 +33,9 @@ stream.
 """
 
 
+ALL_LAYERS = -2
+"""Value of --gpu-layers all, as in llama.cpp."""
+
 _cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
 """Declare an option that a session keeps, and that results depend on."""
 
@@ -154,11 +157,12 @@ class RunOptions(Options):
         **within(1, MOST_THREADS),
     )
     gpu_layers: int | None = _hardware_option(
-        "-ngl, --gpu-layers N",
+        "-ngl, --gpu-layers N|auto|all",
         None,
-        "Number of layers on the GPU.",
-        default_text="all",
-        least=-1,
+        "Number of layers on the GPU, counted from the last; auto: as many as fit.",
+        default_text="auto",
+        words={"auto": -1, "all": ALL_LAYERS},
+        least=ALL_LAYERS,
         read=unless(-1),
         in_record=True,
     )

@@ -163,8 +163,10 @@ def listed_checkpoints(saved: Mapping[str, np.ndarray]) -> dict[SavedCheckpoint,
         return {}
     digests = map(bytes, saved[CHECKPOINT_DIGESTS])
     return {
-        SavedCheckpoint(*fields, sha256): at
-        for (*fields, at), sha256 in zip(saved[CHECKPOINTS].tolist(), digests, strict=True)
+        SavedCheckpoint(n_past, n_kv, base, n_restart, n_bytes, sha256): at
+        for (n_past, n_kv, base, n_restart, n_bytes, at), sha256 in zip(
+            saved[CHECKPOINTS].tolist(), digests, strict=True
+        )
     }
 
 
@@ -184,8 +186,8 @@ def listing(parts: Sequence[Part], at: Mapping[Part, int]) -> list[tuple[str, np
         (SavedCheckpoint, (CHECKPOINTS, CHECKPOINT_DIGESTS)),
     ):
         if own := [part for part in parts if isinstance(part, kind)]:
-            table = np.array([(*part[:-1], at[part]) for part in own], np.int64)
-            arrays += zip(names, (table, _digests(own)), strict=True)
+            fields = np.array([(*part[:-1], at[part]) for part in own], np.int64)
+            arrays += [(names[0], fields), (names[1], _digests(own))]
     return arrays
 
 

@@ -11,11 +11,14 @@ import pytest
 from kvtool.chats import session
 from kvtool.cli.chat import files
 from kvtool.config import drafting
-from kvtool.config.run import ScoreOptions, WriteOptions
+from kvtool.config import model as config_model
+from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions
+from kvtool.llama import devices
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import grid
 from kvtool.models.download import sha256
+from kvtool.models.header import read
 from tests import tiny
 from tests.cli.called import called, one_line
 
@@ -136,3 +139,62 @@ def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
     with closing(Model(talker, adapters=run.adapters)) as model, drafting.opened(run, model) as drafts:
         assert drafts._draft_model.adapters == ()
         assert drafts._draft_model._placement.overrides == ()
+
+
+class FakeGpu:
+    """A device that is a GPU to kvtool alone, with room for some of a model's layers or experts."""
+
+    def __init__(self, monkeypatch, path, n_cell=0):
+        self._monkeypatch, self._n_cell = monkeypatch, n_cell
+        info = read(path)
+        self._weights = info.weights
+        self._cache_bytes = info.plain_layers.cell_bytes() * n_cell // self._weights.n_layer
+
+    def has_room_for(self, n_layer, n_expert=0):
+        """Give it memory for the output, the last n_layer layers and experts of n_expert layers."""
+        weights = self._weights
+        n_bytes = weights.output + sum(weights.dense[-n_layer:]) + n_layer * self._cache_bytes
+        n_bytes += sum(weights.experts[-n_expert:]) if n_expert else 0
+        device = {"name": "Fake0", "type": "gpu", "memory_free": config_model._MARGIN + n_bytes}
+        self._monkeypatch.setattr(devices, "gpus", lambda: [device])
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "n_expert", "gpu_layers", "n_cpu_moe", "cpu_moe", "line"),
+    [
+        (2, 0, 3, None, True, "room for 3 of 5 layers, without their experts; the rest"),
+        (4, 0, None, 4, False, "no room for the experts of 4 of 4 layers"),
+        (4, 3, None, 1, False, "no room for the experts of 1 of 4 layers"),
+        (4, 4, None, None, False, ""),
+    ],
+)
+def test_as_many_weights_as_fit_are_on_the_gpu(
+    tiny_model, monkeypatch, n_layer, n_expert, gpu_layers, n_cpu_moe, cpu_moe, line
+):
+    path, said = tiny_model("gpt_oss", n_layer=4), []
+    gpu = FakeGpu(monkeypatch, path, n_cell=512)
+    gpu.has_room_for(n_layer, n_expert)
+    run = config_model._fitted_to_gpu(WriteOptions(), path, 512, said.append)
+    assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
+    assert len(said) == bool(line)
+    assert line in "".join(said)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gpu_layers": 1}, {"gpu_layers": ALL_LAYERS}, {"cpu_moe": True}, {"rpc": "there:50052"}]
+)
+def test_what_is_chosen_by_hand_stays(talker, monkeypatch, options):
+    FakeGpu(monkeypatch, talker).has_room_for(1)
+    run = WriteOptions(**options)
+    assert config_model._fitted_to_gpu(run, talker, 512, pytest.fail) is run
+
+
+def test_a_command_says_what_lies_in_host_memory(default_talker, talker, monkeypatch):
+    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(1)
+    line = "the GPU has room for 2 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
+    assert line in generate("--raw").stderr.splitlines()
+    for n in ("all", -2, 1):
+        assert line not in generate("--raw", "-ngl", n).stderr
+    assert line in generate("--raw", "-ngl", "auto").stderr
+    one_line(generate("-ngl", "some"), 2, "--gpu-layers must be a whole number or auto or all, got 'some'")
+    one_line(generate("-ngl", "-3"), 2, "--gpu-layers must be at least -2, got -3")

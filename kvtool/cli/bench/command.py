@@ -107,7 +107,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    with loaded_model(run, path, guarded=True) as model:
+    with loaded_model(run, path, guarded=True, say=lambda line: say([line])) as model:
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtool.models.header import read
-from kvtool.models.placement import Placement, Weights, place
+from kvtool.models.weights import Placement, Weights, place
 from tests import tiny
 
 DENSE = Weights((10, 10, 10, 10), (0, 0, 0, 0), 5)
