@@ -13,6 +13,7 @@ from kvtool.cli.console import print_table, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
+from kvtool.config.model import fitted_weights, in_words
 from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError
 from kvtool.options import Options, declared, redeclared
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
     from kvtool.models.stored import Stored
+    from kvtool.models.weights import PlacedWeights
 
 app = typer.Typer(help=COMMANDS["models"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -169,6 +171,14 @@ def show(
     fit: Annotated[
         str, typer.Option(metavar="BYTES", help="Show how many tokens fit into a cache of this size.")
     ] = "64MiB",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Show which weights fit on a GPU with this much free memory.",
+            show_default=False,
+        ),
+    ] = None,
     types: _CacheTypes,
     as_json: Json = False,
 ) -> None:
@@ -182,6 +192,8 @@ def show(
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes = _sizes(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
+    n_device = parse_bytes(device) if device is not None else None
+    placed = _placed(info, types, n_device) if n_device is not None else None
     if as_json:
         record = {
             "path": str(path.absolute()),
@@ -201,6 +213,7 @@ def show(
             "chat_template": info.chat_template,
             "unsupported": reason,
             **sizes,
+            "device": placed._asdict() if placed else None,
         }
         typer.echo(json_text(record, indent=2))
         return
@@ -221,9 +234,20 @@ def show(
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
             *(_lines(sizes) if sizes else []),
+            *(
+                [[f"a GPU of {format_bytes(n_device)}", in_words(placed, info)]]
+                if placed and n_device
+                else []
+            ),
             ["supported", reason or "yes"],
         ],
     )
+
+
+def _placed(info: ModelInfo, types: _CacheTypes, n_bytes: int) -> PlacedWeights:
+    """Return which weights fit on a GPU together with the default cache."""
+    n_cell = RunOptions.default_recall + RunOptions.default_n_batch
+    return fitted_weights(info, n_cell, n_bytes, 1, types.type_k, types.type_v)
 
 
 def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:

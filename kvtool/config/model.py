@@ -12,7 +12,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.placement import Placement
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo, read
-from kvtool.models.weights import place
+from kvtool.models.weights import PlacedWeights, place
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
@@ -77,23 +77,32 @@ def _fitted_to_gpu(run: RunOptions, path: Path, n_cell: int, say: Callable[[str]
     if not is_open or not gpus():
         return run
     info = read(path)
-    weights, layers = info.weights, info.plain_layers
-    cache_bytes = layers.cell_bytes(run.type_k, run.type_v) * n_cell // weights.n_layer
-    free = gpu_free_bytes() - _MARGIN * len(gpus())
-    placed = place(weights, [cache_bytes] * weights.n_layer, free)
-    n_all = weights.n_layer + 1
+    placed = fitted_weights(info, n_cell, gpu_free_bytes(), len(gpus()), run.type_k, run.type_v)
     n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
-    if n_layer < n_all:
-        experts = ", without their experts" if n_cpu_moe else ""
-        say(
-            f"the GPU has room for {n_layer} of {n_all} layers{experts}; the rest is in host memory "
-            "(--gpu-layers sets another number)"
-        )
+    if n_layer <= info.n_layer:
+        say(f"the GPU has room for {in_words(placed, info)} (--gpu-layers sets another number)")
         return run.changed(gpu_layers=n_layer, cpu_moe=n_cpu_moe > 0)
     if n_cpu_moe:
-        say(
-            f"the GPU has no room for the experts of {n_cpu_moe} of {weights.n_layer} layers; these are in "
-            "host memory (--n-cpu-moe sets another number)"
-        )
+        say(f"the GPU has room for {in_words(placed, info)} (--n-cpu-moe sets another number)")
         return run.changed(n_cpu_moe=n_cpu_moe)
     return run
+
+
+def fitted_weights(
+    info: ModelInfo, n_cell: int, n_bytes: int, n_gpu: int, type_k: str = "f16", type_v: str = "f16"
+) -> PlacedWeights:
+    """Return which weights fit into n_bytes of n_gpu GPUs, together with a cache of n_cell cells a row."""
+    n_layer = info.weights.n_layer
+    cache_bytes = info.plain_layers.cell_bytes(type_k, type_v) * n_cell // n_layer
+    return place(info.weights, [cache_bytes] * n_layer, n_bytes - _MARGIN * n_gpu)
+
+
+def in_words(placed: PlacedWeights, info: ModelInfo) -> str:
+    """Return which weights are on a GPU, as words that follow "room for"."""
+    n, n_layer = placed.n_gpu_layers, info.weights.n_layer
+    if n <= n_layer:
+        experts = ", without their experts" if placed.n_cpu_moe else ""
+        return f"{n} of {n_layer + 1} layers{experts}; the rest is in host memory"
+    if placed.n_cpu_moe:
+        return f"all but the experts of {placed.n_cpu_moe} of {n_layer} layers, which are in host memory"
+    return "all weights"

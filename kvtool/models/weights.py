@@ -49,7 +49,7 @@ class Weights(NamedTuple):
         return len(self.dense)
 
 
-class Placement(NamedTuple):
+class PlacedWeights(NamedTuple):
     """Place of a model's weights.
 
     Attributes
@@ -67,7 +67,7 @@ class Placement(NamedTuple):
     gpu_bytes: int
 
 
-def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Placement:
+def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> PlacedWeights:
     """Place as many weights as fit on the GPU: first layers without their experts, then experts.
 
     Experts come last, because a token uses few of them. Both are placed from the last layer on, as llama.cpp
@@ -84,7 +84,7 @@ def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Plac
     if n_dense == n + 1:
         n_expert, n_expert_bytes = _fitting([*reversed(weights.experts)], free_bytes - n_bytes)
     n_cpu_moe = n - n_expert if any(weights.experts[: n - n_expert]) else 0
-    return Placement(n_dense, n_cpu_moe, n_bytes + n_expert_bytes)
+    return PlacedWeights(n_dense, n_cpu_moe, n_bytes + n_expert_bytes)
 
 
 def _fitting(sizes: Sequence[int], n_bytes: int) -> tuple[int, int]:

@@ -163,8 +163,8 @@ class FakeGpu:
     ("n_layer", "n_expert", "gpu_layers", "n_cpu_moe", "cpu_moe", "line"),
     [
         (2, 0, 3, None, True, "room for 3 of 5 layers, without their experts; the rest"),
-        (4, 0, None, 4, False, "no room for the experts of 4 of 4 layers"),
-        (4, 3, None, 1, False, "no room for the experts of 1 of 4 layers"),
+        (4, 0, None, 4, False, "room for all but the experts of 4 of 4 layers"),
+        (4, 3, None, 1, False, "room for all but the experts of 1 of 4 layers"),
         (4, 4, None, None, False, ""),
     ],
 )

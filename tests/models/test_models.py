@@ -32,6 +32,7 @@ from kvtool.models.resolve import check, resolve
 from kvtool.models.supported import BY_NAME, ONLY_FULL, unsupported
 from kvtool.units import format_bytes, parse_bytes
 from tests import forked, tiny, tiny_kinds
+from tests.cli.called import called
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -838,6 +839,21 @@ def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
     tiny.write_llama(path, head_dim=16)
     with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
         invoke("show", str(path), "-ctv", "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("size", "n_layer", "says"),
+    [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
+)
+def test_show_says_what_fits_on_a_gpu(talker, size, n_layer, says):
+    placed = json.loads(called("models", "show", talker, "--device", size, "--json").stdout)["device"]
+    assert (placed["n_gpu_layers"], placed["n_cpu_moe"]) == (n_layer, 0)
+    weights = read(talker).weights
+    n_cache = 768 * read(talker).plain_layers.cell_bytes()
+    assert placed["gpu_bytes"] == (weights.output + sum(weights.dense) + n_cache if n_layer else 0)
+    shown = called("models", "show", talker, "--device", size).stdout
+    assert f"a GPU of {size[0]}.0 GiB" in shown
+    assert says in shown
 
 
 def test_the_command_line_starts_without_the_heavy_imports():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtool.models.header import read
-from kvtool.models.weights import Placement, Weights, place
+from kvtool.models.weights import PlacedWeights, Weights, place
 from tests import tiny
 
 DENSE = Weights((10, 10, 10, 10), (0, 0, 0, 0), 5)
@@ -19,7 +19,7 @@ CACHE = (2, 2, 2, 2)
     ("free", "n_layer", "n_bytes"), [(4, 0, 0), (5, 1, 5), (16, 1, 5), (17, 2, 17), (52, 4, 41), (53, 5, 53)]
 )
 def test_layers_fill_a_gpu_from_the_last_one(free, n_layer, n_bytes):
-    assert place(DENSE, CACHE, free) == Placement(n_layer, 0, n_bytes)
+    assert place(DENSE, CACHE, free) == PlacedWeights(n_layer, 0, n_bytes)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_layers_fill_a_gpu_from_the_last_one(free, n_layer, n_bytes):
     [(41, 4, 4, 41), (53, 5, 4, 53), (152, 5, 4, 53), (153, 5, 3, 153), (253, 5, 2, 253), (353, 5, 0, 353)],
 )
 def test_experts_come_after_all_else(free, n_layer, n_cpu_moe, n_bytes):
-    assert place(EXPERTS, CACHE, free) == Placement(n_layer, n_cpu_moe, n_bytes)
+    assert place(EXPERTS, CACHE, free) == PlacedWeights(n_layer, n_cpu_moe, n_bytes)
 
 
 @pytest.mark.parametrize(
