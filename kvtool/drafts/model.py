@@ -12,7 +12,6 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.model import Model
-from kvtool.models.layers import Kind
 
 _BUDGET, _EVICT_EVERY = 256, 64
 """Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
@@ -104,7 +103,7 @@ def check_draft(model: Model, draft: Model) -> None:
 
     Raises it also for a draft model with recurrent layers, which cannot drop the tokens of several steps.
     """
-    if draft.layers.of(Kind.RECURRENT):
+    if draft.layers.recurrent_bytes:
         raise UsageError(
             f"{draft.path.name} cannot guess: it has recurrent layers; choose another, or --draft lookup"
         )

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from kvtool.errors import ModelError, OutOfMemory
 from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
-from kvtool.models.layers import Kind, Layer, Layers
+from kvtool.models.layers import ONLY_FULL, Kind, Layer, Layers
 from kvtool.models.split import part_paths
-from kvtool.models.supported import ONLY_FULL
 from kvtool.models.weights import Weights
 
 

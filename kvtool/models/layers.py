@@ -13,6 +13,13 @@ PAD = 256
 
 _NO_BOUND = 2**31 - 1
 
+ONLY_FULL = {
+    "deepseek4": "it attends to compressed tokens, of which a cell holds several",
+    "graniteswitch": "its router attends to the cache",
+    "qwen4exp": "it reads earlier tokens from llama.cpp's own table of cells",
+}
+"""Reason why only the policy `full` runs, which keeps all tokens, by the name of an architecture."""
+
 
 class Kind(IntEnum):
     """Kind of a layer's cache."""

@@ -1,6 +1,4 @@
-"""Lists of architectures that kvtool cannot run, or runs without evictions alone.
-
-The first list is read early, so that no such model is downloaded or loaded in vain.
+"""List of architectures that kvtool cannot run, so that no such model is downloaded or loaded in vain.
 
 Other architectures work without a change of kvtool if their caches are of known kinds, which llama.cpp
 reports for a loaded model (`kvtool.llama.model.Model.layers`).
@@ -27,13 +25,6 @@ _NAMES = {
     "it is a draft head, which needs another model": "dflash eagle3 gemma4-assistant",
     "it is a speech model": "pockettts qwen3tts",
 }
-
-ONLY_FULL = {
-    "deepseek4": "it attends to compressed tokens, of which a cell holds several",
-    "graniteswitch": "its router attends to the cache",
-    "qwen4exp": "it reads earlier tokens from llama.cpp's own table of cells",
-}
-"""Reason why only the policy `full` runs, which keeps all tokens, by the name of an architecture."""
 
 BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
 """Reason why kvtool refuses a model, by the name of its architecture."""

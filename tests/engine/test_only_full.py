@@ -9,7 +9,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.models import supported
+from kvtool.models import layers
 from tests.cli.called import called, one_line
 from tests.engine.running import TOLERANCE, open_engine, text
 
@@ -19,7 +19,7 @@ REASON = "it is one of a test"
 @pytest.fixture
 def path(talker, monkeypatch):
     """A llama model that is treated as one that runs only with `full`."""
-    monkeypatch.setitem(supported.ONLY_FULL, "llama", REASON)
+    monkeypatch.setitem(layers.ONLY_FULL, "llama", REASON)
     return talker
 
 
@@ -31,7 +31,7 @@ def test_the_logits_are_those_of_another_model(path, monkeypatch):
     tokens, found = text(150), []
     for is_only_full in (True, False):
         if not is_only_full:
-            monkeypatch.delitem(supported.ONLY_FULL, "llama")
+            monkeypatch.delitem(layers.ONLY_FULL, "llama")
         with open_engine(path, full()) as engine:
             engine.read(tokens)
             found.append(engine.context.logits()[-1].copy())

@@ -28,8 +28,9 @@ from kvtool.models import resolve as resolving
 from kvtool.models.catalogue import Entry, parse, registry
 from kvtool.models.download import pull, run_pip, sha256
 from kvtool.models.header import read
+from kvtool.models.layers import ONLY_FULL
 from kvtool.models.resolve import check, resolve
-from kvtool.models.supported import BY_NAME, ONLY_FULL, unsupported
+from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
 from tests import forked, tiny, tiny_kinds
 from tests.cli.called import called

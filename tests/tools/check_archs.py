@@ -39,8 +39,8 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.header import read
-from kvtool.models.layers import Kind
-from kvtool.models.supported import ONLY_FULL, unsupported
+from kvtool.models.layers import ONLY_FULL, Kind
+from kvtool.models.supported import unsupported
 from kvtool.policy import Signal, SignalRequest
 from tests.engine.running import open_engine, text
 from tests.engine.test_draft import N_DRAFT, told

@@ -417,8 +417,8 @@ PLANTED = {
     "chats": Fault(
         "a new archive takes the place of the old one before the session does",
         "kvtool/chats/archive_file.py",
-        "return _SegmentFile.new(create(following, like=",
-        "return _SegmentFile.new(create(path, like=",
+        "return _PartFile.new(create(following, like=",
+        "return _PartFile.new(create(path, like=",
         ("engine/test_segments.py",),
     ),
     "llama, constraints": Fault(
