@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
-from kvtool.errors import UsageError
+from kvtool.errors import OutOfMemory, UsageError
 from kvtool.llama.placement import Placement
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo, read
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MARGIN = 2**30
 """Bytes of each GPU that --gpu-layers auto leaves free, for compute buffers: as many as in llama.cpp."""
+
+_RETRY_SHARE = 0.75
+"""Part of a GPU's free memory to use when more was not there."""
 
 Find = Callable[[str | None], Path]
 """Function from the value of --model to the model's file; downloads the file if needed."""
@@ -57,27 +60,40 @@ def loaded_model(
         from kvtool.llama.workers import add_rpc
 
         add_rpc(*run.workers)
-    run = _fitted_to_gpu(run, path, n_cell, say)
-    n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
-    model = Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters)
+
+    def load(run: RunOptions) -> Model:
+        n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
+        return Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters)
+
+    try:
+        model = load(_fitted_to_gpu(run, path, n_cell, say))
+    except OutOfMemory:
+        # a GPU had less memory than it reported: try once more with fewer weights on it
+        if (smaller := _fitted_to_gpu(run, path, n_cell, say, share=_RETRY_SHARE)) is run:
+            raise
+        model = load(smaller)
     try:
         yield model
     finally:
         model.close()
 
 
-def _fitted_to_gpu(run: RunOptions, path: Path, n_cell: int, say: Callable[[str], None]) -> RunOptions:
+def _fitted_to_gpu(
+    run: RunOptions, path: Path, n_cell: int, say: Callable[[str], None], share: float = 1.0
+) -> RunOptions:
     """Set how many layers and experts are on the GPU, if the options leave that open and not all fit.
 
-    Leaves the options of a placement by hand, and those of a run with workers.
+    Returns the same options for a placement by hand, with workers, and for GPUs that report no free memory.
+
+    share: part of the free memory to use.
     """
     from kvtool.llama.devices import gpu_free_bytes, gpus
 
     is_open = run.gpu_layers is None and run.placement == Placement() and not run.workers
-    if not is_open or not gpus():
+    if not is_open or not (free := int(gpu_free_bytes() * share)):
         return run
     info = read(path)
-    placed = fitted_weights(info, n_cell, gpu_free_bytes(), len(gpus()), run.type_k, run.type_v)
+    placed = fitted_weights(info, n_cell, free, len(gpus()), run.type_k, run.type_v)
     n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
     if n_layer <= info.n_layer:
         say(f"the GPU has room for {in_words(placed, info)} (--gpu-layers sets another number)")

@@ -13,7 +13,9 @@ from kvtool.cli.chat import files
 from kvtool.config import drafting
 from kvtool.config import model as config_model
 from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions
+from kvtool.errors import OutOfMemory
 from kvtool.llama import devices
+from kvtool.llama import model as llama_model
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import grid
@@ -178,6 +180,33 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
     assert len(said) == bool(line)
     assert line in "".join(said)
+
+
+def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):
+    class Full(Model):
+        """A model whose GPU holds only `most` layers."""
+
+        most, tried = 1, []
+
+        def __init__(self, path, *, n_gpu_layers=None, **how):
+            self.tried.append(n_gpu_layers)
+            if n_gpu_layers is None or n_gpu_layers > self.most:
+                raise OutOfMemory("the GPU is full")
+            super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
+
+    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
+    monkeypatch.setattr(llama_model, "Model", Full)
+    done = generate("--raw")
+    assert done.returncode == 0
+    assert Full.tried == [None, 0]
+    assert "the GPU has room for 0 of 3 layers" in done.stderr
+    # one more try, then one line
+    Full.most = -1
+    one_line(generate("--raw"), 8, "the GPU is full")
+    assert Full.tried[2:] == [None, 0]
+    # options by hand are tried once
+    one_line(generate("--raw", "-ngl", 2), 8, "the GPU is full")
+    assert Full.tried[4:] == [2]
 
 
 @pytest.mark.parametrize(
