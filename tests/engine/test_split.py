@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from itertools import chain
 
 import pytest
 from typer.testing import CliRunner
@@ -64,7 +65,8 @@ def test_the_header_is_that_of_the_whole(parts, chat_model):
     for name in ("architecture", "n_layer", "n_head_kv", "n_ctx_train", "chat_template", "tokenizer"):
         assert getattr(info, name) == getattr(whole, name)
     assert info.plain_layers == whole.plain_layers
-    assert sum(read_file(path).n_tensor for path in parts) == read_file(chat_model).n_tensor
+    whole = read_file(chat_model).tensors
+    assert dict(chain.from_iterable(read_file(path).tensors.items() for path in parts)) == whole
 
 
 def test_any_part_stands_for_the_model(parts):

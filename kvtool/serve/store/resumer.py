@@ -321,9 +321,11 @@ class Resumer:
         the template drops it. The chat then continues from this snapshot, so even a short prompt is stored.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
+        # a stop may have left tokens before these unread
+        n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else _LEAST_START
-        if self._rewinds_anywhere or n < least or self._engine.reads_whole(len(tokens)):
+        if self._rewinds_anywhere or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
