@@ -133,7 +133,10 @@ def size(path: Path) -> int:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a session and its archive second names, and return the session's. Raises OSError."""
+    """Give a session and its archive a second name each (hard links), and return the session's new name.
+
+    Raises OSError.
+    """
     return files.set_aside(path, archive_file.SUFFIX, "")
 
 

@@ -114,7 +114,10 @@ def stopping(worker: Any) -> Iterator[None]:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback for two numbers: tokens read, and all tokens of the text. Draws only slow reading."""
+    """Yield a callback for two numbers: tokens read, and all tokens of the text.
+
+    It draws a progress line once the reading takes long.
+    """
     return _line_progress("reading", "tokens")
 
 

@@ -138,7 +138,7 @@ class PolicyCache:
 
     @property
     def keeps_all(self) -> bool:
-        """True if earlier rows of the stream are known: evicted tokens are archived, or nothing is evicted.
+        """True if a rewind can restore the rows: evicted tokens are archived, or nothing is evicted.
 
         False if the policy has a state or reads signals, whose earlier contents are not kept, or if the
         model's tokens cannot be removed.

@@ -291,7 +291,7 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        In that decode, each token chooses alone which archived tokens it attends to exactly.
+        In that decode the tokens share no clusters: each of them chooses which archived tokens it attends to.
         """
         check(lib.llama_kvtool_mark_drafts(self._context, n))
 

@@ -3,8 +3,9 @@
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
 queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
 redundancy R is the softmax of the mean cosine of a token's key with all keys of the row. The newest of
-several similar tokens must not count as redundant. So for each key, the `similar` newest tokens whose cosine
-with it exceeds `threshold` count this cosine as 0 in their means. The paper's lambda, alpha, beta and T are
+several similar tokens must not count as redundant. So of all tokens whose cosine with a key exceeds
+`threshold`, the newest ones, as many as `similar` says, count this cosine as 0 in their own means. The
+paper's lambda, alpha, beta and T are
 our mixture, window, similar and threshold.
 
 From the authors' code, where the paper leaves it open: the defaults of `kernel` and `similar`; a group's

@@ -164,7 +164,10 @@ class Measurements:
         return replace(self, values=values)
 
     def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sum and weight of each unit: a block of the only text, a text, or an item."""
+        """Sum of the scores, and weight, of each unit that is resampled.
+
+        Units are the blocks of a text if there is one text, several texts, or the items of a task.
+        """
         value, weight = np.array(list(values.values())).T
         places = list(values)
         if self.strata:

@@ -180,7 +180,10 @@ class _ShownTable:
             yield f"| {name} | {' | '.join(cells)} |"
 
     def next_to(self, other: _ShownTable) -> _ShownTable | None:
-        """Return one grid with both scores if each grid has one column and both have the same; else None."""
+        """Return a grid with the columns of both, if each grid is of one score and their rows are alike.
+
+        Otherwise return None.
+        """
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment whose cache has no references; its kernels and models are links to the usual cache."""
+    """Environment with an empty per-user cache, except for links to the usual kernels and models."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)

@@ -1,4 +1,4 @@
-"""Divergence from the full cache: equal to its definition, and close to the divergence over all tokens."""
+"""Divergence from the full cache: as defined, and close to the divergence over the whole vocabulary."""
 
 from __future__ import annotations
 
