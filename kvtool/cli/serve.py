@@ -18,7 +18,7 @@ from kvtool.cli.locate import locate
 from kvtool.cli.worker import listener
 from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
-from kvtool.config.run import RunOptions, WriteOptions
+from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options import SERVER, Options, option, redeclared
@@ -108,7 +108,7 @@ def serve(
     serving: _ServeOptions,
     system: SystemOptions,
     generation: _RequestDefaults,
-    typed_run: WriteOptions,
+    typed_run: ChatOptions,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(typed_run, model_name)

@@ -12,7 +12,7 @@ from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens
 from kvtool.config.model import Find, find_model, loaded_model
 from kvtool.config.notes import context_length, gpu_note, patch_note
-from kvtool.config.run import RunOptions, WriteOptions
+from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.models import resolve
@@ -162,7 +162,7 @@ def _checkpoint_bytes(run: RunOptions) -> int | None:
 
     Raises UsageError for a text that is not a size.
     """
-    if not isinstance(run, WriteOptions):
+    if not isinstance(run, ChatOptions):
         return 0
     try:
         return None if run.checkpoints is None else parse_bytes(run.checkpoints)

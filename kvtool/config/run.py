@@ -314,7 +314,20 @@ class RunOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(RunOptions):
-    """Options of a run in which the model writes text, with draft tokens and rewinds."""
+    """Options of a run in which the model writes text, with draft tokens."""
+
+    draft: str = _hardware_option(
+        "--draft lookup|MODEL|off",
+        "lookup",
+        "Speculative decoding: the model confirms several draft tokens in one step. lookup takes them from "
+        "the text so far; a smaller MODEL of the same vocabulary drafts where lookup finds nothing.",
+        completes="models",
+    )
+
+
+@dataclass(frozen=True)
+class ChatOptions(WriteOptions):
+    """Options of a run of chats, which go back to earlier turns."""
 
     checkpoints: str | None = _hardware_option(
         "--checkpoints SIZE",
@@ -322,13 +335,6 @@ class WriteOptions(RunOptions):
         "With sliding or recurrent layers: limit of the host memory for earlier states, so that an undo or "
         "an edited message need not read the whole chat again. 0: none.",
         default_text="a 16th of the free memory, or more for 8 states",
-    )
-    draft: str = _hardware_option(
-        "--draft lookup|MODEL|off",
-        "lookup",
-        "Speculative decoding: the model confirms several draft tokens in one step. lookup takes them from "
-        "the text so far; a smaller MODEL of the same vocabulary drafts where lookup finds nothing.",
-        completes="models",
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from kvtool import policies
 from kvtool.engine import checkpoints
 from kvtool.errors import UsageError
+from kvtool.llama.model import Model
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.engine.test_rewind import logits, state
 
@@ -100,6 +101,20 @@ def test_checkpoints_take_a_small_part_of_the_memory(tiny_model, monkeypatch, n_
         assert engine.checkpoints.n_max == n
         engine.checkpoints.share(3)
         assert engine.checkpoints.n_max == min(max(n // 3, 8), n)
+
+
+def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
+    monkeypatch.setattr(Model, "is_on_gpu", True)
+    path, places = tiny_model("lfm2", n_ctx_train=N_CTX), []
+    for token_bytes in (100, 10):
+        monkeypatch.setattr(checkpoints, "_GPU_TOKEN_BYTES", token_bytes)
+        with opened(path, "full") as engine:
+            assert (
+                engine.context.fixed_state.n_bytes // 10 > SPACING > engine.context.fixed_state.n_bytes // 100
+            )
+            engine.read(text(500))
+            places.append(len(engine.checkpoints))
+    assert places == [2, 1]
 
 
 def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):

@@ -18,7 +18,7 @@ from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
 from kvtool.cli.writing import of_model, open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
-from kvtool.config.run import WriteOptions
+from kvtool.config.run import ChatOptions
 from kvtool.config.system import SystemOptions
 from kvtool.options import OUTPUT, Options, option
 from kvtool.system import interrupt
@@ -50,7 +50,7 @@ def chat(
     system: SystemOptions,
     generation: GenerationOptions,
     args: _ChatOptions,
-    typed_run: WriteOptions,
+    typed_run: ChatOptions,
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
