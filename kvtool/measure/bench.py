@@ -101,7 +101,7 @@ class Row:
         the counters do not change.
     host_bytes
         Bytes in host memory: cache and signals if they are there, archive, and the policy's state.
-    resident_bytes
+    process_bytes
         Resident memory of the process, model included; None if the system does not report it.
     why
         Reason why nothing was measured.
@@ -118,7 +118,7 @@ class Row:
     first_s: list[float] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
     host_bytes: int | None = None
-    resident_bytes: int | None = None
+    process_bytes: int | None = None
     why: str | None = None
     seconds: float = 0.0
 
@@ -140,7 +140,7 @@ class Row:
             median, min and max of the rounds; null if nothing was measured.
         device_bytes
             Median of the rounds; null if the counters do not change.
-        host_bytes, resident_bytes, why
+        host_bytes, process_bytes, why
             As `Row` has them.
         """
         config = asdict(self.config)
@@ -155,7 +155,7 @@ class Row:
             "first_s": spread(self.first_s),
             "device_bytes": statistics.median_low(self.device_bytes) if self.device_bytes else None,
             "host_bytes": self.host_bytes,
-            "resident_bytes": self.resident_bytes,
+            "process_bytes": self.process_bytes,
             "why": self.why,
         }
 
@@ -286,7 +286,7 @@ class Bench:
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
             give_back()
-            row.resident_bytes = rss_bytes()
+            row.process_bytes = rss_bytes()
 
     def _write(self, engine: Engine, at: Iterator[int]) -> float:
         """Decode the next token, unless stopped; return the seconds."""

@@ -119,7 +119,7 @@ def test_a_table_of_80_columns_is_no_wider(whole):
         assert max(map(len, lines)) <= width
         assert [line for line in lines if line.startswith("recall, 64")]
         assert all(line.count("12.35") == 3 for line in lines if line.startswith("h2o"))
-        assert ("resident" in out.getvalue()) == (width == 120)
+        assert ("process: all memory" in out.getvalue()) == (width == 120)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

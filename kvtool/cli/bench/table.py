@@ -15,12 +15,12 @@ from kvtool.units import format_bytes
 Record = dict[str, Any]
 
 WIDE = 100
-"""Least terminal width at which the table shows the ranges of the rounds, and resident memory."""
+"""Least terminal width at which the table shows the ranges of the rounds, and the memory of the process."""
 
 LEGEND = (
     "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "
     "of {n_read} tokens; first: of a new cache's first token, ms; {device}; "
-    "host: cache if it lies there, archive, policy state{resident}"
+    "host: cache if it lies there, archive, policy state{process}"
 )
 DEVICE = "device: by the devices' counters, without the model"
 STILL = "device: not known, as the devices' counters stand still"
@@ -38,7 +38,7 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
     wide, compares = console.width >= WIDE, any("over_old" in record for record in records)
     speeds = ("read, tokens/s", "write, tokens/s", "first, ms") if wide else ("read", "write", "first")
     names = [name for speed in speeds for name in (speed, *["/old"] * compares)]
-    names += ["device" if has_device else "cache", "host", *["resident"] * wide]
+    names += ["device" if has_device else "cache", "host", *["process"] * wide]
     measured = {id(record): _cells(record, wide, compares) for record in records if _is_measured(record)}
     widths = [max(map(len, column)) for column in zip(names, *measured.values(), strict=True)]
     first = max((len(record["what"]) for record in records), default=0)
@@ -64,7 +64,7 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
         "n_read": _range([record["n_read"] for record in records if _is_measured(record)]),
         "range": " (least-most)" if wide else "",
         "device": device,
-        "resident": "; resident: of the process, model included" if wide else "",
+        "process": "; process: all memory of the process, model included" if wide else "",
     }
     console.print(Text(f"\n{LEGEND.format(**parts)}{OLD * compares}", "dim"))
 
@@ -89,7 +89,7 @@ def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
         if compares:
             ratio = record["over_old"][name]
             cells.append("-" if ratio is None else f"{ratio:.2f}")
-    names = "device_bytes", "host_bytes", *["resident_bytes"] * wide
+    names = "device_bytes", "host_bytes", *["process_bytes"] * wide
     return [*cells, *("-" if record[name] is None else format_bytes(record[name]) for name in names)]
 
 
