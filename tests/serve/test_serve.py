@@ -471,7 +471,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     system = said("system", "You know the river. " * 90)
     with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = connect(f"{server.url}/v1")
-        ask(client, [said("user", "My secret is 4711.")], model=REAL)
+        ask(client, [said("user", "My secret is a lighthouse.")], model=REAL)
         one = ask(client, [system, said("user", "What is deep?")], model=REAL)
         two = ask(client, [system, said("user", "What is wide?")], model=REAL)
         again = ask(client, [system, said("user", "What is deep?")], model=REAL)
@@ -480,9 +480,10 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert two.usage.prompt_tokens_details.cached_tokens > 300
     # the chat that was stored in between does not change the answer
     assert again.choices[0].message.content == one.choices[0].message.content
-    # the file of the system prompt has no text of the first chat, which was in the cache before
+    # the file of the system prompt has no text of the first chat, which was in the cache before (a number would
+    # occur by chance in the file's hashes)
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
-    assert b"4711" not in start.read_bytes()
+    assert b"lighthouse" not in start.read_bytes()
 
 
 def _n_said(path):
