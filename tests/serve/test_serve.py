@@ -480,8 +480,8 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert two.usage.prompt_tokens_details.cached_tokens > 300
     # the chat that was stored in between does not change the answer
     assert again.choices[0].message.content == one.choices[0].message.content
-    # the file of the system prompt has no text of the first chat, which was in the cache before (a number would
-    # occur by chance in the file's hashes)
+    # the file of the system prompt has no text of the first chat, which was in the cache before; a word, as
+    # digits would occur by chance in the file's hashes
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
     assert b"lighthouse" not in start.read_bytes()
 
