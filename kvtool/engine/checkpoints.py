@@ -11,7 +11,6 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import UsageError
 from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed_checkpoints
 from kvtool.system.memory import free_bytes
-from kvtool.units import format_bytes
 
 SPACING = 1024
 """Minimum number of tokens after which a checkpoint is made."""
@@ -91,8 +90,9 @@ class Checkpoints:
             self.n_max = max_bytes // n_bytes
             if not self.n_max:
                 raise UsageError(
-                    f"a checkpoint of this model takes {format_bytes(n_bytes)}; "
-                    "give --checkpoints that much or more, or 0 for none"
+                    # rounded up, so that the printed size is accepted
+                    f"--checkpoints must be at least {-(-n_bytes // 1024)}KiB for one checkpoint of this "
+                    "model, or 0 for none"
                 )
 
     def __iter__(self) -> Iterator[Checkpoint]:
