@@ -30,7 +30,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "archive_bytes": engine.archive_bytes,
         "archive_limit": archive.n_max if archive else None,
         "archive_file": archive.file if archive else None,
-        "resident": engine.residents.n_token,
+        "resident": engine.residents.n_now,
         "repeated": engine.residents.n_repeated,
     }
 

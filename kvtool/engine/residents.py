@@ -37,6 +37,11 @@ class Residents:
         self.n_token = settings.resident if cache.policy.recall else 0
         self.n_repeated = 0
 
+    @property
+    def n_now(self) -> int:
+        """Resident tokens of each row at present; 0 if no step has needed them, or if there is no room."""
+        return self.n_token if self._n_mean else 0
+
     def prepare(self) -> None:
         """Provide the cells that a step needs. A device without room leaves n_token at 0."""
         self._n_left = _MOST_REPEATS

@@ -49,7 +49,7 @@ def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
             engine.step(np.array([token]))
             logits.append(engine.context.logits()[-1].copy())
         if settings.get("resident"):
-            assert engine.residents.n_token == settings["resident"], "the residents were refused"
+            assert engine.residents.n_now == settings["resident"], "the residents were refused"
         return np.array(logits), engine.residents.n_repeated
 
 
@@ -122,7 +122,7 @@ def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, ar
         for token in tokens[N_PROMPT:]:
             engine.step(np.array([token]))
         np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
-        assert engine.residents.n_token == 0
+        assert engine.residents.n_token == engine.residents.n_now == 0
 
 
 def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, monkeypatch):
