@@ -19,7 +19,7 @@ from kvtool.cli.writing import open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
-from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
 from kvtool.options import OUTPUT, Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
@@ -127,13 +127,13 @@ def generate(
         writer.while_reading = lambda done, n: None
         if is_read:
             read_in, started = time.monotonic() - started, time.monotonic()
-            pieces = _written(writer, generation.n, aloud=not as_json)
+            pieces, full = _written(writer, generation.n, aloud=not as_json)
             wrote_in = time.monotonic() - started
             n_written, state = writer.n_written, report(engine, opened.run.policy)
             if as_json:
                 result = {
                     "text": "".join(pieces),
-                    "finish_reason": _finish_reason(writer),
+                    "finish_reason": "full" if full else _finish_reason(writer),
                     "prompt_tokens": len(tokens),
                     "tokens": n_written,
                     "evicted": engine.n_evicted,
@@ -147,6 +147,8 @@ def generate(
                 typer.echo(json_text(result))
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
+            if full:
+                raise full
             if not "".join(pieces).strip() and (why := why_empty(writer, "answer")):
                 say([why])
             if writer.loop:
@@ -225,8 +227,11 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _written(writer: Writer, n: int | None, *, aloud: bool) -> list[str]:
-    """Return the pieces of an answer of at most n tokens. aloud: write each to stdout at once."""
+def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[list[str], StreamEnd | None]:
+    """Return the pieces of an answer of at most n tokens, and the error if the cache was full.
+
+    aloud: write each piece to stdout at once, and raise that error.
+    """
     pieces = []
     try:
         for piece in writer.write(n):
@@ -234,9 +239,11 @@ def _written(writer: Writer, n: int | None, *, aloud: bool) -> list[str]:
             if aloud:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    except KvtoolError:
+    except KvtoolError as error:
+        if isinstance(error, StreamEnd) and not aloud:
+            return pieces, error
         if pieces and sys.stdout.isatty():
             # the error follows on a new line
             sys.stdout.write("\n")
         raise
-    return pieces
+    return pieces, None

@@ -280,6 +280,17 @@ def test_policies_refuses_what_would_show_nothing(arguments, words):
     one_line(called("policies", *arguments), 2, words)
 
 
+def test_an_answer_that_fills_the_cache_is_printed(default_talker):
+    words = "generate", "The river", "--policy", "full", "-c", 60, "-n", 500, "--temp", 0, "--draft", "off"
+    plain, done = called(*words), called(*words, "--json")
+    record = json.loads(done.stdout)
+    assert record["finish_reason"] == "full"
+    assert record["text"] == plain.stdout.rstrip("\n") != ""
+    assert plain.returncode == done.returncode == 6
+    assert plain.stderr == done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     own = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
     done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
