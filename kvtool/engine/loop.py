@@ -497,8 +497,11 @@ class Engine:
         """
         from kvtool.engine import snapshot
 
-        self.checkpoints.cut(0)
-        snapshot.restore(self.cache, saved, self.n_cell)
+        try:
+            snapshot.restore(self.cache, saved, self.n_cell)
+        finally:
+            # after an error the engine is as it was, with its checkpoints, or empty
+            self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved)
 
     # counts and bytes

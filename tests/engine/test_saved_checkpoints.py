@@ -122,6 +122,16 @@ def test_a_damaged_checkpoint_is_an_error(tiny_model, path, name):
         session.read(path)
 
 
+def test_a_session_that_does_not_fit_leaves_the_checkpoints(tiny_model):
+    with opened(tiny_model, "full") as engine:
+        engine.read(text(150))
+        before = held(engine)
+        with pytest.raises(SessionError):
+            engine.restore({})
+        assert held(engine) == before != []
+        assert engine.rewind(140) > 0
+
+
 def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
     with opened(tiny_model, "full") as engine, opened(tiny_model, "full") as other:
         engine.read(text(100))
