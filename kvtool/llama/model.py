@@ -28,7 +28,7 @@ from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.llama.markers import Markers
 from kvtool.llama.placement import Placement
 from kvtool.models.gguf import MAX_LAYERS
-from kvtool.models.header import read
+from kvtool.models.header import ModelInfo, read
 from kvtool.models.layers import Kind, Layer, Layers
 
 _ROPES = {api.LLAMA_ROPE_TYPE_MROPE: "M-RoPE", api.LLAMA_ROPE_TYPE_IMROPE: "interleaved M-RoPE"}
@@ -101,7 +101,7 @@ class Model:
         # keep them alive: llama.cpp's parameters point to them
         self._placed = self._placement.apply(params)
         for adapter in adapters:
-            adapter.check(self.path.name, read(self.path).architecture)
+            adapter.check(self.path.name, self._info.architecture)
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -148,13 +148,18 @@ class Model:
         return self._vocab
 
     @cached_property
+    def _info(self) -> ModelInfo:
+        """Header of the file, which is read once."""
+        return read(self.path)
+
+    @cached_property
     def layers(self) -> Layers:
         """Description of each layer's KV cache or state, as llama.cpp reports it.
 
         Raises ModelError for a model that cannot be used, LibraryError for a model that needs the patch.
         """
         self._check_open()
-        plain = replace(read(self.path).plain_layers, rope=self._rope)
+        plain = replace(self._info.plain_layers, rope=self._rope)
         if plain.only_full:
             return plain
         n_swa: int = api.llama_model_n_swa(self._model)
@@ -183,7 +188,7 @@ class Model:
         if slides and not n_swa:
             # a window of 0 would mask every token; in most architectures it means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
-        n_head = read(self.path).n_head
+        n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
         n_swa = n_swa if slides else 0
@@ -192,7 +197,7 @@ class Model:
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
         """Layers that attend to rows, each with its number of query heads per KV head."""
-        n_head = read(self.path).n_head
+        n_head = self._info.n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
 
     @property

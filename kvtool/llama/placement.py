@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.errors import UsageError
+from kvtool.models.weights import EXPERTS
 
 SPLIT_MODES = ("none", "layer", "row")
 """Values of --split-mode, in the order of llama.cpp's numbers. Its fourth, tensor, splits the cache as well.
 
 The patch cannot edit such a cache.
 """
-
-_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""The pattern of llama.cpp's --cpu-moe: the weights of routed experts. Shared experts have other names."""
-
 
 _OVERRIDE = re.compile("(.+?)=([^=,]+)(?:,|$)")
 """A pattern, its buffer, and the comma after them."""
@@ -113,13 +110,13 @@ class Placement:
 def experts_pattern(n_layer: int | None = None) -> str:
     """Return the pattern of the experts' tensors of the first n_layer (at least 1) layers, or of all."""
     if n_layer is None:
-        return _EXPERTS
+        return EXPERTS
     # imported here: few commands need it
     from kvtool.models.gguf import MAX_LAYERS
 
     # llama.cpp compiles each pattern again for every tensor, so one is faster than one for each layer
     numbers = "|".join(map(str, range(min(n_layer, MAX_LAYERS))))
-    return rf"blk\.({numbers}){_EXPERTS}"
+    return rf"blk\.({numbers}){EXPERTS}"
 
 
 def parse_overrides(text: str) -> list[tuple[str, str]]:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+_LAYER = re.compile(r"blk\.(\d+)(\..*)")
 
-_EXPERT = re.compile(r"ffn_(up|down|gate|gate_up)_(ch|)exps")
-"""Tensors that llama.cpp's --n-cpu-moe moves to host memory."""
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""The pattern of llama.cpp's --cpu-moe: the weights of routed experts. Shared experts have other names."""
 
 
 class Weights(NamedTuple):
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
             if not layer:
                 output += n_bytes if name.startswith("output") else 0
             elif (i := int(layer[1])) < n_layer:
-                (experts if _EXPERT.match(layer[2]) else dense)[i] += n_bytes
+                (experts if re.match(EXPERTS, layer[2]) else dense)[i] += n_bytes
         if "output.weight" not in tensors:
             output += tensors.get("token_embd.weight", 0)
         return cls(tuple(dense), tuple(experts), output)
