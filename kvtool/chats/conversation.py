@@ -298,6 +298,11 @@ class Conversation:
                 self._written.append(piece)
                 yield piece
 
+    @property
+    def has_written(self) -> bool:
+        """True if the last reply has text, in its thought or its answer."""
+        return any(self._written)
+
     def start_sampling(self) -> None:
         """Prepare the sampler. Raises UsageError if the reply's given beginning violates the constraint."""
         model, begun = self.writer.engine.model, self.header.begun

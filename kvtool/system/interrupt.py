@@ -112,17 +112,17 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def hanging_up(writer: Any) -> Iterator[None]:
+def hanging_up(writer: Any) -> Iterator[Callable[[], bool]]:
     """Context in which a closed terminal (SIGHUP) stops the writer after its current step.
 
     The block can then save the text. At its end SIGHUP is raised again, and ends the process. Does nothing
-    where the signal is ignored, or does not exist (Windows).
+    where the signal is ignored, or does not exist (Windows). Yields a function that returns True if the
+    terminal was closed.
     """
-    number = getattr(signal, "SIGHUP", None)
+    number, came = getattr(signal, "SIGHUP", None), False
     if number is None or signal.getsignal(number) == signal.SIG_IGN:
-        yield
+        yield lambda: False
         return
-    came = False
 
     def stop(*_: object) -> None:
         nonlocal came
@@ -130,7 +130,7 @@ def hanging_up(writer: Any) -> Iterator[None]:
 
     before = signal.signal(number, stop)
     try:
-        yield
+        yield lambda: came
     finally:
         signal.signal(number, before)
         if came:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import tempfile
 from io import FileIO
 
@@ -665,6 +666,30 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     stats = " ".join(out.getvalue().split())
     assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
     assert f"archived {engine.n_archived} of at most" in stats
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
+def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
+    # a closed terminal stops the reply as well, and its signal is raised again in the end
+    handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
+    talk, path = chat("recall", 64), tmp_path / "chat.kvs"
+    talk.undoable = True
+    files = ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path)
+    out = io.StringIO()
+    terminal = Terminal(talk, files, "recall", console=Console(file=out, force_terminal=True))
+    try:
+        terminal.say("Name a fruit.")
+        before, answer = [*talk.messages], talk.answer
+        monkeypatch.setattr(talk, "answer", lambda n: (signal.raise_signal(number), answer(n))[1])
+        terminal.say("Name a colour.")
+    finally:
+        for each, handler in handlers:
+            signal.signal(each, handler)
+        files.close()
+    is_kept = number == signal.SIGHUP
+    assert talk.n_turn == len(session.read_meta(path)["messages"]) // 2 == 1 + is_kept
+    assert ("cancelled; the chat is as it was before" in out.getvalue()) == (not is_kept)
+    assert is_kept or talk.messages == before
 
 
 def test_a_status_line_says_what_each_share_is_a_share_of():

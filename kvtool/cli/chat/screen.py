@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -151,8 +151,8 @@ class Terminal:
             return
         n_before, writer = self.conversation.n_turn, self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
-        with interrupt.hanging_up(writer):
-            if not self._replied(text, sent, again, n_before):
+        with interrupt.hanging_up(writer) as hung_up:
+            if not self._replied(text, sent, again, n_before, hung_up):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -166,11 +166,11 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(self, text: str, sent: str, again: bool, n_before: int) -> bool:
+    def _replied(self, text: str, sent: str, again: bool, n_before: int, hung_up: Callable[[], bool]) -> bool:
         """Read a turn, show its reply and save both. Return False, with a note, if the turn was taken back.
 
         text: the typed turn. sent: the same with the texts of files. again: it replaces another turn.
-        n_before: number of turns before it.
+        n_before: number of turns before it. hung_up: returns True if the terminal was closed.
         """
         typed_before, self.last_typed = self.last_typed, {sent: text}
         self.tokens_per_s, self.thought = 0.0, ""
@@ -180,6 +180,9 @@ class Terminal:
                 self._cancel(sent if again else None)
                 return False
             self._answer(again)
+            if self.conversation.writer.stop and not (hung_up() or self.conversation.has_written):
+                self._cancel(sent if again else None)
+                return False
         except (ModelError, StreamEnd, UsageError) as error:
             undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
             self.error(f"{error}; or {undo}start over with /reset")
@@ -260,14 +263,12 @@ class Terminal:
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _cancel(self, instead: str | None) -> None:
-        """Undo a turn that was stopped while it was read.
+        """Undo a turn that was stopped before its reply began.
 
         instead: text of the stopped turn if it replaced another turn; otherwise None.
         """
         if self.conversation.undo_turn() is None:
-            self.note(
-                "stopped; there is no copy to restore, so the rest of the turn is read with the next one"
-            )
+            self.note("stopped; there is no copy to restore, so the turn stays in the chat")
         elif instead is None:
             self.note("cancelled; the chat is as it was before")
         else:
