@@ -50,7 +50,10 @@ class BadValue(typer.BadParameter):
 
 def refusal(error: typer.BadParameter, name: str) -> str:
     """Return the line for a value that an option does not take. name: name of the option or setting."""
-    return f"{name} {error.reason}" if isinstance(error, BadValue) else f"{name}: {error.message.rstrip('.')}"
+    if isinstance(error, BadValue):
+        return f"{name} {error.reason}"
+    # click lists the empty text among the values of a boolean
+    return f"{name}: {error.message.rstrip('.').replace('values: , ', 'values: ')}"
 
 
 class _Shared:

@@ -15,7 +15,7 @@ from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
 from kvtool.config.model import fitted_weights, in_words
 from kvtool.config.run import RunOptions
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import Options, declared, redeclared
 from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
@@ -42,6 +42,9 @@ _OF_ENTRY = ("sha256", "size", "licence", "note")
 
 _WIDE = 140
 """Least terminal width at which the list shows the sources of models."""
+
+_LEAST_DEVICE = 2**20
+"""Smallest memory of a GPU in bytes; a smaller number lacks its unit."""
 
 
 @app.command("list")
@@ -187,12 +190,12 @@ def show(
     from kvtool.models.header import read
 
     n_bytes = parse_bytes(fit)
+    n_device = _device_bytes(device) if device is not None else None
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes = _sizes(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
-    n_device = parse_bytes(device) if device is not None else None
     placed = _placed(info, types, n_device) if n_device is not None else None
     if as_json:
         record = {
@@ -242,6 +245,14 @@ def show(
             ["supported", reason or "yes"],
         ],
     )
+
+
+def _device_bytes(text: str) -> int:
+    """Parse the memory of a GPU. Raises UsageError for less than a MiB."""
+    n_bytes = parse_bytes(text)
+    if n_bytes < _LEAST_DEVICE:
+        raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
+    return n_bytes
 
 
 def _placed(info: ModelInfo, types: _CacheTypes, n_bytes: int) -> PlacedWeights:

@@ -82,7 +82,7 @@ def parse(text: str, n_ctx_train: int) -> Budget:
         return Budget(text, *parse_count(text), n_ctx_train)
     except UsageError:
         raise UsageError(
-            f"a budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
+            f"--budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
             f"got {text!r}"
         ) from None
 

@@ -13,7 +13,7 @@ from kvtool.units import format_bytes
 def report(engine: Engine, policy: str) -> dict[str, Any]:
     """Return the fields that every result has: policy, budget, and memory in use.
 
-    policy: its name as typed. Without an archive, the last six fields are 0, 0, None, None, 0 and 0.
+    policy: its name as typed. Without an archive, the last seven fields are 0, 0, None, None, 0, 0 and "".
     """
     archive = engine.context.archive
     return {
@@ -32,6 +32,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "archive_file": archive.file if archive else None,
         "resident": engine.residents.n_now,
         "repeated": engine.residents.n_repeated,
+        "resident_refusal": engine.residents.refusal,
     }
 
 
@@ -58,7 +59,10 @@ def archive_line(record: Mapping[str, Any]) -> str:
     size = f"{format_bytes(record['archive_bytes'])} {_where(record['archive_file'])}"
     line = f"{record['archived']:,} of at most {record['archive_limit']:,} tokens, {size}"
     if record["resident"]:
-        line += f"; {record['resident']:,} resident per row, {record['repeated']:,} steps repeated"
+        n = record["repeated"]
+        line += f"; {record['resident']:,} resident per row, {n:,} step{'s' * (n != 1)} repeated"
+    if record["resident_refusal"]:
+        line += f"; no residents: {record['resident_refusal']}"
     return line
 
 

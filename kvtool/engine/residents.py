@@ -28,6 +28,8 @@ class Residents:
         Resident tokens of each row; 0: every step searches the archive on the host.
     n_repeated
         Number of times that a step was decoded again because it missed too much.
+    refusal
+        Reason why steps have no residents although they were asked for; "" if they may have them.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -36,6 +38,7 @@ class Residents:
         self._n_left = 0
         self.n_token = settings.resident if cache.policy.recall else 0
         self.n_repeated = 0
+        self.refusal = ""
 
     @property
     def n_now(self) -> int:
@@ -59,10 +62,10 @@ class Residents:
         try:
             archive.reside(n_mean, self.n_token)
             self._n_mean = n_mean
-        except (LibraryError, StreamEnd):
+        except (LibraryError, StreamEnd) as error:
             if self._n_mean:
                 archive.reside(0, 0)
-            self.n_token = self._n_mean = 0
+            self.n_token, self._n_mean, self.refusal = 0, 0, str(error)
 
     def misses(self) -> bool:
         """Choose the next residents; True if the last step has to be decoded again with them."""

@@ -150,6 +150,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["generate", "hi", "-m", "EMPTY.txt"], 3, "EMPTY.txt is empty, so it is not a GGUF model"),
         (["generate", "hi", "-m", "EMPTY.gguf"], 3, "EMPTY.gguf is empty; download it again"),
         (["eval", "passky"], 2, "unknown task 'passky'. Did you mean passkey? See `kvtool eval`."),
+        (["models", "show", "no-such-model", "--device", "8"], 2, "memory of a GPU, like 8GiB; got '8'"),
         (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
         (["policies", "nope"], 2, "unknown policy 'nope'"),
     ],
@@ -298,7 +299,8 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
+        *("resident", "repeated", "resident_refusal"),
+        *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399

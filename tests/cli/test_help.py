@@ -273,7 +273,7 @@ def test_what_is_suggested_exists():
         (["--budget", "0.5"], "a budget in tokens is a whole number, got '0.5'"),
         (["--budget", "0"], "a budget of 0 is too small"),
         (["--budget", "0.001%"], "is less than 1 token"),
-        (["--budget", "64Mi"], "a budget is a number of tokens (512)"),
+        (["--budget", "64Mi"], "--budget is a number of tokens (512)"),
         (
             ["--system", "a", "--system-file", "b"],
             "--system and --system-file are both given; leave out one of them",

@@ -357,7 +357,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "lora", "rows", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "tokens_per_s", "seconds", "text", "share", "attended"),
+        *("resident", "repeated", "resident_refusal", "tokens_per_s", "seconds", "text", "share", "attended"),
     }
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]

@@ -310,11 +310,11 @@ def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkey
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("KVTOOL_BUDGET", "abc", "$KVTOOL_BUDGET: a budget is a number of tokens (512), "),
+        ("KVTOOL_BUDGET", "abc", "$KVTOOL_BUDGET: --budget is a number of tokens (512), "),
         ("KVTOOL_TEMP", "warm", "$KVTOOL_TEMP must be a number, got 'warm'"),
         ("KVTOOL_CHAT_TOP_P", "7", "$KVTOOL_CHAT_TOP_P must be in 0..1, got 7"),
         ("KVTOOL_POSITIONS", "nowhere", "$KVTOOL_POSITIONS must be "),
-        ("KVTOOL_PLAIN", "perhaps", "$KVTOOL_PLAIN: 'perhaps' is not a valid boolean"),
+        ("KVTOOL_PLAIN", "perhaps", "$KVTOOL_PLAIN: 'perhaps' is not a valid boolean. Recognized values: 0"),
     ],
 )
 def test_config_refuses_a_value_that_an_option_does_not_take(file, monkeypatch, name, value, line):
@@ -324,7 +324,7 @@ def test_config_refuses_a_value_that_an_option_does_not_take(file, monkeypatch, 
 
 def test_config_refuses_a_value_of_the_file_that_an_option_does_not_take(file):
     path = file('budget = "abc"')
-    one_line(kvtool("config"), 2, f"{path}: budget: a budget is a number of tokens (512), ")
+    one_line(kvtool("config"), 2, f"{path}: budget: --budget is a number of tokens (512), ")
     path = file("[chat]\ntop-p = 7")
     one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
 

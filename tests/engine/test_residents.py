@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.config.report import line, report
 from kvtool.engine import residents
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import log
@@ -123,6 +124,8 @@ def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, ar
             engine.step(np.array([token]))
         np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
         assert engine.residents.n_token == engine.residents.n_now == 0
+        assert report(engine, "recall")["resident_refusal"]
+        assert "; no residents: " in line(report(engine, "recall"))
 
 
 def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, monkeypatch):

@@ -129,7 +129,7 @@ def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
         ("nope", "64", "f16", {}, "unknown policy"),
         ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
         ("streamingllm", "3", "f16", {}, "a budget of 3 is too small for streamingllm; use at least 6"),
-        ("h2o", "many", "f16", {}, "a budget is a number of tokens"),
+        ("h2o", "many", "f16", {}, "--budget is a number of tokens"),
         ("h2o", "513", "f16", {}, "the context is 512 tokens"),
         (
             "h2o",
