@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvtool.errors import OutOfMemory, UsageError
 from kvtool.llama.placement import Placement
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo, read
-from kvtool.models.weights import PlacedWeights, place
+from kvtool.models.weights import EXPERTS, PlacedWeights, place
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
@@ -65,6 +66,8 @@ def loaded_model(
         n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
         return Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters)
 
+    for pattern in _without_match(run, path):
+        say(f"--override-tensor: no tensor of the model matches {pattern!r}")
     try:
         model = load(_fitted_to_gpu(run, path, n_cell, say))
     except OutOfMemory:
@@ -76,6 +79,13 @@ def loaded_model(
         yield model
     finally:
         model.close()
+
+
+def _without_match(run: RunOptions, path: Path) -> list[str]:
+    """Return the patterns of --override-tensor that no tensor's name matches."""
+    patterns = [pattern for pattern, _ in run.placement.overrides if not pattern.endswith(EXPERTS)]
+    names = read(path).weights.names if patterns else ()
+    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
 
 
 def _fitted_to_gpu(

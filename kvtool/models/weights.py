@@ -23,11 +23,14 @@ class Weights(NamedTuple):
     output
         Of the tensors after the last layer. Token embeddings count if the output uses them; llama.cpp leaves
         the embeddings themselves in host memory.
+    names
+        Names of all tensors.
     """
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
     output: int
+    names: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tensors: Mapping[str, int], n_layer: int) -> "Weights":
@@ -41,7 +44,7 @@ class Weights(NamedTuple):
                 (experts if re.match(EXPERTS, layer[2]) else dense)[i] += n_bytes
         if "output.weight" not in tensors:
             output += tensors.get("token_embd.weight", 0)
-        return cls(tuple(dense), tuple(experts), output)
+        return cls(tuple(dense), tuple(experts), output, frozenset(tensors))
 
     @property
     def n_layer(self) -> int:

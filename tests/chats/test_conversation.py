@@ -666,6 +666,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     stats = " ".join(out.getvalue().split())
     assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
     assert f"archived {engine.n_archived} of at most" in stats
+    assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])

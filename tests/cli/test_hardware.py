@@ -43,6 +43,9 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
     # all is in host memory anyway
     moe = generate("--n-cpu-moe", 2, "--cpu-moe", "-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
     assert (moe.stdout, moe.stderr) == (plain.stdout, "")
+    typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
+    line = "--override-tensor: no tensor of the model matches '{}'\n"
+    assert (typo.stdout, typo.stderr) == (plain.stdout, line.format("attn_kv") + line.format("[red]$"))
     end = "nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     one = generate("-ts", "3,1")
     assert (one.stdout, one.stderr) == (plain.stdout, f"--tensor-split 3,1 does {end}")

@@ -47,11 +47,12 @@ def stats(terminal: Terminal) -> None:
     engine, copies = terminal.engine, terminal.conversation.undo_stack
     n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
     held, most = f"{engine.mean_live:,.0f}", f"{engine.policy.budget:,}"
+    is_full = engine.policy.budget == engine.n_ctx
     rows = {
         "model": engine.model.path.name,
         "policy": policy_line(engine, terminal.policy),
         "tokens so far": f"{engine.n_past:,}",
-        "in the cache": f"{held} tokens per row, at most {most} (--budget)",
+        "in the cache": f"{held} tokens per row, at most {most} ({'--ctx-size' if is_full else '--budget'})",
     }
     if n_made:
         rows["in the cache"] += f"; {n_made:.0f} of these places bring back archived text"
@@ -62,7 +63,7 @@ def stats(terminal: Terminal) -> None:
         "forgotten": f"{n_forgotten(engine):,} tokens: {forgotten}",
         "never evicted": f"{engine.n_pinned:,} tokens of the system prompt",
         "rows": f"{engine.context.n_row}: one for each layer and KV head",
-        "trained context": f"{engine.n_ctx:,} tokens" + _renumbered(engine),
+        "context": f"{engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" + _renumbered(engine),
         "cache": format_bytes(engine.cache_bytes),
         "policy state": format_bytes(engine.state_bytes),
         "process memory": format_bytes(resident) if resident else "unknown",
