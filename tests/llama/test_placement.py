@@ -11,24 +11,27 @@ import json
 import re
 import sys
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvtool.config import model as config_model
 from kvtool.config.run import RunOptions
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama import placement
+from kvtool.llama import devices, placement
 from kvtool.llama.context import Context
 from kvtool.llama.devices import buffers, gpus, has_gpu
 from kvtool.llama.log import set_verbose
 from kvtool.llama.model import Model
 from kvtool.llama.placement import Placement, parse_overrides, parse_shares
 from kvtool.llama.workers import add_rpc
+from kvtool.models.header import read
 from tests.engine import rpc_server
 from tests.engine.running import LOGITS, text
 
 # every layer has six tensors of experts: three matrices with a bias each
-N_LAYER, N_EXPERTS = 4, 6
+N_LAYER, N_EXPERTS, N_CELL = 4, 6, 256
 
 OF_ONE = {
     "plain": {},
@@ -44,12 +47,22 @@ OF_TWO = {
     "tensor-split 1,4": {"tensor_split": "1,4"},
     "split-mode none": {"split_mode": "none", "main_gpu": 1},
 }
+# --gpu-layers auto on devices that hold a part of the weights and of the cache
+LIMITED = {"room for 0.3": 0.3, "room for 0.8": 0.8}
 WRONG = {
     "buffer": {"override_tensor": ("exps=CUDA7",)},
     "shares": {"tensor_split": "1,1,1"},
     "main": {"main_gpu": 2},
     "row": {"split_mode": "row"},
 }
+
+
+def all_mib(path):
+    """Return the MiB of the weights that can be on a GPU, and of the cache in F16."""
+    info = read(Path(path))
+    weights = info.weights
+    cache = info.plain_layers.cell_bytes() * N_CELL
+    return (sum(weights.dense) + sum(weights.experts) + weights.output + cache) / 2**20
 
 
 def client(path, *endpoints):
@@ -59,14 +72,22 @@ def client(path, *endpoints):
         add_rpc(*endpoints)
     names, results = [device["name"] for device in gpus()], []
     (first, *_) = own = [name for name in buffers() if name != "CPU"]
-    for name, options in {**OF_ONE, **(OF_TWO if endpoints else {}), **WRONG}.items():
+    for name, options in {**OF_ONE, **LIMITED, **(OF_TWO if endpoints else {}), **WRONG}.items():
         sys.stderr.write(f"\nrun {name}\n")
+        if name in LIMITED:
+            free, options = config_model._MARGIN * len(names) + int(options * 2**20 * all_mib(path)), {}
+            devices.gpu_free_bytes = lambda n=free: n
         overrides = tuple(each.replace("GPU", first) for each in options.get("override_tensor", ()))
         run = RunOptions(**(options | {"override_tensor": overrides}))
+        if name in LIMITED:
+            run = config_model._fitted_to_gpu(run, Path(path), N_CELL, sys.stderr.write)
         exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 32}
         try:
-            with closing(Model(path, placement=run.placement)) as model, ExitStack() as stack:
-                context = stack.enter_context(closing(Context(model, 256, 32, **exact)))
+            with (
+                closing(Model(path, n_gpu_layers=run.gpu_layers, placement=run.placement)) as model,
+                ExitStack() as stack,
+            ):
+                context = stack.enter_context(closing(Context(model, N_CELL, 32, **exact)))
                 context.decode(text(32), 0, 32)
                 results.append([model.is_on_gpu, model.only_gpu, context.logits().tolist()])
         except UsageError as error:
@@ -85,7 +106,7 @@ def placed(path):
     with ExitStack() as stack:
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
         (*names, results), logs = rpc_server.client("tests.llama.test_placement", str(path), *endpoints)
-    runs = [*OF_ONE, *(OF_TWO if endpoints else {}), *WRONG]
+    runs = [*OF_ONE, *LIMITED, *(OF_TWO if endpoints else {}), *WRONG]
     return *names, dict(zip(runs, results, strict=True)), dict(zip(runs, logs[1:], strict=True))
 
 
@@ -134,6 +155,16 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
     assert is_on_gpu
     assert not re.search(r"CPU KV buffer size", logs[run])
     assert np.abs(np.array(logits) - results["plain"][2]).max() < LOGITS
+
+
+@pytest.mark.parametrize("run", LIMITED)
+def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
+    _, own, results, logs = placed
+    held, room = device_mib(logs[run], own), LIMITED[run] * all_mib(path)
+    # what is left is less than a layer, without its experts if those of other layers are in host memory
+    assert room - all_mib(path) / N_LAYER < held <= room
+    assert "the GPU has room for" in logs[run]
+    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
 
 
 @pytest.mark.skipif(has_gpu(), reason="one device")
