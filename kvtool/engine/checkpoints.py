@@ -143,9 +143,21 @@ class Checkpoints:
         age = places[-1] - places[1:-1]
         del self._all[int((before * after / np.maximum(age, 1)).argmin())]
 
-    def newest(self, n: int) -> Checkpoint | None:
-        """Return the newest checkpoint of the stream's first n tokens, if there is one."""
-        return next((each for each in reversed(self._all) if each.n_past <= n), None)
+    def best(self, n: int) -> tuple[int, Checkpoint | None]:
+        """Return how many of the stream's first n tokens can be kept, and the checkpoint for it.
+
+        That is the next checkpoint, if its state can be cut to n tokens, otherwise the one before.
+        """
+        before = next((each for each in reversed(self._all) if each.n_past <= n), None)
+        n_before = before.n_past if before else 0
+        after = next((each for each in self._all if each.n_past > n), None)
+        # if gaps between positions were closed in between, tokens before that had other positions
+        if n > n_before and after and after.part.n_restart == (before.part.n_restart if before else 0):
+            fixed_state = self._cache.context.fixed_state
+            assert fixed_state
+            if fixed_state.can_cut(fixed_state.arrays_in(after.data)[0], n - after.part.base):
+                return n, after
+        return n_before, before
 
     def cut(self, n: int) -> None:
         """Drop the checkpoints after the stream's first n tokens."""

@@ -451,11 +451,10 @@ class Engine:
         """Return how many of the first n tokens `rewind` would keep, if the archive has dropped none."""
         if n == self.n_past or not self.context.fixed_state:
             return n
-        checkpoint = self.checkpoints.newest(n)
-        return checkpoint.n_past if checkpoint else 0
+        return self.checkpoints.best(n)[0]
 
     def rewind(self, n: int) -> int | None:
-        """Cut the stream to its first n tokens, or to the newest checkpoint before.
+        """Cut the stream to its first n tokens or, if no checkpoint allows that, to the newest before.
 
         The newest archived tokens fill the window again. Returns the number of tokens that are left. The
         caller reads the tokens up to n again. Returns None, changing nothing, if the policy evicts without
@@ -466,7 +465,7 @@ class Engine:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
             return n
-        checkpoint = self.checkpoints.newest(n)
+        n_kept, checkpoint = self.checkpoints.best(n)
         if n == 0 or (not checkpoint and self.checkpoints.n_max):
             self.empty()
             return 0
@@ -475,7 +474,7 @@ class Engine:
         # here and below: a module that most chats do not need is imported only when it is used
         from kvtool.engine.rewind import rewind
 
-        n = checkpoint.n_past if checkpoint else n
+        n = n_kept if checkpoint else n
         if not rewind(self.cache, n, checkpoint):
             return None
         self.checkpoints.cut(n)

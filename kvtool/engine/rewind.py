@@ -44,7 +44,7 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
     format, and tokens that the archive has dropped are missing. There are no logits before the next step.
 
     cache: `keeps_all` is true for it.
-    checkpoint: after n tokens; needed if the model has sliding or recurrent layers.
+    checkpoint: that of `Checkpoints.best`; needed if the model has sliding or recurrent layers.
     """
     earlier = _earlier(cache, n, checkpoint)
     if not earlier:
@@ -76,7 +76,9 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
     cache.n_restart -= earlier.n_later
     if checkpoint:
         assert context.fixed_state
-        context.fixed_state.restore(*context.fixed_state.arrays_in(checkpoint.data))
+        table, data = context.fixed_state.arrays_in(checkpoint.data)
+        is_cut = checkpoint.n_past > n
+        context.fixed_state.restore(table, data, n - earlier.base if is_cut else None)
     context.forget_logits()
     return True
 
@@ -86,7 +88,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     rows, archive = cache.rows, cache.context.archive
     base = rows.n_past - rows.next_rot
     # a prompt that was read whole had more live cells at the checkpoint than fit now
-    n_kv = min(checkpoint.part.n_kv, cache.policy.n_live) if checkpoint else n_live(cache.policy, n)
+    is_at = checkpoint and checkpoint.n_past == n
+    n_kv = min(checkpoint.part.n_kv, cache.policy.n_live) if is_at else n_live(cache.policy, n)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, lib
+from kvtool.models.layers import Kind
 
 
 class FixedState:
@@ -52,7 +53,27 @@ class FixedState:
         is_shaped = [table.shape, data.shape] == self.shapes
         return is_shaped and table.dtype == np.int32 and data.dtype == np.uint8
 
-    def restore(self, table: np.ndarray, data: np.ndarray) -> None:
-        """Write arrays that `save` returned."""
+    def can_cut(self, table: np.ndarray, pos: int) -> bool:
+        """True if the state has all that the token at this position needs of the tokens before it.
+
+        Sliding layers hold the window of the next token and some tokens before that window. A recurrent
+        layer has only its newest state.
+        """
+        layers = self._context.model.layers
+        if layers.of(Kind.RECURRENT):
+            return False
+        first = max(pos - layers.n_swa + 1, 0)
+        cells = table[1:]
+        return int(((cells >= first) & (cells < pos)).sum()) == pos - first
+
+    def restore(self, table: np.ndarray, data: np.ndarray, pos: int | None = None) -> None:
+        """Write arrays that `save` returned.
+
+        pos: if given, leave out the tokens from this position on; `can_cut` is true for it.
+        """
         assert self.fits(table, data)
+        if pos is not None:
+            # the next token takes the first cell that becomes free, and no cell of an older token
+            first, cells = np.flatnonzero(table[1:] == pos)[:1], table[1:]
+            table = np.concatenate([first, np.where(cells < pos, cells, -1)], dtype=np.int32)
         check(lib.llama_kvtool_set_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))

@@ -59,6 +59,22 @@ def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, optio
         check_edits(server.url, talked(server.url))
 
 
+def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, options):
+    with serving(hybrid_talker, *options) as server:
+        chat = [said("user", "Who is it?")]
+        _, n_prompt, _ = asked(server.url, chat)
+        _, n, n_read = asked(server.url, [*chat, said("assistant", "Nobody."), said("user", "Why?")])
+        assert n_read == n - n_prompt + len("[e][a]")
+
+
+def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
+    system = said("system", "Be kind. " * 40)
+    with serving(hybrid_talker, *options) as server:
+        asked(server.url, [system, said("user", "Who is it?")])
+        _, n, n_read = asked(server.url, [system, said("user", "Why?")])
+        assert n_read == len("[e][u]Why?[e][a]") < n % N_BATCH
+
+
 def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
     own = (*options, "--sessions", str(tmp_path))
     with serving(hybrid_talker, *own) as server:

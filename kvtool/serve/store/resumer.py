@@ -290,16 +290,17 @@ class Resumer:
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read a new chat's system prompt and tools, store them, and return the tokens that are left.
 
-        Reads only full batches: the batches are then the same as without this separate step, and so is the
-        cache.
+        Without checkpoints, reads only full batches: the batches are then the same as without this separate
+        step, and so is the cache.
         """
         # if the cache can be rewound anywhere, only pins need a snapshot, as they are final after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._rewinds_anywhere else self._n_start
-        n_batch = self._engine.settings.n_batch
-        n = n // n_batch * n_batch
+        if not self._has_checkpoints:
+            n_batch = self._engine.settings.n_batch
+            n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
-        if n < _LEAST_START or not is_new or self._engine.reads_whole(len(tokens)):
+        if n < self._least or not is_new or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
@@ -312,10 +313,11 @@ class Resumer:
     def read_prompt(
         self, tokens: np.ndarray, messages: list[Message], history: History, *, keeps_thought: bool
     ) -> np.ndarray:
-        """Read a long prompt up to the reply header, store it, and return the tokens that are left.
+        """Read a prompt up to the reply header, store it, and return the tokens that are left.
 
         A request that is repeated, or has another reply, continues from this snapshot. A checkpoint replaces
-        the snapshot if the engine makes checkpoints. If the cache can be rewound anywhere, nothing is read.
+        the snapshot if the engine makes checkpoints. Without checkpoints, a short prompt is not stored. If
+        the cache can be rewound anywhere, nothing is read.
 
         keeps_thought: True if the reply's thought may stay until the user's next message. With that message
         the template drops it. The chat then continues from this snapshot, so even a short prompt is stored.
@@ -324,7 +326,7 @@ class Resumer:
         # a stop may have left tokens before these unread
         n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
-        least = 1 if is_first else _LEAST_START
+        least = 1 if is_first else self._least
         if self._rewinds_anywhere or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
@@ -334,6 +336,15 @@ class Resumer:
             self.conversation.set_messages(messages)
             self._before = self._store(self._before, history.now) or self._before
         return tokens[n:]
+
+    @property
+    def _has_checkpoints(self) -> bool:
+        return self._engine.can_rewind and self._engine.checkpoints.n_max > 0
+
+    @property
+    def _least(self) -> int:
+        """Minimum tokens after which a state is stored: a checkpoint takes less time than a snapshot."""
+        return 1 if self._has_checkpoints else _LEAST_START
 
     @property
     def _rewinds_anywhere(self) -> bool:
