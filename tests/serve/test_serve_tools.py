@@ -61,6 +61,9 @@ def test_tools_come_out_with_what_templates_expect():
     }
     assert found[1]["function"] == {"name": "b", "parameters": {"type": "object", "properties": {}}}
     assert check_tools(None) == check_tools([]) == []
+    # templates show the keys of a schema in their order
+    (last,) = check_tools([tool("a", {"properties": {}, "type": "object"})])
+    assert list(last["function"]["parameters"]) == ["properties", "type"]
 
 
 TYPES = ("must be an object", "must be a list", "must be a string", "must be true or false")

@@ -75,7 +75,8 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
     required = value.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         _wrong(f"{where}.required", "must be a list of names")
-    return {"type": "object", **value}
+    # the template shows the keys in the client's order
+    return value if "type" in value else {"type": "object", **value}
 
 
 def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
