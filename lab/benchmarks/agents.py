@@ -5,8 +5,9 @@
 
 data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
 each session reads, writes and edits files, and goes on after a second question. As in a real chat, the
-server's own replies replace the recorded ones. These replies have no tool calls, so tools' results are sent
-as user texts. With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
+server's own replies replace the recorded ones. logit_bias makes them the same text from every server, so
+that all get the same prompts. These replies have no tool calls, so tools' results are sent as user texts.
+With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
 
 The server is restarted before the last request. That request is then sent again with a message in its middle
 changed. On a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
@@ -36,7 +37,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lab.benchmarks.common import machine, make_parser, note, write_json
+from lab.benchmarks.common import load_model, machine, make_parser, note, write_json
 from lab.benchmarks.servers import answers, reserved_port
 
 SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
@@ -52,7 +53,9 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True, help="a path")
     parser.add_argument("--llama-server", help="its program")
     parser.add_argument("--llama-cpp", help="a Python that has llama_cpp.server")
-    parser.add_argument("--kvtool", default="", help="options of kvtool serve")
+    parser.add_argument(
+        "--kvtool", action="append", help='options of kvtool serve; "--kvtool=A --kvtool=B" tries two servers'
+    )
     parser.add_argument("--recorded", action="store_true", help="send the answers that were recorded")
     parser.add_argument("--without-kvtool", action="store_true", help="the others alone")
     parser.add_argument("--only", default="", help="agents whose names have this")
@@ -63,6 +66,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=10000, help="of that text")
     parser.add_argument("--json", type=Path, help="write each turn to this file")
     args = parser.parse_args()
+    args.bias = {str(load_model(args.model).tokenize(" yes")[-1]): 100}
     sessions: dict[str, list[Json]] = {}
     with lzma.open(SESSIONS, "rt", encoding="utf-8") as lines:
         for each in map(json.loads, lines):
@@ -77,7 +81,7 @@ def main() -> None:
             for row in _replay(server, sessions[agent], other, args):
                 rows.append({"agent": agent, "server": server.name, **row})
                 note(" ".join(f"{value}" for value in rows[-1].values()))
-                write_json(args.json, {"machine": machine(), "kvtool": args.kvtool, "rows": rows})
+                write_json(args.json, {"machine": machine(), "rows": rows})
     Console(width=110).print(_table(rows, args))
 
 
@@ -126,11 +130,13 @@ class Server:
 
 
 class Kvtool(Server):
-    name = "kvtool"
+    def __init__(self, args: argparse.Namespace, port: int, options: str) -> None:
+        super().__init__(args, port)
+        self.name, self.options = f"kvtool {options}".strip(), options
 
     def command(self, folder: Path) -> list[str]:
         own = ["--port", self.port, "-t", self.args.threads, "--sessions", str(folder / "chats")]
-        options = [*own, *shlex.split(self.args.kvtool)]
+        options = [*own, *shlex.split(self.options)]
         return [sys.executable, "-m", "kvtool", "serve", "-m", self.args.model, *options]
 
 
@@ -175,7 +181,10 @@ class LlamaCpp(Server):
 
 
 def _servers(args: argparse.Namespace) -> Iterator[Server]:
-    wanted = {Kvtool: not args.without_kvtool, LlamaServer: args.llama_server, LlamaCpp: args.llama_cpp}
+    for options in [] if args.without_kvtool else args.kvtool or [""]:
+        with reserved_port() as port:
+            yield Kvtool(args, port, options)
+    wanted = {LlamaServer: args.llama_server, LlamaCpp: args.llama_cpp}
     for kind in filter(wanted.get, wanted):
         with reserved_port() as port:
             yield kind(args, port)
@@ -284,7 +293,8 @@ def post(url: str, body: Json) -> object:
 
 
 def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
-    body = body | {"stream": True, "max_tokens": n, "temperature": 0}
+    own = {"stream": True, "max_tokens": n, "temperature": 0, "logit_bias": server.args.bias}
+    body = body | own
     start, first, end, reply = time.perf_counter(), 0.0, {}, ""
     with post(server.url + path, body) as stream:
         for line in stream:
@@ -315,11 +325,12 @@ def _table(rows: list[Json], args: argparse.Namespace) -> Table:
     for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
         own = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
         of = [[row for row in own if row["server"] == name] for name in servers]
-        tokens = sum(row["tokens"] for row in of[0])
+        # one number if all servers got the same prompts
+        tokens = dict.fromkeys(f"{sum(row['tokens'] for row in each):,}" for each in of if each)
         read = [sum(row["read"] or 0 for row in each) if each else None for each in of]
         took = [sum(row["first_s"] for row in each) if each else None for each in of]
         table.add_row(
-            agent, phase, f"{tokens:,}", *("-" if n is None else f"{n:,}" for n in read),
+            agent, phase, " / ".join(tokens), *("-" if n is None else f"{n:,}" for n in read),
             *("-" if s is None else f"{s:.1f}" for s in took),
         )  # fmt: skip
     return table
