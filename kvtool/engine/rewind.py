@@ -78,7 +78,7 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
         assert context.fixed_state
         table, data = context.fixed_state.arrays_in(checkpoint.data)
         is_cut = checkpoint.n_past > n
-        context.fixed_state.restore(table, data, n - earlier.base if is_cut else None)
+        context.fixed_state.restore(table, data, pos=n - earlier.base if is_cut else None)
     context.forget_logits()
     return True
 
@@ -87,9 +87,10 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     """Return the stream's state after n tokens; None if the archive has dropped tokens of its window."""
     rows, archive = cache.rows, cache.context.archive
     base = rows.n_past - rows.next_rot
-    # a prompt that was read whole had more live cells at the checkpoint than fit now
-    is_at = checkpoint and checkpoint.n_past == n
-    n_kv = min(checkpoint.part.n_kv, cache.policy.n_live) if is_at else n_live(cache.policy, n)
+    n_kv = n_live(cache.policy, n)
+    if checkpoint and checkpoint.n_past == n:
+        # a prompt that was read whole had more live cells at the checkpoint than fit now
+        n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames

@@ -66,7 +66,7 @@ class FixedState:
         cells = table[1:]
         return int(((cells >= first) & (cells < pos)).sum()) == pos - first
 
-    def restore(self, table: np.ndarray, data: np.ndarray, pos: int | None = None) -> None:
+    def restore(self, table: np.ndarray, data: np.ndarray, *, pos: int | None = None) -> None:
         """Write arrays that `save` returned.
 
         pos: if given, leave out the tokens from this position on; `can_cut` is true for it.
