@@ -189,7 +189,7 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
 
 def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(tmp_path / "m.gguf", *RECALL) as server:
+    with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = said("system", "Be kind. " * 80)
         n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
         # only whole batches of the system prompt are stored: 512 tokens
