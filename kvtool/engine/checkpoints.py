@@ -13,7 +13,7 @@ from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed_checkp
 from kvtool.system.memory import free_bytes
 
 SPACING = 1024
-"""Minimum number of tokens after which a checkpoint is made."""
+"""Least value of `Checkpoints.spacing`."""
 
 _GPU_TOKEN_BYTES = 24 * 2**10
 """On a GPU, bytes of checkpoints for each token: copying them takes about 2 % of the time of reading.
@@ -65,6 +65,8 @@ class Checkpoints:
     n_max
         Maximum number of checkpoints. 0 if max_bytes is 0, if the model needs no checkpoints, if memory is
         short, or if earlier rows are not kept (`PolicyCache.keeps_all`).
+    spacing
+        Number of tokens after which another checkpoint is due.
 
     Raises
     ------
@@ -75,14 +77,14 @@ class Checkpoints:
     def __init__(self, cache: PolicyCache, max_bytes: int | None) -> None:
         self._cache = cache
         self._all: list[Checkpoint] = []
-        self._spacing = SPACING
+        self.spacing = SPACING
         fixed_state = cache.context.fixed_state
         self.n_max = 0
         if not fixed_state or not cache.keeps_all or max_bytes == 0:
             return
         n_bytes = fixed_state.n_bytes
         if cache.context.kv_offload and cache.context.model.is_on_gpu:
-            self._spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
+            self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
             n = free_bytes() // n_bytes
             self.n_max = max(n // _SHARE, min(n // _MOST_SHARE, _LEAST))
@@ -116,7 +118,7 @@ class Checkpoints:
         if not self.n_max:
             return False
         newest = self._all[-1].n_past if self._all else 0
-        return self._cache.rows.n_past - newest >= self._spacing
+        return self._cache.rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
         """Make a checkpoint of the stream as it is now, unless the newest one is the same."""

@@ -174,6 +174,8 @@ class Slot:
             tokens = resumer.read_prompt(tokens, request.messages, history, keeps_thought=keeps_thought)
         if self.writer.stop or not conversation.read_prompt(tokens):
             return
+        # the client may send another reply back
+        self.writer.engine.checkpoints.take()
         counts = {
             "n_prompt": n_prompt,
             "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),

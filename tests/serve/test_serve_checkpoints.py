@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool.engine.checkpoints import SPACING
+from tests import tiny_kinds
 from tests.serve.crowd_serve import request, said
 from tests.serve.serving import serving
 
@@ -64,7 +65,7 @@ def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, opti
         chat = [said("user", "Who is it?")]
         _, n_prompt, _ = asked(server.url, chat)
         _, n, n_read = asked(server.url, [*chat, said("assistant", "Nobody."), said("user", "Why?")])
-        assert n_read == n - n_prompt + len("[e][a]")
+        assert n_read == n - n_prompt
 
 
 def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
@@ -73,6 +74,24 @@ def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_
         asked(server.url, [system, said("user", "Who is it?")])
         _, n, n_read = asked(server.url, [system, said("user", "Why?")])
         assert n_read == len("[e][u]Why?[e][a]") < n % N_BATCH
+
+
+def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, options):
+    path = tmp_path / "hybrid.gguf"
+    template = "{% for m in messages %}</s>{{ m.role }}:{{ m.content }}{% endfor %}</s>assistant:"
+    tiny_kinds.write_lfm2(path, chat_template=template, n_ctx_train=8192)
+    texts = [f"Is it {word}? " * 8 for word in ("cold", "late", "deep", "far", "high", "low")]
+    chat = [said(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
+    with serving(path, *options) as server:
+        n_all = asked(server.url, chat)[1]
+        for i in (4, 1):
+            changed = [*chat[:i], said(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
+            _, n, n_read = asked(server.url, changed)
+            assert n == n_all + len("No. ")
+            n_after = sum(len(f"_{each['role']}:{each['content']}") for each in changed[i:]) + len(
+                "_assistant:"
+            )
+            assert n_read <= n_after * 9 // 8
 
 
 def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):

@@ -23,6 +23,12 @@ from kvtool.serve.store.history import History
 _LEAST_START = 256
 """Minimum tokens for which it is worth storing a chat's beginning, or loading another chat's snapshot."""
 
+_GAPS, _FAR_GAP = 32, 8192
+"""Stops are at least a 32nd of `Checkpoints.spacing` apart, and 1/8192 of it times their distance to the end.
+
+With the least spacing, that is 32 tokens, and an eighth of the distance.
+"""
+
 
 class _Candidate(NamedTuple):
     """A stream that begins as the requested chat does.
@@ -329,13 +335,30 @@ class Resumer:
         least = 1 if is_first else self._least
         if self._rewinds_anywhere or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
             return tokens
-        if not self.conversation.writer.read(tokens[:n]):
-            return tokens[:0]
-        self._engine.checkpoints.take()
+        done = 0
+        for stop in self._stops(tokens[:n]) if self._has_checkpoints else [n]:
+            if not self.conversation.writer.read(tokens[done:stop]):
+                return tokens[:0]
+            self._engine.checkpoints.take()
+            done = stop
         if not self._engine.can_rewind:
             self.conversation.set_messages(messages)
             self._before = self._store(self._before, history.now) or self._before
         return tokens[n:]
+
+    def _stops(self, tokens: np.ndarray) -> list[int]:
+        """Return where to make checkpoints in the tokens i32[n] of a prompt: between messages, and at its end.
+
+        A client that edits a message sends it anew, so what changes usually begins with a message. As the
+        newest messages change most often, the distances between stops grow with that from the end.
+        """
+        piece, spacing = self._engine.model.piece, self._engine.checkpoints.spacing
+        markers = [token for token in self.conversation.header.tokens.tolist() if not piece(token)]
+        stops, least = [len(tokens)], spacing // _GAPS
+        for at in np.flatnonzero(np.isin(tokens, markers)).tolist()[::-1]:
+            if at > least and stops[-1] - at > max(least, (len(tokens) - at) * spacing // _FAR_GAP):
+                stops.append(at)
+        return stops[::-1]
 
     @property
     def _has_checkpoints(self) -> bool:
