@@ -347,7 +347,7 @@ class Resumer:
         return tokens[n:]
 
     def _stops(self, tokens: np.ndarray) -> list[int]:
-        """Return where to make checkpoints in the tokens i32[n] of a prompt: between messages, and at its end.
+        """Return where to make checkpoints in a prompt's tokens i32[n]: between messages, and at its end.
 
         A client that edits a message sends it anew, so what changes usually begins with a message. As the
         newest messages change most often, the distances between stops grow with that from the end.
