@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 22
+ABI = 23
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -84,6 +84,9 @@ def _bind_all() -> None:
     bind("llama_kvtool_most_cells", i32, pointer)
     bind("llama_kvtool_has_alibi", ctypes.c_bool, pointer)
     bind("llama_kvtool_can_drop", ctypes.c_bool, pointer)
+    bind("llama_kvtool_has_mtp", ctypes.c_bool, pointer)
+    bind("llama_kvtool_output_hidden", i32, pointer, ctypes.c_bool)
+    bind("llama_kvtool_get_hidden", i32, pointer, i32, i32, pointer)
     bind("llama_kvtool_arch", ctypes.c_char_p, i32)
     bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
     bind("llama_kvtool_n_dim", i32, pointer)

@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 22
+#define LLAMA_KVTOOL_ABI 23
 
 // error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -193,6 +193,16 @@ LLAMA_API bool llama_kvtool_has_alibi(const struct llama_model * model);
 // true if the newest tokens of a step can be removed: the model has no recurrent layers, or llama.cpp can keep their
 // states after each of a step's last tokens
 LLAMA_API bool llama_kvtool_can_drop(const struct llama_model * model);
+
+// true if the model has layers for multi-token prediction (MTP) that llama.cpp can compute, and they are loaded. A context
+// of type LLAMA_CONTEXT_TYPE_MTP runs them
+LLAMA_API bool llama_kvtool_has_mtp(const struct llama_model * model);
+
+// let later decodes keep the hidden states that MTP layers read: of all tokens, or only of those with logits
+LLAMA_API int32_t llama_kvtool_output_hidden(struct llama_context * ctx, bool all);
+
+// read the hidden states of tokens first .. first + n - 1 of the last decode: out[n][llama_model_n_embd_out]
+LLAMA_API int32_t llama_kvtool_get_hidden(struct llama_context * ctx, int32_t first, int32_t n, float * out);
 
 // empty the cache and enable kvtool with these parameters; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
