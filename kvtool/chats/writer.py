@@ -98,6 +98,8 @@ class Writer:
         self._unread = tokens
 
     def _forget(self) -> None:
+        if self.drafter:
+            self.drafter.cut(0)
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
         # draft tokens of the last step not yet compared with sampled tokens, and the number that agreed

@@ -248,6 +248,17 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             assert "".join(said) + more == whole
 
 
+def test_a_new_text_is_not_guessed_from_the_old_one(talker):
+    with open_engine(talker, policies.fit("full", 400), n_draft=MOST, n_output=1) as engine:
+        writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
+        for reset in (writer.reset, lambda: writer.postpone(np.arange(3, 9, dtype=np.int32))):
+            writer.read(engine.model.tokenize(SAID))
+            "".join(writer.write(20))
+            assert writer.drafter.n > 20
+            reset()
+            assert writer.drafter.n == 0
+
+
 def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     whole = written(talker, None, {}, 60)[0]
     stop = whole[30:34]
