@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.config.model import find_model, loaded_model
@@ -14,11 +15,14 @@ from kvtool.errors import UsageError
 from kvtool.models.layers import Layers
 
 if TYPE_CHECKING:
+    from kvtool.drafts.model import ModelDraft
+    from kvtool.drafts.mtp import MtpDraft
     from kvtool.engine.loop import Engine
     from kvtool.llama.model import Model
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
 
-_LOOKUP, _OFF = "lookup", "off"
+_LOOKUP, _MTP, _OFF = "lookup", "mtp", "off"
 
 _STATE_BYTES = 256 * 2**20
 """Maximum bytes of the copies of recurrent states, which are on the device."""
@@ -45,14 +49,30 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     return min(MOST, n_batch - 1, most)
 
 
+def uses_mtp(run: RunOptions, info: ModelInfo) -> bool:
+    """True if the model drafts for itself. Raises UsageError if its file lacks the layers for it."""
+    if not isinstance(run, WriteOptions) or run.draft != _MTP:
+        return False
+    if not info.has_mtp:
+        raise _no_mtp(info.path, "its file has no layers for multi-token prediction (MTP)")
+    return True
+
+
+def _no_mtp(path: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{path.name} cannot draft for itself: {reason}; choose --draft lookup, or a smaller model"
+    )
+
+
 class Drafts:
     """Maker of drafters for the engines of a run. `opened` creates it.
 
     draft_model: model that drafts tokens where lookup finds none; None if --draft names no model.
+    mtp: True if the engine's model drafts them itself.
     """
 
-    def __init__(self, draft_model: Model | None) -> None:
-        self._draft_model = draft_model
+    def __init__(self, draft_model: Model | None, *, mtp: bool = False) -> None:
+        self._draft_model, self._mtp = draft_model, mtp
         self._stack = ExitStack()
 
     def of(self, engine: Engine) -> Drafter | None:
@@ -61,15 +81,21 @@ class Drafts:
             return None
         from kvtool.drafts.lookup import Lookup
 
-        if self._draft_model is None:
-            return Drafter(Lookup())
-        from kvtool.drafts.model import ModelDraft
+        source: MtpDraft | ModelDraft
+        if self._mtp:
+            from kvtool.drafts.mtp import MtpDraft
 
-        source = ModelDraft(self._draft_model, engine.settings.n_threads)
+            source = MtpDraft(engine)
+        elif self._draft_model:
+            from kvtool.drafts.model import ModelDraft
+
+            source = ModelDraft(self._draft_model, engine.settings.n_threads)
+        else:
+            return Drafter(Lookup())
         return Drafter(Lookup(), self._stack.enter_context(closing(source)))
 
     def close(self) -> None:
-        """Free the caches of the draft model."""
+        """Free the caches of the draft model, or of MTP layers."""
         self._stack.close()
 
 
@@ -79,6 +105,12 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     name = run.draft if isinstance(run, WriteOptions) else _OFF
     if name in (_LOOKUP, _OFF):
         yield Drafts(None)
+        return
+    if name == _MTP:
+        if not model.has_mtp:
+            raise _no_mtp(model.path, "llama.cpp cannot compute its layers for multi-token prediction (MTP)")
+        with closing(Drafts(None, mtp=True)) as drafts:
+            yield drafts
         return
     from kvtool.drafts.model import check_draft
 

@@ -41,12 +41,14 @@ def loaded_model(
     path: Path,
     *,
     guarded: bool = False,
+    mtp: bool = False,
     n_cell: int = 4096,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Model]:
     """Load the model onto the devices that the options name; free it at the end. Raises KvtoolError.
 
     guarded: if compiled code crashes, end the process with one line on stderr.
+    mtp: also load the layers for multi-token prediction.
     n_cell: cells of each row, for which a GPU keeps room if --gpu-layers is auto.
     say: called with a line if not all weights fit on the GPU.
     """
@@ -64,7 +66,7 @@ def loaded_model(
 
     def load(run: RunOptions) -> Model:
         n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
-        return Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters)
+        return Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters, mtp=mtp)
 
     for pattern in _without_match(run, path):
         say(f"--override-tensor: no tensor of the model matches {pattern!r}")

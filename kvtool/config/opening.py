@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtool import policies
 from kvtool.config import archive, budget
-from kvtool.config.drafting import max_draft_tokens
+from kvtool.config.drafting import max_draft_tokens, uses_mtp
 from kvtool.config.model import Find, find_model, loaded_model
 from kvtool.config.notes import context_length, gpu_note, patch_note
 from kvtool.config.run import ChatOptions, RunOptions
@@ -95,7 +95,14 @@ def open_run(
     patch = patch_note({spec.name: spec.kind})
     n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
     placed_notes: list[str] = []
-    with loaded_model(run, info.path, guarded=guarded, n_cell=n_cell, say=placed_notes.append) as model:
+    with loaded_model(
+        run,
+        info.path,
+        guarded=guarded,
+        mtp=uses_mtp(run, info),
+        n_cell=n_cell,
+        say=placed_notes.append,
+    ) as model:
         n_text = length(model) if length else n_ctx
         notes = [context_note, patch, gpu_note(run), *placed_notes]
         run, replaced_note = replace_recall(run, spec.kind, model.layers)

@@ -317,10 +317,11 @@ class WriteOptions(RunOptions):
     """Options of a run in which the model writes text, with draft tokens."""
 
     draft: str = _hardware_option(
-        "--draft lookup|MODEL|off",
+        "--draft lookup|mtp|MODEL|off",
         "lookup",
         "Speculative decoding: the model confirms several draft tokens in one step. lookup takes them from "
-        "the text so far; a smaller MODEL of the same vocabulary drafts where lookup finds nothing.",
+        "the text so far. Where lookup finds nothing, mtp takes them from the model's own layers for "
+        "multi-token prediction, and MODEL from a smaller model of the same vocabulary.",
         completes="models",
     )
 

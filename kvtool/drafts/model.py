@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from kvtool.drafts.drafter import MOST
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
 
 _BUDGET, _EVICT_EVERY = 256, 64
@@ -55,22 +57,12 @@ class ModelDraft:
 
     def guess(self, n: int) -> np.ndarray:
         """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices."""
-        engine = self._engine
         self._catch_up()
-        n = min(n, engine.draft_room() + 1)
-        found: list[int] = []
-        all_true = 1.0
-        while True:
-            token, p = _likeliest(engine.context.next_logits)
-            all_true *= p
-            if all_true < _LEAST:
-                break
-            found.append(token)
-            if len(found) == n or all_true < _GOES_ON:
-                break
-            engine.step(np.array([token], np.int32))
-            self._ahead.append(token)
-        return np.array(found, np.int32)
+        return likely_tokens(self._engine.context, self._read_draft, min(n, self._engine.draft_room() + 1))
+
+    def _read_draft(self, token: int) -> None:
+        self._engine.step(np.array([token], np.int32))
+        self._ahead.append(token)
 
     def _begin(self) -> None:
         """Start over with the newest tokens, as many as the cache holds."""
@@ -90,6 +82,25 @@ class ModelDraft:
             self._begin()
         self._engine.read(np.array(self._stream[self._at :], np.int32))
         self._at = len(self._stream)
+
+
+def likely_tokens(context: Decoder, read: Callable[[int], None], n: int) -> np.ndarray:
+    """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
+
+    context: its logits give the first token. read: decodes a token into the context, for the next one.
+    """
+    found: list[int] = []
+    all_true = 1.0
+    while True:
+        token, p = _likeliest(context.next_logits)
+        all_true *= p
+        if all_true < _LEAST:
+            break
+        found.append(token)
+        if len(found) == n or all_true < _GOES_ON:
+            break
+        read(token)
+    return np.array(found, np.int32)
 
 
 def _likeliest(logits: np.ndarray) -> tuple[int, float]:

@@ -81,6 +81,8 @@ class Engine:
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
         Size of the parts in which steps are decoded, so that other threads wait less; None: steps are whole.
+    after_decode
+        Called after each decode with the number of tokens before it and the number of its tokens; or None.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -108,6 +110,7 @@ class Engine:
         self.n_refused: int | None = None
         self.joint_decoder: JointDecoder | None = None
         self.chunk_size: ChunkSize | None = None
+        self.after_decode: Callable[[int, int], None] | None = None
 
     def close(self) -> None:
         """Free the cache."""
@@ -178,6 +181,8 @@ class Engine:
             self.context.decode(tokens, rows.next_rot, n_output)
         if self.chunk_size:
             self.chunk_size.note(len(tokens), time.perf_counter() - began)
+        if self.after_decode:
+            self.after_decode(rows.n_past, len(tokens))
         rows.append(len(tokens))
 
     def _decode_with_residents(self, tokens: np.ndarray, n_output: int) -> None:

@@ -49,6 +49,8 @@ class Decoder:
         True if rows may hold different numbers of cells, which only a `Context` can do.
     on_tensor
         llama.cpp's callback for each operation of a decode.
+    context_type
+        llama.cpp's number of a context's type. Default: a cache of the model's ordinary layers.
 
     Raises
     ------
@@ -73,12 +75,14 @@ class Decoder:
         n_threads: int | None = None,
         kv_offload: bool = True,
         on_tensor: Any = None,
+        context_type: int = 0,
     ) -> None:
         self.model = model
         self.ragged = ragged
         self.kv_offload = kv_offload
         self.types = type_k, type_v
         params = api.llama_context_default_params()
+        params.ctx_type = context_type
         # n_ctx limits the sliding layers' cache, which must hold their window and the tokens of a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
@@ -141,11 +145,18 @@ class Decoder:
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        # at least one output: without any, llama.cpp aborts in one architecture
+        self._decode(tokens, pos_0, max(n_output, 1))
+        self._taken = None
+        self._n_output = n_output
+        self._next = n_output - 1
+
+    def _decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decode i32[n] tokens. Raises LibraryError."""
         self._check_open()
         n = len(tokens)
         self._batch.clear()
-        # at least one output: without any, llama.cpp aborts in one architecture
-        self._batch.add(tokens, pos_0, max(n_output, 1))
+        self._batch.add(tokens, pos_0, n_output)
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()
         # a damaged file may crash the first decode
@@ -158,9 +169,6 @@ class Decoder:
         self._has_decoded = True
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
-        self._taken = None
-        self._n_output = n_output
-        self._next = n_output - 1
 
     def set_logits(self, logits: np.ndarray) -> None:
         """Set the last decode's logits f32[n_output, n_vocab], which were computed elsewhere."""

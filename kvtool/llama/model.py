@@ -51,6 +51,8 @@ class Model:
         Load only the vocabulary, to tokenize.
     no_weights
         Load everything except the weights, to tokenize and to read `layers`.
+    mtp
+        Also load the layers for multi-token prediction, which `MtpContext` needs.
 
     Attributes
     ----------
@@ -82,12 +84,14 @@ class Model:
         adapters: tuple[Adapter, ...] = (),
         vocab_only: bool = False,
         no_weights: bool = False,
+        mtp: bool = False,
     ) -> None:
         check_library()
         start_backends()
         log_tail.clear()
         params = api.llama_model_default_params()
         params.vocab_only = vocab_only
+        params.load_mtp = mtp
         if no_weights:
             params.no_alloc = True
             # nothing reads the weights, so the file need not be mapped into memory
@@ -131,6 +135,17 @@ class Model:
         n = self._n_gpu_layers
         # more than n_layer, because the output counts as a layer
         return has_gpu() and (n is None or n < 0 or n > api.llama_model_n_layer(self._model))
+
+    @property
+    def has_mtp(self) -> bool:
+        """True if layers for multi-token prediction are loaded that llama.cpp can compute.
+
+        Raises LibraryError if the library is unpatched.
+        """
+        self._check_open()
+        if not is_patched():
+            raise LibraryError(f"{UNPATCHED}, which --draft mtp needs; {HOW_TO_BUILD}")
+        return bool(lib.llama_kvtool_has_mtp(self._model))
 
     @property
     def only_gpu(self) -> int | None:

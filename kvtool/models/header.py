@@ -69,6 +69,8 @@ class ModelInfo:
         Values of the header; None for arrays of strings and for arrays longer than MAX_LAYERS.
     weights
         Sizes of the weights.
+    has_mtp
+        True if the file has layers for multi-token prediction.
     """
 
     path: Path
@@ -87,6 +89,7 @@ class ModelInfo:
     chat_template: bool
     metadata: dict[str, Any] = field(repr=False)
     weights: Weights = field(repr=False)
+    has_mtp: bool
 
     @property
     def plain_layers(self) -> Layers:
@@ -223,4 +226,5 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
         weights=Weights.of(tensors, n_layer),
+        has_mtp=f"blk.{n_layer}.nextn.eh_proj.weight" in tensors,
     )

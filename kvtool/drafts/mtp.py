@@ -1,0 +1,113 @@
+"""Draft tokens from the model's own layers for multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+
+import numpy as np
+
+from kvtool.drafts.drafter import MOST
+from kvtool.drafts.model import likely_tokens
+from kvtool.engine.loop import Engine
+from kvtool.llama.mtp import MtpContext, output_hidden, read_hidden
+
+_N_CELL = 512
+"""Cells of the MTP layers' cache."""
+
+_N_ROW = _N_CELL - MOST
+_N_FIRST, _N_NEWEST = 4, 256
+"""Maximum tokens in the cache, and how many of the first and of the newest ones stay if there are more."""
+
+_N_BATCH = 128
+"""Tokens read at once."""
+
+
+class MtpDraft:
+    """Draft tokens for an engine from MTP layers, which read its hidden states. Attributes as in `Source`.
+
+    The hidden states of the stream's first and newest tokens are kept. Cell i of the MTP layers' cache is for
+    row i: a hidden state, and the token after it. If tokens are dropped, rows and cells from there on are
+    dropped; if there are too many rows, the remaining ones are read again.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._target = engine, engine.context
+        self._context = MtpContext(self._target, _N_CELL, _N_BATCH, engine.settings.n_threads)
+        output_hidden(self._target, every=True)
+        engine.after_decode = self._note
+        self._stream = array("i")
+        # hidden states, and their tokens' positions in the stream
+        self._hidden = np.empty((_N_ROW, self._context.hidden.shape[1]), np.float32)
+        self._pos = np.empty(_N_ROW, np.int64)
+        # number of rows, and of those that were read into the cache
+        self._n_row = self._n_read = 0
+
+    def close(self) -> None:
+        """Free the MTP layers' cache."""
+        self._engine.after_decode = None
+        self._context.close()
+
+    @property
+    def n(self) -> int:
+        """Number of the stream's tokens that the source holds."""
+        return len(self._stream)
+
+    def cut(self, n: int) -> None:
+        """Drop all but the stream's first n tokens."""
+        del self._stream[n:]
+        self._keep(n)
+        # a row is read together with the token after it
+        self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append the stream's next tokens i32[n]."""
+        self._stream.frombytes(tokens.astype(np.int32).tobytes())
+
+    def guess(self, n: int) -> np.ndarray:
+        """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
+
+        Returns none if the hidden state before the newest token is unknown, for instance because the cells of
+        its text were copied from another stream.
+        """
+        context, last = self._context, self._n_row - 1
+        if last < 0 or self._pos[last] != len(self._stream) - 2:
+            return np.empty(0, np.int32)
+        # without the cells of earlier draft tokens; the newest row is always read, for its logits
+        at = min(self._n_read, last)
+        context.remove(at, _N_CELL)
+        tokens = np.frombuffer(self._stream, np.int32)[self._pos[at : last + 1] + 1]
+        for first in range(at, last, _N_BATCH):
+            end = min(first + _N_BATCH, last)
+            context.read(tokens[first - at : end - at], self._hidden[first:end], first)
+        context.step(tokens[-1], self._hidden[last:], last)
+        self._n_read = last + 1
+        positions = count(last + 1)
+        return likely_tokens(context, lambda token: context.step(token, context.hidden, next(positions)), n)
+
+    def _note(self, n_past: int, n: int) -> None:
+        """Store the hidden states of the n tokens that were decoded after n_past others."""
+        self._keep(n_past)
+        if not self._target.has_own_logits:
+            # decoded together with other streams, in another context
+            return
+        done = 0
+        while done < n:
+            if self._n_row == _N_ROW:
+                self._drop_middle()
+            end = min(self._n_row + n - done, _N_ROW)
+            read_hidden(self._target, done, self._hidden[self._n_row : end])
+            self._pos[self._n_row : end] = np.arange(end - self._n_row) + n_past + done
+            done += end - self._n_row
+            self._n_row = end
+
+    def _keep(self, n: int) -> None:
+        """Drop the rows of all but the stream's first n tokens."""
+        self._n_row = int(np.searchsorted(self._pos[: self._n_row], n))
+        self._n_read = min(self._n_read, self._n_row)
+
+    def _drop_middle(self) -> None:
+        """Keep only the first and the newest rows."""
+        kept = np.r_[:_N_FIRST, self._n_row - _N_NEWEST : self._n_row]
+        self._hidden[: len(kept)], self._pos[: len(kept)] = self._hidden[kept], self._pos[kept]
+        self._n_row, self._n_read = len(kept), min(self._n_read, _N_FIRST)
