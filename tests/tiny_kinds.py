@@ -133,6 +133,66 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
     tensors.write()
 
 
+def write_qwen35(
+    path, *, n_layer=4, mtp=True, quiet=1.0, hidden=0.0, n_ctx_train=1024, chat_template=None, seed=0
+):
+    """Three of four layers are recurrent. Another one is for multi-token prediction (MTP). Texts are letters.
+
+    quiet: factor of what each layer adds. At 0 the next token depends on the last one alone, and the MTP
+    layer predicts it correctly. hidden: size of what the MTP layer takes from hidden states.
+    """
+    n_state, n_group, n_rank = 32, 2, 4
+    writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_dimension_sections([6, 5, 5, 0])
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(n_rank * n_state)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_rank)
+    writer.add_ssm_group_count(n_group)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    if mtp:
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    if chat_template:
+        writer.add_chat_template(chat_template)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB, n_silent=tiny.N_SPECIAL + 256)
+    n_key, n_value = n_group * n_state, n_rank * n_state
+    for i in range(n_layer + mtp):
+        feed = tensors.feed_forward(N_FF)
+        feed["post_attention_norm"] = feed.pop("ffn_norm")
+        feed["ffn_down"] *= np.float32(quiet)
+        if (i + 1) % 4 and i < n_layer:
+            mix = {
+                "attn_norm": tensors.norm(),
+                "attn_qkv": tensors.matrix(2 * n_key + n_value, N_EMBD),
+                "attn_gate": tensors.matrix(n_value, N_EMBD),
+                "ssm_conv1d": tensors.matrix(2 * n_key + n_value, 4),
+                "ssm_dt.bias": tensors.bias(n_rank),
+                "ssm_beta": tensors.matrix(n_rank, N_EMBD),
+                "ssm_alpha": tensors.matrix(n_rank, N_EMBD),
+                "ssm_norm": tensors.norm(n_state),
+                "ssm_out": tensors.matrix(N_EMBD, n_value, quiet),
+            }
+            writer.add_tensor(f"blk.{i}.ssm_a", -tensors.norm(n_rank))
+        else:
+            # each head's queries are followed by a gate of its output
+            mix = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
+                "attn_q": tensors.matrix(2 * N_HEAD * HEAD_DIM, N_EMBD),
+                "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
+                "attn_k_norm": tensors.norm(HEAD_DIM, K_STD),
+            }
+            mix["attn_output"] *= np.float32(quiet)
+        tensors.add_layer(i, mix | feed)
+    if mtp:
+        one, other = np.eye(N_EMBD, dtype=np.float32), tensors.matrix(N_EMBD, N_EMBD, hidden)
+        norms = dict.fromkeys(("nextn.enorm", "nextn.hnorm"), np.ones(N_EMBD, np.float32))
+        tensors.add_layer(n_layer, norms | {"nextn.eh_proj": np.hstack([one, other])})
+    tensors.write()
+
+
 def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """Queries and keys are normalized, with weights, after their rotation."""
     writer = _start(path, "maincoder", n_ctx_train, n_layer)

@@ -44,7 +44,7 @@ Tests that run with every policy are in tests/policies/test_contract.py.
 
 
 @contextmanager
-def open_engine(path, policy, n_gpu_layers=None, **settings):
+def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
     Policies with recall stream their prompts, even if a GPU has room for more. `settings` override all this.
@@ -52,7 +52,7 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
         exact["prefill"] = "stream"
-    model = Model(path, n_gpu_layers=n_gpu_layers)
+    model = Model(path, n_gpu_layers=n_gpu_layers, mtp=mtp)
     engine = None
     try:
         engine = Engine(model, policy, Settings(**(exact | settings)))

@@ -1,0 +1,263 @@
+"""Draft tokens from a model's own layers for multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.chats.writer import Writer
+from kvtool.drafts import mtp
+from kvtool.drafts.drafter import Drafter
+from kvtool.drafts.lookup import Lookup
+from kvtool.llama.library import LibraryError
+from kvtool.llama.model import Model
+from kvtool.llama.mtp import output_hidden, read_hidden
+from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
+from tests import tiny
+from tests.cli.called import called, one_line
+from tests.engine.running import open_engine, text
+
+N_DRAFT = 4
+MEMORY = 64 * 2**20
+
+
+class Nothing(Lookup):
+    """A lookup that finds nothing."""
+
+    def look(self):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def however_unlikely(monkeypatch):
+    """Draft as many tokens as possible."""
+    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
+    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
+
+
+@contextmanager
+def opened(path, policy="full", *, drafts=True):
+    """Open a greedy writer. With `drafts`, all its draft tokens come from MTP layers."""
+    options = {"full": (500,), "recall": (64, 16, ["search=all"])}.get(policy, (64, 16))
+    how = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
+    with (
+        open_engine(path, policies.fit(policy, *options), mtp=drafts, **how) as engine,
+        closing(Sampler(engine.model, Sampling(temp=0))) as sampler,
+    ):
+        if not drafts:
+            yield Writer(engine, sampler)
+            return
+        with closing(mtp.MtpDraft(engine)) as source:
+            yield Writer(engine, sampler, Drafter(Nothing(), source))
+
+
+def source_of(writer):
+    return writer.drafter._model
+
+
+POLICIES = ("full", "recall", "streamingllm", "h2o")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("quiet", [0.0, 0.1])
+def test_what_is_written_does_not_depend_on_guesses(tiny_model, policy, quiet):
+    path, found = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
+    for drafts in (False, True):
+        with opened(path, policy, drafts=drafts) as writer:
+            writer.read(text(100))
+            found.append("".join(writer.write(300)))
+    assert found[0] == found[1]
+    assert 50 < writer.n_accepted <= writer.n_drafted
+    assert (writer.n_accepted == writer.n_drafted) == (quiet == 0)
+    assert writer.engine.n_evicted > 100 or policy == "full"
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
+    with opened(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
+        writer.read(text(100))
+        saved, n = writer.save(), writer.engine.n_past
+        said = "".join(writer.write(60))
+        # another text in between, so that old cells and hidden states would be wrong ones
+        assert writer.rewind(n - 30, saved)
+        writer.read(text(90, seed=5))
+        "".join(writer.write(20))
+        n_before = writer.n_accepted
+        assert writer.rewind(n - 30, saved)
+        writer.read(text(100)[n - 30 :])
+        assert "".join(writer.write(60)) == said
+        assert writer.n_accepted > n_before
+        tokens = source_of(writer)._stream.tolist()
+        assert tokens == writer.tokens[: len(tokens)].tolist()
+
+
+def shrink(monkeypatch, n_row):
+    """Let the MTP layers' cache hold n_row tokens, of which the first 4 and the newest 16 stay."""
+    monkeypatch.setattr(mtp, "_N_ROW", n_row)
+    monkeypatch.setattr(mtp, "_N_FIRST", 4)
+    monkeypatch.setattr(mtp, "_N_NEWEST", 16)
+
+
+def guesses_by_definition(path, tokens, kept):
+    """Return the draft tokens after a stream i32[n] whose last token is not decoded.
+
+    All tokens are read one by one. kept: positions of those whose hidden states the layer reads.
+    """
+    how = {"n_output": 1, "mtp": True}
+    with (
+        open_engine(path, policies.fit("full", 500), **how) as engine,
+        closing(mtp.MtpContext(engine.context, 512, 1, 1)) as layer,
+    ):
+        output_hidden(engine.context, every=True)
+        hidden = np.empty((len(tokens) - 1, 1, 128), np.float32)
+        for at in range(len(hidden)):
+            engine.step(tokens[at : at + 1])
+            read_hidden(engine.context, 0, hidden[at])
+        for at, pos in enumerate(kept):
+            layer.step(tokens[pos + 1], hidden[pos], at)
+        found = []
+        for at in range(len(kept), len(kept) + N_DRAFT):
+            found.append(int(layer.next_logits.argmax()))
+            layer.step(found[-1], layer.hidden.copy(), at)
+        return found
+
+
+@pytest.mark.parametrize("n_row", [497, 40])
+def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_row):
+    shrink(monkeypatch, n_row)
+    path, rng = tiny_model(arch="qwen35", quiet=0.3, hidden=1.0), np.random.default_rng(0)
+    with opened(path) as writer:
+        engine, source, stream = writer.engine, source_of(writer), text(1)
+        source.add(stream)
+        n_compared = 0
+        for turn in range(40):
+            # stream: all decoded tokens and the next one, as a writer has them before a step
+            if turn % 6 in (0, 3, 5):
+                engine.checkpoints.take()
+                more = text(int(rng.integers(5, 25)), seed=turn)
+                engine.read(np.concatenate([stream[-1:], more[:-1]]))
+                stream = np.concatenate([stream, more])
+            elif turn % 6 in (1, 4):
+                n_true = int(rng.integers(0, N_DRAFT))
+                drafts = text(N_DRAFT, seed=turn)
+                engine.draft(np.concatenate([stream[-1:], drafts]))
+                engine.drop_drafts(N_DRAFT - n_true)
+                stream = np.concatenate([stream, drafts[:n_true], text(1, seed=turn + 50)])
+            else:
+                n = engine.rewind(max(engine.n_past - int(rng.integers(1, 9)), 0))
+                source.cut(n)
+                stream = np.concatenate([stream[:n], text(1, seed=turn)])
+            assert engine.n_past == len(stream) - 1
+            if rng.random() < 0.4:
+                continue
+            source.cut(len(stream) - 1)
+            source.add(stream[source.n :])
+            kept = source._pos[: source._n_row]
+            if engine.n_past - 1 in kept:
+                n_compared += 1
+                assert source.guess(N_DRAFT).tolist() == guesses_by_definition(path, stream, kept)
+        assert (source._n_row > 60) == (n_row > 40)
+        assert n_compared > 12
+
+
+def test_memory_stays_the_same(tiny_model, monkeypatch):
+    shrink(monkeypatch, 40)
+    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+        writer.read(text(150))
+        source = source_of(writer)
+        for _ in range(4):
+            "".join(writer.write(50))
+            pos = source._pos[: source._n_row]
+            n = len(pos)
+            assert 20 <= n <= 40
+            assert pos.tolist() == [*range(4), *range(pos[-1] + 5 - n, pos[-1] + 1)]
+            assert len(source._hidden) == 40
+        assert writer.n_accepted == writer.n_drafted > 100
+        # back to where no hidden states are left except for the first ones
+        source.cut(2)
+        assert source._pos[: source._n_row].tolist() == [0, 1]
+
+
+def test_steps_in_another_context_are_left_out(tiny_model):
+    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+        tokens, engine, source = text(50), writer.engine, source_of(writer)
+        source.add(tokens)
+        engine.read(tokens[:40])
+        # as a step together with other streams does
+        logits = engine.context.logits().copy()
+        decode = engine.context.decode
+
+        def elsewhere(*arguments):
+            decode(*arguments)
+            engine.context.set_logits(logits)
+
+        engine.context.decode = elsewhere
+        engine.step(tokens[40:49])
+        assert len(source.guess(N_DRAFT)) == 0
+        engine.context.decode = decode
+        engine.step(tokens[49:])
+        source.add(tokens[:1])
+        assert len(source.guess(N_DRAFT)) == N_DRAFT
+
+
+def test_the_layers_are_loaded_on_request_only(tiny_model):
+    path = tiny_model(arch="qwen35")
+    for asked in (False, True):
+        with closing(Model(path, mtp=asked)) as model:
+            assert model.has_mtp == asked
+    with closing(Model(tiny_model(), mtp=True)) as model:
+        assert not model.has_mtp
+
+
+def test_hidden_states_that_do_not_exist_are_refused(tiny_model):
+    with opened(tiny_model(arch="qwen35")) as writer:
+        engine = writer.engine
+        out = np.empty((3, 128), np.float32)
+        with pytest.raises(LibraryError, match="left no hidden state of token 0"):
+            read_hidden(engine.context, 0, out)
+        engine.step(text(5))
+        read_hidden(engine.context, 2, out)
+        for first in (-1, engine.context.n_batch - 2):
+            with pytest.raises(LibraryError, match="first and n must be"):
+                read_hidden(engine.context, first, out)
+
+
+def generated(path, *more):
+    return called("generate", "go on", "-m", path, "-n", 40, "--temp", 0, "--raw", "-t", 1, *more)
+
+
+def test_generate_drafts_by_itself(tiny_model):
+    path = tiny_model(arch="qwen35", quiet=0.0)
+    found = [
+        json.loads(generated(path, "--json", "--draft", each).stdout) for each in ("off", "lookup", "mtp")
+    ]
+    assert found[0]["text"] == found[1]["text"] == found[2]["text"]
+    assert found[0]["accepted"] < found[1]["accepted"] < found[2]["accepted"]
+
+
+def test_a_model_without_such_layers_is_refused(tiny_model):
+    for path in (tiny_model(), tiny_model(arch="qwen35", mtp=False)):
+        done = generated(path, "--draft", "mtp")
+        one_line(done, 2, "its file has no layers for multi-token prediction (MTP); choose --draft lookup")
+
+
+def test_a_chat_that_is_opened_again_says_the_same(tiny_model, tmp_path):
+    path = tiny_model(arch="qwen35", quiet=0.1, chat_template=tiny.CHAT_TEMPLATE)
+    found = []
+    for draft in ("off", "mtp"):
+        file = tmp_path / f"{draft}.kvs"
+        for turns in ("one\ntwo\n", "three\n", "four\n"):
+            more = ["--budget", 96, "--temp", 0] if turns.startswith("one") else []
+            done = called(
+                *("chat", "-m", path, "-n", 20, "-t", 1, "--session", file, "--draft", draft, *more),
+                stdin=turns,
+            )
+            assert done.returncode == 0, done.stderr
+        found.append(json.loads(called("session", "export", "--json", file).stdout))
+    assert found[0] == found[1]
+    assert len(found[0]) == 8
