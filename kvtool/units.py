@@ -9,8 +9,11 @@ from kvtool.errors import UsageError
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 """llama.cpp's types of cached keys and values, with ggml's numbers for them."""
 
-FEW_BITS = tuple(name for name in CACHE_TYPES if name.startswith(("q5", "q4")))
-"""Types for which archived keys and values are multiplied by a Hadamard matrix."""
+ARCHIVE_TYPES = (*CACHE_TYPES, "q8_0/q4_0", "q5_0/q4_0")
+"""Types of archived keys and values, or of keys / of values, which need fewer bits."""
+
+FEW_BITS = tuple(name for name in ARCHIVE_TYPES if "q5" in name or "q4" in name)
+"""Archive types of which keys, values or both are multiplied by a Hadamard matrix."""
 
 PLAIN = "plain "
 """Prefix of an archive type of few bits without the matrix ("plain q4_1"); only old sessions need it."""
@@ -26,6 +29,12 @@ _UNITS = {
 }
 _MOST_DIGITS = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
+
+
+def archive_types(name: str) -> tuple[str, str]:
+    """Return the types of keys and values. name: an archive type, perhaps with the prefix PLAIN."""
+    keys, _, values = name.removeprefix(PLAIN).partition("/")
+    return keys, values or keys
 
 
 def parse_count(text: str) -> tuple[int, bool]:

@@ -168,7 +168,7 @@ def evaluate(
     # check before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
-    from kvtool.config import notes
+    from kvtool.config import archive, notes
     from kvtool.config.model import find_model, loaded_model
     from kvtool.config.opening import check, replace_recall
 
@@ -190,7 +190,7 @@ def evaluate(
     ):
         run, note = replace_recall(run, spec.kind, model.layers)
         say([notes.gpu_note(run), *placed_notes, note])
-        spec = check(run)
+        run, spec = archive.with_type(run, info), check(run)
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
@@ -13,7 +13,10 @@ from kvtool.system import files, memory
 from kvtool.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
+
+R = TypeVar("R", bound=RunOptions)
 
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
@@ -60,6 +63,22 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
     if n > available:
         raise UsageError(f"--archive {text} is more than {place} ({format_bytes(available)}); choose less")
     return {"archive_bytes": n}
+
+
+def with_type(run: R, info: ModelInfo) -> R:
+    """Return the options with the archive's type if they leave it open. info: header of the model.
+
+    Biases make a few elements of every key large, and 5 bits then cannot tell keys apart, as with Qwen 2.5.
+    """
+    # imported here: it loads llama.cpp
+    from kvtool.llama.devices import has_gpu
+
+    if run.archive_type != "auto":
+        return run
+    if run.gpu_layers != 0 and has_gpu():
+        # GPUs attend to q8_0 as it is, and have to convert types of fewer bits
+        return run.changed(archive_type="q8_0")
+    return run.changed(archive_type="q8_0/q4_0" if info.weights.has_key_bias else "q5_0/q4_0")
 
 
 def check_file(file: str | None) -> None:

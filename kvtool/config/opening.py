@@ -108,6 +108,7 @@ def open_run(
         run, replaced_note = replace_recall(run, spec.kind, model.layers)
         if replaced_note:
             spec, fitted = check(run), None
+        run = archive.with_type(run, info)
         fitted = fitted or budget.fit_run(
             spec, run, model.layers, min(n_ctx, n_text), n_ctx, info.n_ctx_train
         )
@@ -190,7 +191,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         type_k=run.type_k,
         type_v=run.type_v,
         archive_file=run.archive_file,
-        archive_type=PLAIN + run.archive_type if run.is_plain else run.archive_type,
+        archive_type=PLAIN * run.is_plain + run.archive_type,
         resident=run.resident,
         checkpoints=_checkpoint_bytes(run),
         flash=run.flash,

@@ -23,7 +23,7 @@ from kvtool.options import (
     unless,
     within,
 )
-from kvtool.units import CACHE_TYPES, MOST_THREADS
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
 """Default policy, which forgets nothing, and its replacement if recall does not work.
@@ -231,9 +231,12 @@ class RunOptions(Options):
     )
     archive_type: str = _type_option(
         "--archive-type TYPE",
-        "q8_0",
-        "With --policy recall: type of the archived keys and values: any type that cached keys can have.",
+        "auto",
+        "With --policy recall: type of the archived keys and values: any type that cached keys can have, or "
+        "q8_0/q4_0 or q5_0/q4_0 for keys/values. auto: q8_0 with a GPU; else q5_0/q4_0, or q8_0/q4_0 if the "
+        "model adds biases to its keys.",
         group=ARCHIVE,
+        choices=("auto", *ARCHIVE_TYPES),
     )
     resident: int = option(
         "--resident N",

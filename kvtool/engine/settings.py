@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import CACHE_TYPES, FEW_BITS, MOST_THREADS, PLAIN
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
@@ -18,7 +18,7 @@ _CHOICES = {
     "prefill": PREFILLS,
     "flash": FLASH,
     **dict.fromkeys(("type_k", "type_v"), tuple(CACHE_TYPES)),
-    "archive_type": (*CACHE_TYPES, *(PLAIN + name for name in FEW_BITS)),
+    "archive_type": (*ARCHIVE_TYPES, *(PLAIN + name for name in FEW_BITS)),
 }
 
 
@@ -57,8 +57,8 @@ class Settings:
         Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
         its space is free again when the process ends.
     archive_type
-        Number format of the archive, such as "f16" or "q8_0". "plain q4_1" is q4_1 without Hadamard matrices,
-        as earlier versions of kvtool stored it.
+        Number format of the archive, such as "f16"; "q5_0/q4_0": of its keys and its values. "plain q4_1" is
+        q4_1 without Hadamard matrices, as earlier versions of kvtool stored it.
     resident
         With a policy that recalls: archived tokens of each row that lie on the device, so that steps
         of one token, and of draft tokens, attend to them without a search on the host. 0: each step searches

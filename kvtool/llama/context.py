@@ -16,7 +16,7 @@ from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, li
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
 from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
-from kvtool.units import CACHE_TYPES, PLAIN
+from kvtool.units import CACHE_TYPES, PLAIN, archive_types
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
 """The C API's numbers for `SignalRequest.group`."""
@@ -34,7 +34,7 @@ class Context(Decoder):
     ragged
         True if rows may hold different numbers of cells.
     archive_type
-        Number format of the archive, if the request recalls.
+        Number format of the archive, if the request recalls; "q5_0/q4_0": of its keys and its values.
     n_filled
         Number of cells that steps fill from the archive; they follow the live cells. Default: the request's.
     n_draft
@@ -105,7 +105,7 @@ class Context(Decoder):
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
-        kind = archive_type.removeprefix(PLAIN)
+        kinds = archive_types(archive_type)
         params = EnableParams(
             signals=sum(per_cell),
             group=GROUPS[request.group],
@@ -117,9 +117,9 @@ class Context(Decoder):
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
             n_near=n_near,
-            type_k=CACHE_TYPES[kind],
-            type_v=CACHE_TYPES[kind],
-            plain=archive_type != kind,
+            type_k=CACHE_TYPES[kinds[0]],
+            type_v=CACHE_TYPES[kinds[1]],
+            plain=archive_type.startswith(PLAIN),
             log_n=request.log_n,
             ragged=ragged,
         )

@@ -23,7 +23,7 @@ from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.llama.devices import devices
 from kvtool.measure import depths, records
 from kvtool.system.memory import free_bytes, give_back, rss_bytes
-from kvtool.units import format_bytes
+from kvtool.units import archive_types, format_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.settings import Settings
@@ -242,7 +242,7 @@ class Bench:
         n_batch, n_cell = self.settings.n_batch, row.depth if config.budget is None else config.budget + 256
         try:
             needed = n_cell * model.layers.cell_bytes(config.cache_type, config.cache_type)
-            archive = row.depth * model.layers.cell_bytes(*2 * (self.settings.archive_type,))
+            archive = row.depth * model.layers.cell_bytes(*archive_types(self.settings.archive_type))
         except KvtoolError as error:
             return str(error)
         if config.flash != "on":

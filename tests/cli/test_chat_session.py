@@ -17,6 +17,7 @@ import pytest
 import tiny
 
 from kvtool.chats import archive_file, session
+from kvtool.llama.devices import has_gpu
 from kvtool.llama.segment import CLUSTERS
 from tests import forked
 from tests.cli.called import KEEPS, called, one_line
@@ -232,7 +233,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
 
 def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
-    talk(TURNS[:2], *RECALL)
+    talk(TURNS[:2], *RECALL, "--archive-type", "q8_0")
     before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
     assert talk(TURNS[2:12]).returncode == 0
     data = archive.read_bytes()
@@ -359,7 +360,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
 
 
 def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
-    talk(TURNS[:6], *RECALL)
+    talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
     # the limit lets the session be written, but only a part of the archive's new segment
@@ -412,6 +413,12 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
         assert stored() == "q4_1"
     done = talk(TURNS[8:9], "--archive-type", "q4_0")
     assert "was started with --archive-type q4_1; it cannot continue with --archive-type q4_0" in done.stderr
+    path.unlink()
+    talk(TURNS[:6], *RECALL)
+    assert stored() == ("q8_0" if has_gpu() else "rotated q5_0/q4_0")
+    # a machine with a GPU would choose another type
+    assert session.read_meta(path)["options"]["archive_type"] == stored().removeprefix("rotated ")
+    assert talk(TURNS[6:7]).returncode == 0
 
 
 def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):

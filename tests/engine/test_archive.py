@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import numpy as np
@@ -17,7 +18,9 @@ from kvtool import open_run
 from kvtool.config import archive
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
+from kvtool.llama import devices
 from kvtool.llama.archive import Archive
+from kvtool.models.weights import Weights
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -275,6 +278,25 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 
+@pytest.mark.parametrize(
+    ("asked", "tensor", "gpu", "n_gpu_layers", "chosen"),
+    [
+        ("auto", "blk.0.attn_k.weight", False, None, "q5_0/q4_0"),
+        ("auto", "blk.0.attn_k.bias", False, None, "q8_0/q4_0"),
+        ("auto", "blk.0.attn_k.weight", True, None, "q8_0"),
+        ("auto", "blk.0.attn_k.weight", True, 0, "q5_0/q4_0"),
+        ("f16", "blk.0.attn_k.bias", True, None, "f16"),
+    ],
+)
+def test_the_archives_type_follows_from_model_and_device(
+    monkeypatch, asked, tensor, gpu, n_gpu_layers, chosen
+):
+    monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
+    info = SimpleNamespace(weights=Weights.of({tensor: 4}, 1))
+    run = RunOptions(archive_type=asked, gpu_layers=n_gpu_layers)
+    assert archive.with_type(run, info).archive_type == chosen
+
+
 def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
@@ -283,6 +305,8 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
     recall, h2o = map(json.loads, done.stdout.splitlines())
     assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
     assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
+    done = called("compare", tmp_path / "text", *own, "--policies", "recall")
+    assert json.loads(done.stdout)["archive_type"] == "q5_0/q4_0"
     for wrong, words in (
         (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
         (["--archive-type", "q9"], "--archive-type must be one of"),

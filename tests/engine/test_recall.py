@@ -94,6 +94,20 @@ def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv,
     assert np.abs(got - full).max() < (0.09 if has_gpu() else tolerance)
 
 
+def test_archived_keys_and_values_may_have_different_types(tiny_model):
+    def archived(kind):
+        with open_engine(path, fit(search="all"), archive_type=kind) as engine:
+            return perplexity.stream(engine, tokens), engine.context.archive.slab_bytes
+
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64), text(200)
+    kinds = ["f32", "q8_0", "q8_0/q4_0", "q5_0/q4_0", "q4_0"]
+    found, n_bytes = zip(*map(archived, kinds), strict=True)
+    assert list(n_bytes) == sorted(set(n_bytes), reverse=True)
+    errors = [np.abs(each - found[0]).mean() for each in found]
+    assert errors == sorted(set(errors))
+    assert errors[-1] < 0.3
+
+
 @pytest.mark.parametrize("n_head_kv", [2, 4])
 def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_head_kv):
     path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), text(200)

@@ -47,6 +47,18 @@ def test_weights_are_summed_up_by_layer(tiny_model, arch, shape):
     assert weights.output == output + is_tied * sizes["token_embd.weight"]
 
 
+@pytest.mark.parametrize(
+    ("tensors", "has_bias"),
+    [
+        (["blk.0.attn_q.bias", "blk.0.attn_k.weight"], False),
+        (["blk.0.attn_k.bias"], True),
+        (["blk.3.attn_qkv.bias"], True),
+    ],
+)
+def test_biases_of_keys_are_found_in_any_model(tensors, has_bias):
+    assert Weights.of(dict.fromkeys(tensors, 4), 4).has_key_bias == has_bias
+
+
 def test_weights_of_a_split_model_are_those_of_all_its_parts(tmp_path):
     path = tmp_path / "whole.gguf"
     tiny.write_llama(path)

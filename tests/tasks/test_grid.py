@@ -49,7 +49,7 @@ def model(tiny_model):
 def common(model):
     what = {"model": str(model), "model_sha256": "m", "text": "t", "text_sha256": "t"}
     versions = dict.fromkeys(("kvtool", "llama_cpp_python", "patch"), "1")
-    run = ScoreOptions(model=str(model), n_ctx=512, n_batch=64, threads=1)
+    run = ScoreOptions(model=str(model), n_ctx=512, n_batch=64, threads=1, archive_type="q8_0")
     return grid.Common(what | versions, run, N)
 
 

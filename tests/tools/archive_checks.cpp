@@ -356,7 +356,7 @@ CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
     constexpr int n = 20, n_x = 3;
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
         const turns rope(rope_of(mode), n_embd, n_ctx);
-        for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64) }) {
+        for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64), std::pair(GGML_TYPE_Q4_0, 64) }) {
             if (!can_turn(type, n_embd)) {
                 continue;
             }
@@ -1039,7 +1039,7 @@ CHECK(attention_to_all_clusters_is_a_softmax) {
 }
 
 CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
-    for (const auto & [type, tolerance] : { std::pair(GGML_TYPE_Q8_0, 0.1), std::pair(GGML_TYPE_Q5_0, 0.3), std::pair(GGML_TYPE_Q4_1, 0.5) }) {
+    for (const auto & [type, tolerance] : { std::pair(GGML_TYPE_Q8_0, 0.1), std::pair(GGML_TYPE_Q5_0, 0.3), std::pair(GGML_TYPE_Q4_1, 0.5), std::pair(GGML_TYPE_Q4_0, 0.5) }) {
         stream s(params_of(type, 1 << 20, 600));
         s.push(1700);
         for (const int n_query : { 1, 12 }) {

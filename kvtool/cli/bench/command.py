@@ -93,6 +93,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     depths = args.n_tokens()
     output.check_picture("--plot", args.plot)
 
+    from kvtool.config import archive
     from kvtool.config.model import find_model, loaded_model
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
@@ -113,7 +114,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
         n_batch = run.n_batch or run.default_n_batch
         configs = measure.cache_configs(budgets, has_device=has_device)
         rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
-        settings = settings_of(run, model.n_ctx_train, n_batch, 1)
+        settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
         _measure(benchmark)

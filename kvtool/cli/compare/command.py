@@ -152,7 +152,7 @@ def compare(
         "text": name,
         "text_sha256": text_sha256,
     }
-    shared = run.changed(
+    shared = archive.with_type(run, info).changed(
         model=str(model_path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,

@@ -1,4 +1,4 @@
-// Rows of q8_0, q5_0 and q4_1 as floats, one group at a time. The floats are ggml's, bit for bit.
+// Rows of q8_0, q5_0, q4_1 and q4_0 as floats, one group at a time. The floats are ggml's, bit for bit.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace kvtool {
 
-// numbers that share a scale in q8_0, q5_0 and q4_1
+// numbers that share a scale in each of them
 constexpr int n_group = 32;
 
 #ifdef KVTOOL_X86
@@ -48,6 +48,23 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
 }
 
+// scale, least; for a format without a minimum, in which zero is the code of 0
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * from, float zero) {
+    uint16_t d;
+    memcpy(&d, from, sizeof(d));
+    const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
+    return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-zero)));
+}
+
+// a scale in half precision, codes of 4 bits
+struct q4_0 {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group/2;
+    static constexpr char    zero    = 8; // the code of 0
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes (const uint8_t * from) { return low_bits(from + sizeof(ggml_fp16_t)); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128  params(const uint8_t * from) { return scale_of(from, zero); }
+};
+
 // a scale and a minimum in half precision, codes of 4 bits
 struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
@@ -79,12 +96,7 @@ struct q5_0 {
         return _mm256_or_si256(low_bits(from + sizeof(ggml_fp16_t) + sizeof(bits)), high);
     }
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
-        uint16_t d;
-        memcpy(&d, from, sizeof(d));
-        const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
-        return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-16.0f)));
-    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, zero); }
 };
 
 template <typename Q>

@@ -72,6 +72,9 @@ void to_float(ggml_type type, const void * x, float * y, int64_t n) {
     if (vectors() != PLAIN && type == GGML_TYPE_Q4_1) {
         return groups_to_float<of_codes<q4_1>>((const uint8_t *) x, y, n);
     }
+    if (vectors() != PLAIN && type == GGML_TYPE_Q4_0) {
+        return groups_to_float<of_codes<q4_0>>((const uint8_t *) x, y, n);
+    }
     if (vectors() != PLAIN && type == GGML_TYPE_F16) {
         return half_to_floats((const ggml_fp16_t *) x, y, n);
     }

@@ -129,12 +129,7 @@ struct q8_0 {
         // a flipped sign bit adds 128
         return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
     }
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
-        uint16_t d;
-        memcpy(&d, from, sizeof(d));
-        const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
-        return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-128.0f)));
-    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }
 };
 
 // products of codes with columns in 8 bits (AVX512 VNNI)
@@ -290,18 +285,28 @@ static void add_some(const weighted_row * rows, int n, int64_t d, int64_t wx, in
     }
 }
 
+// run(S()) for the source of rows of a type; false if there is none
+template <typename F>
+static bool with_source(ggml_type type, const F & run) {
+    switch (type) {
+        case GGML_TYPE_F32:  run(of_floats());      return true;
+        case GGML_TYPE_F16:  run(of_halves());      return true;
+        case GGML_TYPE_Q8_0: run(of_q8_0());        return true;
+        case GGML_TYPE_Q5_0: run(of_codes<q5_0>()); return true;
+        case GGML_TYPE_Q4_1: run(of_codes<q4_1>()); return true;
+        case GGML_TYPE_Q4_0: run(of_codes<q4_0>()); return true;
+        default:             return false;
+    }
+}
+
 #endif
 
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        switch (type) {
-            case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, size, n, d, x, n_x, out, os);
-            case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, size, n, d, x, n_x, out, os);
-            case GGML_TYPE_Q8_0: return multiply_some<of_q8_0>  (rows, size, n, d, x, n_x, out, os);
-            case GGML_TYPE_Q4_1: return multiply_some<of_codes<q4_1>>(rows, size, n, d, x, n_x, out, os);
-            case GGML_TYPE_Q5_0: return multiply_some<of_codes<q5_0>>(rows, size, n, d, x, n_x, out, os);
-            default:             break;
+        const auto run = [&](auto source) { multiply_some<decltype(source)>(rows, size, n, d, x, n_x, out, os); };
+        if (with_source(type, run)) {
+            return;
         }
     }
 #endif
@@ -310,8 +315,7 @@ void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int
 
 bool can_turn(ggml_type type, int64_t d) {
 #ifdef KVTOOL_X86
-    const bool is_known = type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_0;
-    return vectors() != PLAIN && d % (2*n_group) == 0 && is_known;
+    return vectors() != PLAIN && d % (2*n_group) == 0 && with_source(type, [](auto) {});
 #else
     (void) type, (void) d;
     return false;
@@ -374,7 +378,8 @@ void byte_columns::set(const float * from, int n_x, int64_t d) {
 }
 
 bool can_multiply_bytes(ggml_type type, int64_t d) {
-    return vectors() == AVX512 && (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_0) && d % n_group == 0;
+    return vectors() == AVX512 && d % n_group == 0 &&
+        (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q4_0);
 }
 
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
@@ -385,6 +390,7 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
     switch (type) {
         case GGML_TYPE_Q8_0: return multiply_some_codes<q8_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
         case GGML_TYPE_Q5_0: return multiply_some_codes<q5_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q4_0: return multiply_some_codes<q4_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
         default:             return multiply_some_codes<q4_1>(rows, size, n, d, own, scales, sums, n_x, out, os);
     }
 #else
@@ -395,13 +401,9 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
 void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        switch (type) {
-            case GGML_TYPE_F32:  return add_some<of_floats>(rows, n, d, wx, n_y, y, ys);
-            case GGML_TYPE_F16:  return add_some<of_halves>(rows, n, d, wx, n_y, y, ys);
-            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, n, d, wx, n_y, y, ys);
-            case GGML_TYPE_Q4_1: return add_some<of_codes<q4_1>>(rows, n, d, wx, n_y, y, ys);
-            case GGML_TYPE_Q5_0: return add_some<of_codes<q5_0>>(rows, n, d, wx, n_y, y, ys);
-            default:             break;
+        const auto run = [&](auto source) { add_some<decltype(source)>(rows, n, d, wx, n_y, y, ys); };
+        if (with_source(type, run)) {
+            return;
         }
     }
 #endif
