@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=RunOptions)
 
+_BLOCK = 32
+"""Numbers that share a scale in the types of 8 bits and fewer."""
+
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     """Raise UsageError for archive options that cannot work.
@@ -75,6 +78,8 @@ def with_type(run: R, info: ModelInfo) -> R:
 
     if run.archive_type != "auto":
         return run
+    if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
+        return run.changed(archive_type="f16")
     if run.gpu_layers != 0 and has_gpu():
         # GPUs attend to q8_0 as it is, and have to convert types of fewer bits
         return run.changed(archive_type="q8_0")
