@@ -80,8 +80,8 @@ def with_type(run: R, info: ModelInfo) -> R:
         return run
     if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
         return run.changed(archive_type="f16")
-    if run.gpu_layers != 0 and has_gpu():
-        # GPUs attend to q8_0 as it is, and have to convert types of fewer bits
+    if run.gpu_layers != 0 and not run.workers and has_gpu():
+        # this machine's GPUs attend to q8_0 as it is, and have to convert types of fewer bits
         return run.changed(archive_type="q8_0")
     return run.changed(archive_type="q8_0/q4_0" if info.weights.has_key_bias else "q5_0/q4_0")
 

@@ -279,23 +279,24 @@ def test_a_chat_says_what_is_archived(chat_model):
 
 
 @pytest.mark.parametrize(
-    ("asked", "tensor", "sizes", "gpu", "n_gpu_layers", "chosen"),
+    ("asked", "tensor", "sizes", "gpu", "options", "chosen"),
     [
-        ("auto", "blk.0.attn_k.weight", (64, 64), False, None, "q5_0/q4_0"),
-        ("auto", "blk.0.attn_k.bias", (64, 64), False, None, "q8_0/q4_0"),
-        ("auto", "blk.0.attn_k.weight", (64, 64), True, None, "q8_0"),
-        ("auto", "blk.0.attn_k.weight", (64, 64), True, 0, "q5_0/q4_0"),
-        ("auto", "blk.0.attn_k.weight", (80, 64), True, None, "f16"),
-        ("auto", "blk.0.attn_k.weight", (64, 80), False, None, "f16"),
-        ("f32", "blk.0.attn_k.bias", (80, 80), True, None, "f32"),
+        ("auto", "blk.0.attn_k.weight", (64, 64), False, {}, "q5_0/q4_0"),
+        ("auto", "blk.0.attn_k.bias", (64, 64), False, {}, "q8_0/q4_0"),
+        ("auto", "blk.0.attn_k.weight", (64, 64), True, {}, "q8_0"),
+        ("auto", "blk.0.attn_k.weight", (64, 64), True, {"gpu_layers": 0}, "q5_0/q4_0"),
+        ("auto", "blk.0.attn_k.weight", (64, 64), True, {"rpc": "there:50052"}, "q5_0/q4_0"),
+        ("auto", "blk.0.attn_k.weight", (80, 64), True, {}, "f16"),
+        ("auto", "blk.0.attn_k.weight", (64, 80), False, {}, "f16"),
+        ("f32", "blk.0.attn_k.bias", (80, 80), True, {}, "f32"),
     ],
 )
 def test_the_archives_type_follows_from_model_and_device(
-    monkeypatch, asked, tensor, sizes, gpu, n_gpu_layers, chosen
+    monkeypatch, asked, tensor, sizes, gpu, options, chosen
 ):
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
     info = SimpleNamespace(weights=Weights.of({tensor: 4}, 1), head_size_k=sizes[0], head_size_v=sizes[1])
-    run = RunOptions(archive_type=asked, gpu_layers=n_gpu_layers)
+    run = RunOptions(archive_type=asked, **options)
     assert archive.with_type(run, info).archive_type == chosen
 
 
