@@ -168,6 +168,8 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
+            # it may have the id of a file whose checkpoints are damaged
+            self._listed = saved
             return
         both = _, following = archive_paths(self._session)
         for place in both:

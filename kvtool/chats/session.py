@@ -24,8 +24,9 @@ import numpy as np
 from kvtool.chats import archive_file
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CHECKPOINTS, SEGMENTS
+from kvtool.llama.segment import CHECKPOINTS, SEGMENTS, TABLE
 from kvtool.system import files
+from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
 FORMAT, FORMAT_ARCHIVED, NEWEST_FORMAT = 1, 2, 3
@@ -47,7 +48,6 @@ _FIRST = "kvtool session {} {} {}\n"
 _FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _N_FIRST = len(_FIRST.format(FORMAT, "0" * 64, "0" * 64))
 _BLOCK = 2**20
-_ALIGN = 64
 
 
 @contextmanager
@@ -156,12 +156,8 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
     file.seek(_N_FIRST)
     file.write(line)
     for name, array in arrays:
-        array = np.ascontiguousarray(array)
         number = max(number, _FORMATS.get(name, FORMAT))
-        title = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
-        # aligned for every dtype, because `load` maps the file
-        title += b" " * (-(file.tell() + len(title) + 1) % _ALIGN) + b"\n"
-        for part in (title, array.reshape(-1).view(np.uint8).data):
+        for part in parts_of(name, array, file.tell()):
             digest.update(part)
             file.write(part)
     file.seek(0)
@@ -172,14 +168,20 @@ def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tup
     """Read a file that `dump` wrote. The arrays are views of the mapped file, read when they are used.
 
     name: name of the file in error messages. archive: the open archive file, or the path of the session whose
-    FILE.archive is opened if the session lists segments. Raises SessionError as `read` does, and OSError.
+    FILE.archive is opened if the session lists segments. If only checkpoints are missing or damaged, they are
+    left out. Raises SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:
         return meta, arrays
-    if isinstance(archive, Path):
-        return meta, with_archive(archive, arrays)
-    return meta, ArchivedArrays(arrays, archive, f"the archive of {name}", name)
+    try:
+        if isinstance(archive, Path):
+            return meta, with_archive(archive, arrays)
+        return meta, ArchivedArrays(arrays, archive, f"the archive of {name}", name)
+    except SessionError:
+        if TABLE in arrays:
+            raise
+    return meta, {key: array for key, array in arrays.items() if not key.startswith(CHECKPOINTS)}
 
 
 def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
@@ -190,16 +192,7 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
         digest.update(data[at : at + _BLOCK])
     if digest.hexdigest() != wanted:
         raise _damaged(name, _is_cut(data, start))
-    arrays: dict[str, np.ndarray] = {}
-    at = start
-    while at < len(data):
-        end = data.find(b"\n", at)
-        key, dtype, shape = data[at:end].decode().split()
-        dims = [int(n) for n in shape.split(",")]
-        n_item = int(np.prod(dims))
-        arrays[key] = np.frombuffer(data, dtype, n_item, end + 1).reshape(dims)
-        at = end + 1 + arrays[key].nbytes
-    return meta, arrays
+    return meta, arrays_in(data, start)
 
 
 def read_tokens(path: Path) -> np.ndarray:

@@ -266,7 +266,7 @@ def _opened(
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
             if archive and another.context.archive:
                 another.context.archive.n_max = archive.n_max
-            another.checkpoints.n_max = engine.checkpoints.n_max
+            another.checkpoints.max_bytes = engine.checkpoints.max_bytes
             return slot(another)
 
         if archive and engine.settings.archive is None:

@@ -336,9 +336,9 @@ class ChatOptions(WriteOptions):
     checkpoints: str | None = _hardware_option(
         "--checkpoints SIZE",
         None,
-        "With sliding or recurrent layers: limit of the host memory for earlier states, so that an undo or "
-        "an edited message need not read the whole chat again. 0: none.",
-        default_text="a 16th of the free memory, or more for 8 states",
+        "With sliding or recurrent layers, or a policy that forgets: limit of the host memory for earlier "
+        "states, so that an undo or an edited message need not read the whole chat again. 0: none.",
+        default_text="room for 8 states; for small ones a 16th of the free memory, if that is more",
     )
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints: copies of the sliding and recurrent layers' state, to which a stream can be rewound."""
+"""Checkpoints: copies of what a stream cannot be rewound without, made at some of its tokens.
+
+If rows can be rewound (`PolicyCache.keeps_all`), only the state of sliding and recurrent layers is copied.
+Otherwise a checkpoint is a copy of the whole cache, which a policy that forgets keeps at a fixed size.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtool.engine import snapshot
 from kvtool.engine.policy_cache import PolicyCache
-from kvtool.errors import UsageError
+from kvtool.errors import SessionError, UsageError
 from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed_checkpoints
+from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.memory import free_bytes
 
 SPACING = 1024
@@ -21,23 +27,33 @@ _GPU_TOKEN_BYTES = 24 * 2**10
 An estimate for 5,000 tokens and 6 GB a second, not measured.
 """
 
-_SHARE = 16
-"""By default, the checkpoints of a stream may take one 16th of the free memory."""
+_MOST_SAVED = 3
+"""Maximum number of copies of whole caches in FILE.archive: each is as large as the session."""
+
+_NAMES = 2**14
+"""Maximum bytes of the names of the arrays in a copy of a whole cache."""
 
 _LEAST, _MOST_SHARE = 8, 4
-"""By default there are at least eight checkpoints, if they take at most a quarter of the free memory."""
+"""By default there is room for eight checkpoints, if they take at most a quarter of the free memory."""
+
+_SHARE = 16
+"""By default, more checkpoints of sliding and recurrent layers may take one 16th of the free memory.
+
+There are no more copies of whole caches: each is as large as the cache.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """State of the sliding and recurrent layers at an earlier place of the stream.
+    """Copy at an earlier place of the stream.
 
     Attributes
     ----------
     part
-        The place, and the digest of the state once a session has it.
+        The place, and the digest of the copy once a session has it.
     data
-        u1[n_bytes]: the arrays of `FixedState.save`, one after the other.
+        u1[n_bytes]: the arrays of `FixedState.save`, one after the other; of a whole cache those of
+        `snapshot.save`, as `parts_of` writes them.
     """
 
     part: SavedCheckpoint
@@ -57,45 +73,66 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: a 16th of the free memory, or more
-        for eight checkpoints, but at most a quarter.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: room for eight, or for sliding and
+        recurrent layers a 16th of the free memory if that is more, but at most a quarter of it.
 
     Attributes
     ----------
-    n_max
-        Maximum number of checkpoints. 0 if max_bytes is 0, if the model needs no checkpoints, if memory is
-        short, or if earlier rows are not kept (`PolicyCache.keeps_all`).
+    max_bytes
+        Maximum bytes of all checkpoints. 0 if the argument is 0, if a stream can be rewound without
+        checkpoints, if memory is short, or if an archive cannot be rewound with the rows.
+    are_whole
+        True if a checkpoint is a copy of the whole cache.
+    is_paused
+        True if no checkpoint may be made now.
     spacing
         Number of tokens after which another checkpoint is due.
 
     Raises
     ------
     UsageError
-        If max_bytes is too small for one checkpoint.
+        If the argument is too small for one checkpoint.
     """
 
     def __init__(self, cache: PolicyCache, max_bytes: int | None) -> None:
         self._cache = cache
         self._all: list[Checkpoint] = []
         self.spacing = SPACING
-        fixed_state = cache.context.fixed_state
-        self.n_max = 0
-        if not fixed_state or not cache.keeps_all or max_bytes == 0:
+        self.are_whole = not cache.keeps_all and not cache.context.archive
+        self.is_paused = False
+        self.max_bytes = 0
+        if max_bytes == 0 or not (self.are_whole or (cache.context.fixed_state and cache.keeps_all)):
             return
-        n_bytes = fixed_state.n_bytes
+        n_bytes = self._most_bytes
         if cache.context.kv_offload and cache.context.model.is_on_gpu:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
-            n = free_bytes() // n_bytes
-            self.n_max = max(n // _SHARE, min(n // _MOST_SHARE, _LEAST))
+            n_free = free_bytes()
+            most = min(n_free // _MOST_SHARE, _LEAST * n_bytes)
+            if not self.are_whole:
+                most = max(n_free // _SHARE, most)
+            self.max_bytes = most if most >= n_bytes else 0
+        elif max_bytes < n_bytes:
+            raise UsageError(
+                # rounded up, so that the printed size is accepted
+                f"--checkpoints must be at least {-(-n_bytes // 1024)}KiB for one checkpoint of this "
+                "model and budget, or 0 for none"
+            )
         else:
-            self.n_max = max_bytes // n_bytes
-            if not self.n_max:
-                raise UsageError(
-                    # rounded up, so that the printed size is accepted
-                    f"--checkpoints must be at least {-(-n_bytes // 1024)}KiB for one checkpoint of this "
-                    "model, or 0 for none"
-                )
+            self.max_bytes = max_bytes
+
+    @property
+    def _most_bytes(self) -> int:
+        """Maximum bytes of a checkpoint."""
+        cache, context = self._cache, self._cache.context
+        n_fixed = context.fixed_state.n_bytes if context.fixed_state else 0
+        if not self.are_whole:
+            return n_fixed
+        n_live, n_cell, pos = cache.policy.n_live, context.n_cell, cache.rows.pos
+        n_cells = n_live * sum(map(context.cell_bytes, range(len(cache.layer_cells))))
+        tables = 2 * pos.nbytes + sum(array.nbytes for array in cache.state)
+        signals = context.signal_bytes(np.full_like(cache.layer_cells, n_live))
+        return n_cells + n_live * tables // n_cell + signals + n_fixed + _NAMES
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._all)
@@ -104,18 +141,23 @@ class Checkpoints:
         return len(self._all)
 
     @property
+    def are_small(self) -> bool:
+        """True if checkpoints are made, and are so small that there may be several in a prompt."""
+        return self.max_bytes > 0 and not self.are_whole
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of all checkpoints."""
         return sum(each.part.n_bytes for each in self._all)
 
     def share(self, n: int) -> None:
         """Lower the limit to 1/n, to leave the rest of the memory to the other caches of a server."""
-        self.n_max = min(self.n_max, max(self.n_max // n, _LEAST))
+        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _LEAST * self._most_bytes))
 
     @property
     def is_due(self) -> bool:
         """True if the stream has grown enough since the newest checkpoint for another one."""
-        if not self.n_max:
+        if not self.max_bytes or self.is_paused:
             return False
         newest = self._all[-1].n_past if self._all else 0
         return self._cache.rows.n_past - newest >= self.spacing
@@ -123,27 +165,53 @@ class Checkpoints:
     def take(self) -> None:
         """Make a checkpoint of the stream as it is now, unless the newest one is the same."""
         cache, rows = self._cache, self._cache.rows
-        if not self.n_max or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
+        if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
-        if len(self._all) == self.n_max:
+        n_most = self._most_bytes
+        while self._all and self.n_bytes + n_most > self.max_bytes:
             # before the copy, so that memory never holds one more
             self._thin()
-        assert cache.context.fixed_state
-        data = cache.context.fixed_state.copy()
+        data = self._copy()
         base = rows.n_past - rows.next_rot
         part = SavedCheckpoint(rows.n_past, rows.n_kv, base, cache.n_restart, data.nbytes)
         self._all.append(Checkpoint(part, data))
 
-    def _thin(self) -> None:
-        """Drop the checkpoint that saves the least reading.
+    def _copy(self) -> np.ndarray:
+        cache = self._cache
+        if not self.are_whole:
+            assert cache.context.fixed_state
+            return cache.context.fixed_state.copy()
+        data = bytearray()
+        for name, array in snapshot.save(cache):
+            for part in parts_of(name, array, len(data)):
+                data += part
+        return np.frombuffer(data, np.uint8)
 
-        Without a checkpoint, the tokens up to the next one are read from the one before. A stream is
-        rewound by few tokens more often than by many, so a token counts less the older it is.
+    def put_back(self, checkpoint: Checkpoint, n_cell: int) -> None:
+        """Let the whole cache be as it was at a checkpoint. What is pinned and held now stays so.
+
+        n_cell: as for `snapshot.restore`.
         """
-        places = np.array([0, *(each.n_past for each in self._all), self._cache.rows.n_past])
-        before, after = np.diff(places)[:-1], np.diff(places)[1:]
-        age = places[-1] - places[1:-1]
-        del self._all[int((before * after / np.maximum(age, 1)).argmin())]
+        cache = self._cache
+        n_pinned, n_held = cache.n_pinned, cache.n_held
+        snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)
+        cache.n_pinned, cache.n_held = n_pinned, n_held
+        cache.context.forget_logits()
+
+    def _thin(self) -> None:
+        """Drop the checkpoint that saves the least reading."""
+        del self._all[_least_useful(self._all, self._cache.rows.n_past)]
+
+    def to_save(self) -> list[Checkpoint]:
+        """Return the checkpoints for FILE.archive, oldest first: all, or a few copies of whole caches.
+
+        The session itself has the whole cache as it is now.
+        """
+        n_past = self._cache.rows.n_past
+        kept = [each for each in self._all if each.n_past < n_past or not self.are_whole]
+        while self.are_whole and len(kept) > _MOST_SAVED:
+            del kept[_least_useful(kept, n_past)]
+        return kept
 
     def best(self, n: int) -> tuple[int, Checkpoint | None]:
         """Return how many of the stream's first n tokens can be kept, and the checkpoint for it.
@@ -153,8 +221,10 @@ class Checkpoints:
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0
         after = next((each for each in self._all if each.n_past > n), None)
+        if self.are_whole or n == n_before or not after:
+            return n_before, before
         # if gaps between positions were closed in between, tokens before that had other positions
-        if n > n_before and after and after.part.n_restart == (before.part.n_restart if before else 0):
+        if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state
             if fixed_state.can_cut(fixed_state.arrays_in(after.data)[0], n - after.part.base):
@@ -165,18 +235,42 @@ class Checkpoints:
         """Drop the checkpoints after the stream's first n tokens."""
         self._all = [each for each in self._all if each.n_past <= n]
 
-    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+    def restore(self, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
         """Replace the checkpoints by those of a session, as far as they fit this model and the limit.
 
-        The rest of the session is already restored.
+        The rest of the session is already restored. n_cell: as for `snapshot.restore`.
         """
         self.cut(0)
-        if not self.n_max:
+        if not self.max_bytes:
             return
-        assert self._cache.context.fixed_state
-        n_bytes, n_past = self._cache.context.fixed_state.n_bytes, self._cache.rows.n_past
         for i, part in enumerate(listed_checkpoints(saved)):
-            if part.n_bytes == n_bytes and 0 < part.n_past <= n_past:
+            if 0 < part.n_past <= self._cache.rows.n_past:
                 # a copy, because a view would keep the session's file open
-                self._all.append(Checkpoint(part, np.array(saved[checkpoint_name(i)])))
-        del self._all[: max(len(self._all) - self.n_max, 0)]
+                data = np.array(saved[checkpoint_name(i)])
+                if self._fits(part, data, n_cell):
+                    self._all.append(Checkpoint(part, data))
+        while self.n_bytes > self.max_bytes:
+            del self._all[0]
+
+    def _fits(self, part: SavedCheckpoint, data: np.ndarray, n_cell: int) -> bool:
+        """True if the stream can be rewound to a session's checkpoint."""
+        if not self.are_whole:
+            return part.n_bytes == len(data) == self._most_bytes
+        try:
+            arrays = arrays_in(data)
+            snapshot.check(self._cache, arrays, n_cell)
+        except (SessionError, ValueError):
+            return False
+        return bool(arrays["engine"][0] == part.n_past)
+
+
+def _least_useful(checkpoints: list[Checkpoint], n_past: int) -> int:
+    """Return which checkpoint of a stream of n_past tokens saves the least reading.
+
+    Without a checkpoint, the tokens up to the next one are read from the one before. A stream is rewound by
+    few tokens more often than by many, so a token counts less the older it is.
+    """
+    places = np.array([0, *(each.n_past for each in checkpoints), n_past])
+    before, after = np.diff(places)[:-1], np.diff(places)[1:]
+    age = places[-1] - places[1:-1]
+    return int((before * after / np.maximum(age, 1)).argmin())

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvtool.engine import snapshot
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.checkpoints import Checkpoints
@@ -69,7 +70,7 @@ class Engine:
     cache
         The context, rows, signals and the policy's state, which are edited together.
     checkpoints
-        Earlier states of sliding and recurrent layers.
+        Copies of earlier states, to which the stream can be rewound.
     residents
         The archived tokens on the device.
     whole_reader, exact_reader
@@ -368,7 +369,12 @@ class Engine:
         self, tokens: np.ndarray, stopped: Callable[[], bool], cached: CachedPrompt | None
     ) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
-        return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
+        # before the prompt is compressed, a policy that forgets has no state to copy
+        self.checkpoints.is_paused = self.checkpoints.are_whole
+        try:
+            return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
+        finally:
+            self.checkpoints.is_paused = False
 
     def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.
@@ -449,39 +455,45 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """True if `rewind` can cut the stream anywhere, as long as the archive has dropped no tokens."""
-        return self.cache.keeps_all and (not self.context.fixed_state or self.checkpoints.n_max > 0)
+        """True if `rewind` keeps more than nothing, as long as the archive has dropped no tokens."""
+        return self.rewinds_anywhere or self.checkpoints.max_bytes > 0
+
+    @property
+    def rewinds_anywhere(self) -> bool:
+        """True if `rewind` needs no checkpoints."""
+        return self.cache.keeps_all and not self.context.fixed_state
 
     def n_kept(self, n: int) -> int:
         """Return how many of the first n tokens `rewind` would keep, if the archive has dropped none."""
-        if n == self.n_past or not self.context.fixed_state:
+        if n == self.n_past or self.rewinds_anywhere:
             return n
         return self.checkpoints.best(n)[0]
 
     def rewind(self, n: int) -> int | None:
         """Cut the stream to its first n tokens or, if no checkpoint allows that, to the newest before.
 
-        The newest archived tokens fill the window again. Returns the number of tokens that are left. The
-        caller reads the tokens up to n again. Returns None, changing nothing, if the policy evicts without
-        an archive, if the archive has dropped tokens of that window, or if sliding or recurrent layers have
-        no checkpoints. Raises UsageError for more tokens than the stream has.
+        The newest archived tokens fill the window again. Returns the number of tokens that are left, 0 if
+        there is no checkpoint that the policy or the model needs. The caller reads the tokens up to n again.
+        Returns None, changing nothing, if the archive has dropped tokens of that window. Raises UsageError
+        for more tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
             return n
         n_kept, checkpoint = self.checkpoints.best(n)
-        if n == 0 or (not checkpoint and self.checkpoints.n_max):
+        if n == 0 or not (checkpoint or self.rewinds_anywhere):
             self.empty()
             return 0
-        if not self.can_rewind:
-            return None
-        # here and below: a module that most chats do not need is imported only when it is used
-        from kvtool.engine.rewind import rewind
-
         n = n_kept if checkpoint else n
-        if not rewind(self.cache, n, checkpoint):
-            return None
+        if checkpoint and self.checkpoints.are_whole:
+            self.checkpoints.put_back(checkpoint, self.n_cell)
+        else:
+            # a module that most chats do not need is imported only when it is used
+            from kvtool.engine.rewind import rewind
+
+            if not rewind(self.cache, n, checkpoint):
+                return None
         self.checkpoints.cut(n)
         return n
 
@@ -490,8 +502,6 @@ class Engine:
 
         archived: False leaves out the archive's tokens. `restore` needs them.
         """
-        from kvtool.engine import snapshot
-
         return snapshot.save(self.cache, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
@@ -499,14 +509,12 @@ class Engine:
 
         Raises SessionError if the arrays do not fit.
         """
-        from kvtool.engine import snapshot
-
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
             # after an error the engine is as it was, with its checkpoints, or empty
             self.checkpoints.cut(self.n_past)
-        self.checkpoints.restore(saved)
+        self.checkpoints.restore(saved, self.n_cell)
 
     # counts and bytes
 

@@ -64,9 +64,8 @@ class Settings:
         of one token, and of draft tokens, attend to them without a search on the host. 0: each step searches
         the archive.
     checkpoints
-        Maximum bytes of the checkpoints of sliding and recurrent layers, without which a stream of such a
-        model cannot be rewound; 0: none. Default: a 16th of the free memory, or more for eight checkpoints,
-        but at most a quarter.
+        Maximum bytes of the checkpoints, without which a stream that forgets, or has sliding or recurrent
+        layers, is only rewound to its start; 0: none. Default: see `Checkpoints`.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads

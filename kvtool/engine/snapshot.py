@@ -26,6 +26,8 @@ _COUNTERS = (
 Counters: TypeAlias = "dict[tuple[str, str], int]"
 """Values of the counters, by (part of the engine, attribute of that part)."""
 
+_MISFIT = "what was saved does not fit this model, policy or cache"
+
 _FIXED = ("window", "window_cells")
 """Arrays with the state of sliding and recurrent layers, named when only sliding layers were supported."""
 
@@ -72,7 +74,19 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
     policy or cache; the engine is then unchanged, or empty if llama.cpp refused them. Raises StreamEnd, with
     the engine empty, if there is no room for the archive.
     """
-    misfit = SessionError("what was saved does not fit this model, policy or cache")
+    counters = check(cache, saved, n_cell)
+    try:
+        _put(cache, saved, counters)
+    except LibraryError:
+        cache.reset()
+        raise SessionError(_MISFIT) from None
+    except StreamEnd:
+        cache.reset()
+        raise
+
+
+def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> Counters:
+    """Return the counters in the arrays. Raises SessionError as `restore` does, changing nothing."""
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
         _check_fixed(cache, saved)
@@ -80,15 +94,8 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
     except (KeyError, ValueError, TypeError, AttributeError):
         fits = False
     if not fits:
-        raise misfit
-    try:
-        _put(cache, saved, counters)
-    except LibraryError:
-        cache.reset()
-        raise misfit from None
-    except StreamEnd:
-        cache.reset()
-        raise
+        raise SessionError(_MISFIT)
+    return counters
 
 
 def _check_fixed(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> None:

@@ -9,7 +9,7 @@ from kvtool import policies
 from kvtool.engine import checkpoints
 from kvtool.errors import UsageError
 from kvtool.llama.model import Model
-from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 from tests.engine.test_rewind import logits, state
 
 N_CTX = 1024
@@ -112,7 +112,7 @@ def test_distances_grow_with_age(tiny_model):
             engine.read(text(16))
             engine.checkpoints.take()
         places = [each.n_past for each in engine.checkpoints]
-        assert len(places) == engine.checkpoints.n_max == 4
+        assert len(places) == engine.checkpoints.max_bytes // n_bytes == 4
         assert engine.checkpoints.n_bytes == 4 * n_bytes
         assert places[-1] == 960
         distances = 960 - np.array(places[:-1])
@@ -126,9 +126,9 @@ def test_checkpoints_take_a_small_part_of_the_memory(tiny_model, monkeypatch, n_
         n_bytes = engine.context.fixed_state.n_bytes
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
     with opened(tiny_model("lfm2"), "recall") as engine:
-        assert engine.checkpoints.n_max == n
+        assert engine.checkpoints.max_bytes // n_bytes == n
         engine.checkpoints.share(3)
-        assert engine.checkpoints.n_max == min(max(n // 3, 8), n)
+        assert engine.checkpoints.max_bytes // n_bytes == min(max(n // 3, 8), n)
 
 
 def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
@@ -155,8 +155,7 @@ def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
     with opened(path, "recall", checkpoints=0) as engine:
         engine.read(text(200))
         assert not engine.can_rewind
-        assert engine.rewind(100) is None
-        assert engine.n_past == 200
+        assert engine.rewind(100) == engine.n_past == 0
 
 
 def test_models_that_need_none_have_none(tiny_model):
@@ -175,3 +174,103 @@ def test_tokens_that_the_archive_has_dropped_are_not_rewound_to(tiny_model):
         assert state(engine) == before
         assert engine.context.has_logits
         assert len(engine.checkpoints) == 2
+
+
+FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
+
+
+def arrays_of(engine):
+    """Return all that the next step depends on, without the cells of sliding layers.
+
+    Among these, the cells of dropped tokens may hold anything.
+    """
+    return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("name", FORGETTING)
+def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model, name, arch):
+    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(500)
+    with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:
+        assert engine.can_rewind
+        for each in (engine, fresh):
+            each.pin(5)
+            each.hold(3)
+        engine.read(tokens)
+        engine.checkpoints.take()
+        places = [each.n_past for each in engine.checkpoints]
+        assert len(places) == 3
+        for n in (480, 300):
+            # beyond the checkpoint, by texts and by single tokens, so that the policy forgets more
+            logits(engine, text(60, seed=3))
+            n_kept = engine.n_kept(n)
+            assert n - SPACING - 16 < n_kept <= n
+            assert engine.rewind(n) == n_kept
+            assert not engine.context.has_logits
+            fresh.empty()
+            fresh.read(tokens[:n_kept])
+            # the checkpoint was made right before a step, which evicts first
+            fresh.evict_if_due()
+            assert state(engine) == state(fresh)
+            got, wanted = arrays_of(engine), arrays_of(fresh)
+            assert got.keys() == wanted.keys()
+            if not ON_CUDA:
+                assert [key for key in got if not np.array_equal(got[key], wanted[key])] == []
+            got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
+            assert np.abs(got - wanted).max() < TOLERANCE
+            assert state(engine) == state(fresh)
+        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert engine.rewind(100) == engine.n_past == len(engine.checkpoints) == 0
+        assert engine.n_pinned == 5
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "streamingllm", "kvzip"])
+def test_a_prompt_read_whole_has_checkpoints_only_after_it(tiny_model, monkeypatch, name):
+    monkeypatch.setattr(checkpoints, "SPACING", 30)
+    path, tokens = tiny_model(n_ctx_train=N_CTX), text(300)
+    with opened(path, name, prefill="whole") as engine, opened(path, name, prefill="whole") as fresh:
+        for each in (engine, fresh):
+            assert each.read(tokens) == 300
+        assert len(engine.checkpoints) == 0
+        engine.checkpoints.take()
+        logits(engine, text(100, seed=2))
+        places = [each.n_past for each in engine.checkpoints]
+        assert places == [300, 330, 360, 390]
+        for n in (340, 310):
+            assert engine.rewind(n) == n // 30 * 30
+            fresh.rewind(300)
+            logits(fresh, text(n // 30 * 30 - 300, seed=2))
+            fresh.evict_if_due()
+            assert state(engine) == state(fresh)
+            got, wanted = arrays_of(engine), arrays_of(fresh)
+            if not ON_CUDA:
+                assert [key for key in wanted if not np.array_equal(got[key], wanted[key])] == []
+            fresh.checkpoints.take()
+
+
+def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
+    path = tiny_model(n_ctx_train=N_CTX)
+    with opened(path, "h2o") as engine:
+        engine.read(text(250))
+        engine.checkpoints.take()
+        *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
+        n_most = engine.checkpoints.max_bytes // 8
+        assert n_bytes < n_most < 1.5 * n_bytes + 2**14
+    says = "--checkpoints must be at least"
+    with pytest.raises(UsageError, match=says), opened(path, "h2o", checkpoints=9):
+        pass
+    with opened(path, "h2o", checkpoints=3 * n_most) as engine:
+        for _ in range(20):
+            engine.read(text(40))
+            engine.checkpoints.take()
+            assert engine.checkpoints.n_bytes <= 3 * n_most
+        assert 3 <= len(engine.checkpoints) < 6
+    # memory that is free does not make a session larger
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda: 10**6 * n_most)
+    with opened(path, "h2o") as engine:
+        assert engine.checkpoints.max_bytes == 8 * n_most
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda: 3 * n_most)
+    with opened(path, "h2o") as engine:
+        engine.read(text(250))
+        assert engine.checkpoints.max_bytes == len(engine.checkpoints) == 0
+        assert engine.rewind(240) == 0

@@ -176,15 +176,15 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "h2o"])
-def test_a_policy_that_forgets_says_that_it_cannot(tiny_model, name):
-    with open_engine(tiny_model(), policies.fit(name, 64, 16), n_batch=16) as engine:
+def test_a_policy_that_forgets_starts_over_without_a_checkpoint(tiny_model, name):
+    policy = policies.fit(name, 64, 16)
+    with open_engine(tiny_model(), policy, n_batch=16, checkpoints=0) as engine:
+        engine.pin(3)
         engine.read(text(200))
         assert not engine.can_rewind
-        assert engine.rewind(100) is None
-        assert engine.n_past == 200
         assert engine.rewind(200) == 200
-        assert engine.rewind(0) == 0
-        assert engine.n_past == 0
+        assert engine.n_kept(100) == engine.rewind(100) == engine.n_past == 0
+        assert engine.n_pinned == 3
 
 
 def test_nobody_goes_where_there_is_nothing(tiny_model):

@@ -29,7 +29,7 @@ def path(tmp_path):
 
 
 def opened(tiny_model, name, **settings):
-    policy = policies.fit(name, 1024 if name == "full" else 64, 16)
+    policy = policies.fit(name, 1024 if name == "full" else 64, 16, ["window=8"] if name == "corm" else [])
     return open_engine(tiny_model("lfm2"), policy, archive_type="f32", n_batch=16, **settings)
 
 
@@ -39,7 +39,7 @@ def save(path, engine, file=None):
         with closing(ArchiveFile(path)) as file:
             save(path, engine, file)
         return
-    with file.write(engine.context.archive, engine.checkpoints) as listed:
+    with file.write(engine.context.archive, engine.checkpoints.to_save()) as listed:
         session.write(path, {}, [*engine.save(archived=False), *listed])
 
 
@@ -47,7 +47,7 @@ def held(engine):
     return [(each.n_past, bytes(each.data)) for each in engine.checkpoints]
 
 
-@pytest.mark.parametrize("name", ["recall", "full"])
+@pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_a_later_process_has_the_checkpoints(tiny_model, path, name):
     with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(200))
@@ -65,7 +65,7 @@ def test_a_later_process_has_the_checkpoints(tiny_model, path, name):
         assert (found[0] == found[1]).all()
 
 
-@pytest.mark.parametrize("name", ["recall", "full"])
+@pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
     with opened(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
         engine.read(text(150))
@@ -106,20 +106,39 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
         session.read(path)
 
 
-@pytest.mark.parametrize("name", ["recall", "full"])
-def test_a_damaged_checkpoint_is_an_error(tiny_model, path, name):
-    with opened(tiny_model, name) as engine:
+@pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
+@pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
+def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
+    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(100))
         save(path, engine)
-    place = archive_path(path)
-    data = bytearray(place.read_bytes())
-    data[-1] ^= 1
-    place.write_bytes(data)
-    with pytest.raises(SessionError, match="chat.kv.archive is damaged"):
-        session.read(path)
-    place.unlink()
-    with pytest.raises(SessionError, match="chat.kv.archive is missing"):
-        session.read(path)
+        place = archive_path(path)
+        data = bytearray(place.read_bytes())
+        if harm == "damaged":
+            data[-1] ^= 1
+        else:
+            # a digit of the archive's id
+            data[20] = ord("0" if data[20] != ord("0") else "1")
+        place.unlink() if harm == "missing" else place.write_bytes(data)
+        if name == "recall":
+            with pytest.raises(SessionError, match=r"chat.kv.archive (is|belongs)"):
+                session.read(path)
+            return
+        _, saved = session.read(path)
+        other.restore(saved)
+        assert len(other.checkpoints) == 0
+        assert other.n_past == 100
+        # the next turn replaces the archive, but not one that may be another chat's
+        other.read(text(100, seed=2))
+        engine.read(text(100, seed=2))
+        with closing(ArchiveFile(path)) as file:
+            file.adopt(saved)
+            save(path, other, file)
+            assert bool(file.moved) == (harm == "another")
+        _, saved = session.read(path)
+        engine.restore(saved)
+        assert held(engine) == held(other) != []
+        assert {k: v.tobytes() for k, v in engine.save()} == {k: v.tobytes() for k, v in other.save()}
 
 
 def test_a_session_that_does_not_fit_leaves_the_checkpoints(tiny_model):
@@ -174,3 +193,24 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
         (spare,) = path.parent.glob("chat.kv.1*.archive")
         assert spare.read_bytes() == before
         assert archive_file.size(path) > len(before)
+
+
+def test_a_session_has_few_copies_of_a_cache(tiny_model, path):
+    with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
+        for n in range(12):
+            engine.read(text(50))
+            engine.checkpoints.take()
+            save(path, engine, file)
+            parts = [*listed_checkpoints(session.read(path)[1])]
+            # the session has the newest
+            assert len(parts) == min(n, 3)
+            assert n < 1 or parts[-1].n_past == engine.n_past - 50
+            assert n < 3 or n // 5 * 50 < parts[0].n_past <= engine.n_past - 150
+            assert n < 1 or archive_path(path).stat().st_size < 7 * max(part.n_bytes for part in parts)
+        assert len(engine.checkpoints) >= 8
+        with opened(tiny_model, "h2o") as other:
+            other.restore(session.read(path)[1])
+            assert [each.n_past for each in other.checkpoints] == [part.n_past for part in parts]
+            n = engine.n_past - 30
+            assert other.rewind(n) == engine.rewind(n) == engine.n_past == n - 20
+            assert {k: v.tobytes() for k, v in other.save()} == {k: v.tobytes() for k, v in engine.save()}
