@@ -14,23 +14,19 @@ the next turn overwrites the bytes after them. If it is killed between steps 2 a
 place and its archive is still FILE.archive.next: a reader tries both names and compares ids. An old session
 that must be kept gets a second name before step 2. Tests kill a process before each call that changes a file.
 
-Three ways to go back
----------------------
-If the cache can be rewound, because it archives or keeps all tokens, an `undo.Mark` is enough, and no file is
-needed. A mark holds the position between two turns, the sampler's state and the unread tokens. Undo goes back
-to the mark before a turn. A server finds a chat by the digests in its marks. It rewinds to the first token
-that differs from the request, also in the middle of a turn, because clients may edit any message.
+Two ways to go back
+-------------------
+Turns need no file: an `undo.Mark` holds the position between two turns, the sampler's state and the unread
+tokens. Undo rewinds the engine to the mark before a turn. A server finds a chat by the digests in its marks.
+It rewinds to the first token that differs from the request, also in the middle of a turn, because clients may
+edit any message.
 
-All other policies lose the tokens that they evict. Each earlier state of the chat is then a separate file:
+If the engine cannot be rewound exactly there, it is rewound to the newest checkpoint before, or emptied, and
+reads the tokens of the stream again. Checkpoints are parts of FILE.archive. Policies that forget need copies
+of the whole cache. Each is as large as the session, and the file is rewritten when less than half of it is in
+use, so a session keeps only three. The session itself always has its own state, so that FILE without
+FILE.archive continues too if nothing is archived.
 
-- `undo.Copy` is an open file without a name. It needs no session. Copies are a stack, and are lost when the
-  process ends: the system then removes the files, even after kill -9.
-- A server's `Snapshot` is a named file. A server finds it by a digest of its messages, even after a restart.
-  When the files take too many bytes, the least recently used snapshots of all chats are deleted.
-
-Both are session files, and both may share their archive with the newest session.
-
-States are not appended to one log: each is as large as the cache, and a server deletes them in any order, so
-that the log would be rewritten for each. Archived tokens never change, so only they are appended to a file,
-which is rewritten when less than half of it would be in use.
+Commands that replace a chat need an `undo.Copy`: an open session file without a name. Copies are a stack, and
+are lost when the process ends: the system then removes the files, even after kill -9.
 """

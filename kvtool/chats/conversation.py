@@ -1,7 +1,7 @@
 """A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone.
 
-If the cache can be rewound, undo needs only a mark, which says where the stream and the messages ended.
-Otherwise it needs a copy of the chat (`chats.undo`).
+To undo a turn, a mark says where the stream and the messages ended, and the engine is rewound. Commands that
+replace the chat need a copy of it (`chats.undo`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Conversation:
         self.thought_budget: int | None = None
         self.effort: str | None = None
         # state to which `finish_reply` goes back
-        self._before_reply: UndoPoint | None = None
+        self._before_reply: Mark | None = None
         self._has_header = True
         self._written: list[str] = []
         self.use_template(template)
@@ -246,7 +246,8 @@ class Conversation:
         """Read a turn of the user; return False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        self.remember(turn=text)
+        # pushed even if not undoable: the session saves the mark, and a later process may undo with it
+        self.undo_stack.push(self.mark())
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
@@ -292,7 +293,9 @@ class Conversation:
         self._written = [self.header.begun]
         self.start_sampling()
         self.n_reply += 1
-        self._before_reply = self._undo_point() if may_change and self._has_header else None
+        # without a checkpoint, the whole chat would be read again: the reply then stays unchanged
+        can_change = may_change and self._has_header and self.writer.engine.can_rewind
+        self._before_reply = self.mark() if can_change else None
         if self.writer.read(self._opening):
             for piece in self.writer.write(n_max):
                 self._written.append(piece)
@@ -320,27 +323,24 @@ class Conversation:
         before, self._before_reply = self._before_reply, None
         if not before:
             return
-        with closing(before):
-            text = "".join(self._written)
-            answer = without_thought(text, self.splitter())
-            if start is not None and start + answer != self.header.left_out + text:
-                self._read_again(before, start, answer)
+        text = "".join(self._written)
+        answer = without_thought(text, self.splitter())
+        if start is not None and start + answer != self.header.left_out + text:
+            self._read_again(before, start, answer)
 
     def splitter(self) -> Splitter:
         """Return the splitter that cuts the next reply, with its given start, into thought and answer."""
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
-    def _read_again(self, before: UndoPoint, start: str, answer: str) -> None:
+    def _read_again(self, before: Mark, start: str, answer: str) -> None:
         """Rewind the cache to `before`, and read `start` and `answer`. Keep the messages and the sampler."""
-        messages, sampler = self.messages, self.writer.sampler
+        sampler = self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
-        try:
-            self._go_to(before)
-        except UsageError:
+        if not self.writer.rewind(before.n_past, before.writer):
             # the archive has forgotten what rewinding needs: the thought stays in the cache
             return
-        self.messages = messages
+        self.version += 1
         sampler.resume(recent, seed)
         text = start + marked(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
@@ -400,7 +400,7 @@ class Conversation:
         meta: other values for the session's JSON. Raises OSError and SessionError, leaving the old session
         and its archive readable.
         """
-        with archive_file.write(self.archive, self.writer.engine.checkpoints) as listed:
+        with archive_file.write(self.archive, self.writer.engine.checkpoints.to_save()) as listed:
             saved, arrays = self.save(listed)
             session.write(path, saved | meta, arrays)
         return listed
@@ -430,18 +430,12 @@ class Conversation:
         self.restore(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server saves a mark after every reply, under any policy: keep those that `undo` can use
+            # a server saves a mark after every reply: keep those before a turn
             following = self.messages[mark.n_message : mark.n_message + 1]
-            if self.writer.engine.can_rewind and [message["role"] for message in following] == ["user"]:
+            if [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)
 
     # undo
-
-    @property
-    def can_rewind(self) -> bool:
-        """True if the cache can be rewound. It cannot once the archive is full and forgets tokens."""
-        archive = self.archive
-        return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
     def mark(self) -> Mark:
         """Return a mark at the present end of the chat, with a checkpoint if the model needs one."""
@@ -449,34 +443,26 @@ class Conversation:
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
-        """Take the chat back to a mark or a copy. Raises as `undo` does, changing nothing."""
+        """Take the chat back to a mark or a copy. Raises SessionError, and changes nothing, if damaged."""
         if isinstance(before, Copy):
             self.restore(*session.load(before.file, "the copy of the chat", before.archive))
             return
-        if not self.writer.rewind(before.n_past, before.writer):
-            raise UsageError(
-                "the archive has forgotten tokens that the cache would need; a larger --archive keeps more"
-            )
+        self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
         self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
 
-    def remember(self, command: str | None = None, *, turn: str | None = None) -> bool:
-        """Push the mark or the copy that `undo` needs to take back the next change.
+    def remember(self, command: str) -> bool:
+        """Push the copy that `undo` needs to take back a command.
 
-        command, turn: the change, either a command or the text of a turn. A turn needs only a mark if the
-        cache can be rewound. Returns False if nothing was pushed, because the chat is not undoable or the
-        disk has no room for a copy, even without the older copies.
+        Returns False if nothing was pushed, because the chat is not undoable or the disk has no room for a
+        copy, even without the older copies.
         """
-        if turn is not None and self.can_rewind:
-            # pushed even if not undoable: the session saves the mark, and a later process may undo with it
-            self.undo_stack.push(self.mark())
-            return True
         if not self.undoable:
             self.undo_stack.close()
             return False
         while True:
             try:
-                self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy()), turn))
+                self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy())))
             except OSError:
                 # undo cannot skip a missing copy, so older copies are useless: drop them to make room
                 if not len(self.undo_stack):
@@ -489,8 +475,7 @@ class Conversation:
     def undo(self) -> str | None:
         """Take back the last change, and return its name; None if `undo_stack` is empty.
 
-        Raises SessionError for a damaged copy, and UsageError if the archive has forgotten tokens that a mark
-        needs. The copy or mark is then dropped, and nothing else changes.
+        Raises SessionError for a damaged copy. The copy is then dropped, and nothing else changes.
         """
         if (turn := self.undo_turn()) is not None:
             return turn_label(turn)
@@ -513,9 +498,7 @@ class Conversation:
     def newest_turn(self) -> str | None:
         """User's text in the last turn; None if the last change is not a turn, or cannot be taken back."""
         before = self.undo_stack.newest
-        if isinstance(before, Mark):
-            return self.messages[before.n_message]["content"]
-        return before and before.turn
+        return self.messages[before.n_message]["content"] if isinstance(before, Mark) else None
 
     def _undo_last(self) -> None:
         with closing(self.undo_stack.pop()) as before:
@@ -537,18 +520,9 @@ class Conversation:
     def _copy(self) -> tuple[BinaryIO, FileIO | None]:
         with ExitStack() as stack:
             file = stack.enter_context(temporary())
-            with self._archive_file.write(self.archive, self.writer.engine.checkpoints) as listed:
+            with self._archive_file.write(self.archive, self.writer.engine.checkpoints.to_save()) as listed:
                 session.dump(file, *self.save(listed))
                 file.flush()
             archive = self._archive_file.reopen()
             stack.pop_all()
             return file, archive
-
-    def _undo_point(self) -> UndoPoint | None:
-        """Return a mark or a copy of the chat now; None if the disk has no room for a copy."""
-        if self.can_rewind:
-            return self.mark()
-        try:
-            return Copy(None, *self._copy())
-        except OSError:
-            return None

@@ -1,4 +1,4 @@
-"""Undo: marks in the stream if the cache can be rewound, otherwise copies of the chat on disk."""
+"""Undo: marks in the stream for turns, and copies of the chat on disk for commands that replace the chat."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ def turn_label(text: str) -> str:
 
 
 class Copy(NamedTuple):
-    """Copy of a chat before a change. The owner closes it.
+    """Copy of a chat before a command. The owner closes it.
 
     Attributes
     ----------
     command
-        The command that changed the chat; None if the change is a turn.
+        The command that changed the chat.
     file
         Open session file.
     archive
         Open archive file, if the session lists segments.
-    turn
-        Text of the user, if the change is a turn.
     """
 
-    command: str | None
+    command: str
     file: BinaryIO
     archive: FileIO | None = None
-    turn: str | None = None
 
     def close(self) -> None:
         self.file.close()

@@ -152,11 +152,14 @@ class Writer:
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
 
-    def rewind(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
+    def rewind(
+        self, n: int, saved: Mapping[str, Any], seed: int | None = None, *, again: bool = False
+    ) -> bool:
         """Rewind to the first n tokens, with the state that `save` returned there.
 
         The next text is read after the tokens that the engine could not keep. seed: replaces the saved one.
-        Returns False, changing nothing, if the engine cannot be rewound.
+        again: True to keep none of them if the archive has dropped some that are needed. Without it, returns
+        False, changing nothing.
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
@@ -166,7 +169,10 @@ class Writer:
             self._unread = np.concatenate([missing, self._unread])
             return True
         if (n_kept := self.engine.rewind(n)) is None:
-            return False
+            if not again:
+                return False
+            self.engine.empty()
+            n_kept = 0
         tokens = self.tokens
         self.restore(saved, tokens[:n_kept], seed)
         self._unread = np.concatenate([tokens[n_kept:n], self._unread])

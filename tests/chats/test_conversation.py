@@ -244,40 +244,36 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
-def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path, monkeypatch):
-    path = tmp_path / "chat.kvs"
+def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
     talk = chat()
     talk.undoable = True
-    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), path)
+    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
 
     def turn(text):
         "".join(talk.reply(text, 12))
         files.keep()
 
-    def saved():
-        meta, arrays = session.read(path)
-        return {name: meta[name] for name in ("messages", "writer", "n_past")}, {
-            name: array.tobytes() for name, array in arrays.items()
-        }
+    def reset():
+        talk.remember("/reset")
+        talk.reset()
+        turn("Name another chat.")
+        assert talk.undo() == 'the turn "Name another chat."'
+        assert talk.undo() == "/reset"
 
     turn("Name a fruit.")
-    before = saved()
+    before, messages = everything(talk), list(talk.messages)
     # `undo` needs a copy of the chat; the session file is one, so no temporary file is made
-    monkeypatch.setattr(tempfile, "TemporaryFile", None)
-    turn("And a colour.")
-    assert saved() != before
-    assert talk.undo()
-    files.keep_session()
-    assert saved() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", None)
+        reset()
+    assert (everything(talk), talk.messages) == (before, messages)
     # after failed saves the session file is older than the last turn: it must not serve as the copy
-    monkeypatch.undo()
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
-    turn("And a tree.")
-    assert talk.undo()
-    assert [message["content"] for message in talk.messages if message["role"] == "user"][1:] == [
-        "And an animal."
-    ]
+    before, messages = everything(talk), list(talk.messages)
+    reset()
+    assert (everything(talk), talk.messages) == (before, messages)
+    files.close()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
@@ -294,6 +290,7 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     assert (talk.n_turn, talk.writer.is_new) == (0, True)
     assert talk.undo() == "/reset"
     assert talk.n_turn == 1
+    files.close()
 
 
 @pytest.fixture
@@ -410,20 +407,61 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     assert n_all > 300
 
 
-def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
-    talk = chat("recall", 64, archive=60)
+@pytest.mark.parametrize("policy", KINDS)
+def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_process(
+    chat, tmp_path, monkeypatch, policy
+):
+    def talker():
+        talk = chat(policy, 64, "Be brief.")
+        talk.undoable = True
+        own = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), tmp_path / "chat.kvs")
+        return talk, own
+
+    def say(talk, text):
+        return "".join(talk.reply(text, 12))
+
+    talk, files = talker()
+    said = []
+    monkeypatch.setattr(talk, "_copy", None)
+    for text in ("Name a fruit. " * 9, "And a colour. " * 7, "And an animal."):
+        said.append((list(talk.messages), text, say(talk, text)))
+        files.keep()
+    later, later_files = talker()
+    later.resume(*later_files.read(tmp_path / "chat.kvs"))
+    files.close(), later_files.close()
+    for each in (talk, later):
+        for messages, text, reply in reversed(said):
+            assert each.undo_turn() == text
+            assert each.messages == messages
+            # the stream is as it was, so the same seed gives the same reply
+            each.n_reply = len(messages) // 2
+            assert say(each, text) == reply
+            assert each.undo_turn() == text
+        assert each.undo() is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"policy": "recall", "archive": 60}, {"policy": "h2o", "checkpoints": 0}],
+    ids=["recall", "h2o"],
+)
+def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
+    talk = chat(budget=64, **settings)
     talk.undoable = True
     text = "Tell me a story of the sea, and of the keeper of a light."
-    said = ["".join(talk.reply(text, 12)) for _ in range(6)]
-    # by now the archive forgets tokens, so undo needs copies on disk
-    assert len(talk.undo_stack.on_disk) == 4
-    for _ in range(4):
-        assert talk.undo()
-    before = list(talk.messages)
-    with pytest.raises(UsageError, match="forgotten tokens that the cache would need; a larger --archive"):
-        talk.undo()
-    assert talk.messages == before
-    assert "".join(talk.reply(text, 12)) == said[2]
+    for _ in range(6):
+        "".join(talk.reply(text, 12))
+    messages, writer = list(talk.messages), talk.writer
+    stream = writer.tokens
+    before = talk.undo_stack.marks[3]
+    for _ in range(3):
+        assert talk.undo_turn() == text
+    assert talk.messages == messages[:6]
+    assert (writer.engine.n_past, len(writer.unread)) == (0, before.n_past)
+    assert (writer.unread == stream[: before.n_past]).all()
+    "".join(talk.reply(text, 12))
+    assert (writer.tokens[: before.n_past] == stream[: before.n_past]).all()
+    assert talk.n_turn == 4
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
@@ -533,8 +571,9 @@ def test_the_oldest_copies_are_dropped(sizes, left):
 def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
     talk = chat()
     talk.undoable = True
-    for text in ("one", "two", "three"):
-        "".join(talk.reply(text, 2))
+    "".join(talk.reply("one", 2))
+    for text in ("two", "three"):
+        assert talk.remember(text)
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
@@ -544,13 +583,12 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
         plain(file, *what)
 
     monkeypatch.setattr(session, "dump", dump)
-    "".join(talk.reply("four", 2))
+    assert talk.remember("four")
     assert len(talk.undo_stack) == 2
     n_free = -1
-    "".join(talk.reply("five", 2))
     assert not talk.remember("/reset")
     assert talk.undo() is None
-    assert talk.n_turn == 5
+    assert talk.n_turn == 1
 
 
 def damage(file):
@@ -566,12 +604,13 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     talk.undoable = True
     for text in ("one", "two"):
         "".join(talk.reply(text, 2))
+        talk.remember(f"/{text}")
     damage(talk.undo_stack.newest.file)
     with pytest.raises(SessionError, match="is damaged"):
         talk.undo()
     assert talk.n_turn == 2
-    assert talk.undo() == 'the turn "one"'
-    assert talk.n_turn == 0
+    assert talk.undo() == "/one"
+    assert talk.n_turn == 1
 
 
 def test_marks_under_a_damaged_copy_are_dropped_because_they_are_those_of_another_stream(chat):

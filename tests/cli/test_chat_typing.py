@@ -282,8 +282,8 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "tokens/s" in chat.say("/retry")
     assert said(path) == ["one", "two", "three"]
     stats = " ".join(chat.say("/stats").split())
-    # h2o needs copies for /undo; recall does not
-    assert ("copies for /undo 3, " in stats) == ("copies for /undo" in stats) == ("h2o" in policy)
+    assert "copies for /undo" not in stats
+    assert ("checkpoints 2, " in stats) == ("checkpoints" in stats) == ("h2o" in policy)
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")

@@ -70,7 +70,7 @@ def stats(terminal: Terminal) -> None:
     }
     if n := len(engine.checkpoints):
         rows["checkpoints"] = f"{n}, {format_bytes(engine.checkpoints.n_bytes)} of host memory"
-    if copies.on_disk or not terminal.conversation.can_rewind:
+    if copies.on_disk:
         rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
