@@ -109,7 +109,7 @@ class Slot:
             return 0
         try:
             self._resumer.use(self._rendering(request)[0])
-            return self._resumer.n_shared(request.messages, _offered(request), request.name)
+            return self._resumer.n_shared(request.messages, _offered(request))
         except (ApiError, KvtoolError, RecursionError):
             # the answer will report the error
             return 0
@@ -171,11 +171,12 @@ class Slot:
         tokens = resumer.read_start(tokens, request.messages, history)
         if not self.writer.stop:
             keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
-            tokens = resumer.read_prompt(tokens, request.messages, history, keeps_thought=keeps_thought)
+            tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
         if self.writer.stop or not conversation.read_prompt(tokens):
             return
-        # the client may send another reply back
-        self.writer.engine.checkpoints.take()
+        if self.engine.checkpoints.are_small:
+            # the client may send another reply back
+            self.engine.checkpoints.take()
         counts = {
             "n_prompt": n_prompt,
             "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),

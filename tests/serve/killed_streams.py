@@ -71,8 +71,8 @@ class KilledChat:
     n_cut: turns cut by kills.
     """
 
-    def __init__(self, number, seed, *, can_rewind):
-        self.number, self.can_rewind = number, can_rewind
+    def __init__(self, number, seed):
+        self.number = number
         self.rng = random.Random(2 * seed + number)
         self.messages, self.n_token, self.n_max = [], 0, []
         self.n_turn = self.n_asked = self.n_delta = self.n_cut = 0
@@ -104,9 +104,8 @@ class KilledChat:
             else:
                 raise AssertionError(f"chat {self.number}: a stream without message_stop")
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-        # a cache that can be rewound may still hold tokens of this question from a turn that was cut
-        most = n_all if self.can_rewind else self.n_token
-        assert self.n_token <= n_cached <= most, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
+        # the cache may still hold tokens of this question from a turn that was cut
+        assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
         self.messages, self.n_token = [*asked, said("assistant", text)], n_all
         self.n_max.append(n_max)
         self.n_turn += 1
@@ -119,7 +118,7 @@ def run(model, policy, folder, n_kill, seed=0):
     Raises AssertionError if a finished turn is lost, or has another answer than its chat gets alone.
     """
     rng, options = random.Random(seed), options_of(policy)
-    chats = [KilledChat(number, seed, can_rewind=policy in ("recall", "full")) for number in range(2)]
+    chats = [KilledChat(number, seed) for number in range(2)]
     n_left = n_kill
     while n_left:
         n_cut = sum(chat.n_cut for chat in chats)

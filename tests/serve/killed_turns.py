@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ class SlotServer:
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
-        # 600,000 bytes are so few that some snapshots are deleted
+        # 600,000 bytes are so few that some chats are deleted
         self.slot = Slot(
             writer,
             template_of(model),
@@ -134,15 +135,15 @@ def die_at_call(n_call):
     return left
 
 
-def live(model, policy, folder, n_call):
+def live(model, policy, folder, n_call, n_turn=None):
     """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns).
 
-    If there are fewer calls, their number follows the turns in the list.
+    If there are fewer calls, their number follows the turns in the list. n_turn: maximum number of turns.
     """
 
     def work(write):
         left = die_at_call(n_call)
-        for messages, n in turns(SlotServer(model, policy, folder)):
+        for messages, n in islice(turns(SlotServer(model, policy, folder)), n_turn):
             write({"messages": messages, "n": n})
         write(n_call - left[0])
 
@@ -184,7 +185,12 @@ def run(model_path, folder, policy, step=1):
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0
     n_call = finished.pop()
-    expected = go_on(model, policy, folder / "whole", finished)
+    expected = []
+    for i, turn in enumerate(finished):
+        # a cache that goes back to an earlier turn may have evicted at other tokens: each turn is the newest
+        place = folder / f"turn-{i}"
+        live(model, policy, place, NEVER, i + 1)
+        expected += go_on(model, policy, place, [turn])
     for n in range(1, n_call + 1, step):
         place = folder / f"killed-{n}"
         code, seen = live(model, policy, place, n)

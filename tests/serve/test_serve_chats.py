@@ -6,6 +6,7 @@ import asyncio
 import os
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from kvtool.chats import session
@@ -162,6 +163,33 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
         # the server counts the moved chat's archive among the files that it cannot continue
         assert chats.n_others == 1
+
+
+def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
+    """Earlier versions of kvtool kept a chat's earlier turns in FILE.1, FILE.2, ..."""
+    messages = [said("user", "one"), said("assistant", "two"), said("user", "three")]
+    other = [said("user", "of another chat")]
+
+    def stored(name, messages):
+        meta = {"digest": name[0] * 4, "messages": messages, "fixed": {}, "marks": []}
+        session.write(tmp_path / name, meta, [("tokens", np.arange(3, dtype=np.int32))])
+
+    one, two, three, damaged = (f"{letter * 16}.kv" for letter in "abcd")
+    stored(one, messages)
+    stored(f"{one}.1", messages[:1])
+    stored(f"{one}.2", other)
+    for n in (1, 2, 10):
+        stored(f"{two}.{n}", messages[: n % 8])
+    stored(three, other)
+    stored(f"{damaged}.1", messages)
+    (tmp_path / damaged).write_bytes(b"x")
+    for _ in range(2):
+        with closing(ChatStore(tmp_path, 10**9, {})) as chats:
+            assert sorted(chat.path.name for chat in chats.chats) == [one, two, three]
+            assert chats.n_others == 2
+        assert session.read_meta(tmp_path / two)["messages"] == messages[:2]
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
 
 
 def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):

@@ -1,7 +1,4 @@
-"""Tokens that a server reads again if its cache has checkpoints or cannot be rewound.
-
-If it cannot be rewound, copies are stored before replies.
-"""
+"""Tokens that a server reads again if its cache is rewound to checkpoints, and what it stores of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from kvtool.chats import session
 from kvtool.llama.model import Model
+from kvtool.llama.segment import listed_checkpoints
 from tests import tiny
 from tests.serve.crowd_serve import said
 from tests.serve.killed_turns import SlotServer
@@ -62,18 +61,35 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     assert n_read < 40
 
 
-def test_a_short_prompt_gets_no_copy(talker, tmp_path):
+@pytest.mark.parametrize(("prompt", "n"), [(said("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
+def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path, prompt, n):
     with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
-        asked(server.url, [said("user", "Why?")])
-        assert len([*tmp_path.glob("*.kv*")]) == 1
+        asked(server.url, [prompt])
+        (path,) = tmp_path.glob("*.kv")
+        assert len(listed_checkpoints(session.read(path)[1])) == n
 
 
-def test_a_copy_is_one_of_its_chat(sliding, tmp_path):
-    with serving(sliding, *RECALL, "--checkpoints", "0", "--sessions", str(tmp_path)) as server:
-        asked(server.url, [LONG])
-        # the chat and its copy share one archive
-        names = sorted(path.name.partition(".")[2] for path in tmp_path.glob("*.kv*"))
-        assert names == ["kv", "kv.1", "kv.archive"]
+@pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o")], ids=["recall", "h2o"])
+@pytest.mark.parametrize("size", ["64MiB", "0"])
+def test_a_chat_has_one_session(sliding, tmp_path, options, size):
+    own = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
+    with serving(sliding, *own) as server:
+        messages = [LONG]
+        for _ in range(2):
+            messages += [asked(server.url, messages)[0], NEXT]
+        reply, n, n_read, _ = asked(server.url, messages)
+        assert n_read < 400 < n
+        assert len([*tmp_path.glob("*.kv")]) == 1
+        # an edit reads the chat again from its newest checkpoint on, and is another chat
+        edited = [*messages[:-1], said("user", "Nobody.")]
+        _, n, n_read, _ = asked(server.url, edited)
+        assert n_read == n - 12 if size == "0" else n_read < 100
+        assert len([*tmp_path.glob("*.kv")]) == 2
+        assert not [*tmp_path.glob("*.kv.[0-9]*")]
+        server.stop()
+    with serving(sliding, *own) as server:
+        more = [*messages, reply, said("user", "Why?")]
+        assert asked(server.url, more)[2] < 100
 
 
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):

@@ -218,19 +218,19 @@ PLANTED = {
         'message = reply.message | {"content": reply.message["content"][:-1]}',
         ("serve/test_serve_chats.py",),
     ),
-    "serve, snapshots": Fault(
-        "the newest snapshot is loaded where an older one is asked for",
+    "serve, earlier files": Fault(
+        "the oldest of an earlier version's files becomes the chat",
         "kvtool/serve/store/chats.py",
-        "with snapshot.path.open(",
-        "with snapshot.line.path.open(",
+        "os.replace(numbered[-1], path)",
+        "os.replace(numbered[0], path)",
         ("serve/test_serve_chats.py",),
     ),
-    "serve, second names": Fault(
-        "an older snapshot has no file",
-        "kvtool/serve/store/chats.py",
-        "newest.path = second_name(line.path, ",
-        "newest.path = (",
-        ("serve/test_serve_chats.py",),
+    "engine, checkpoints": Fault(
+        "a policy that forgets goes back, but its cache does not",
+        "kvtool/engine/checkpoints.py",
+        "snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)",
+        "cache.rows.n_past = checkpoint.n_past",
+        ("engine/test_checkpoints.py",),
     ),
     "serve, cancelled": Fault(
         "an answer that nobody waits for goes on",
@@ -249,8 +249,8 @@ PLANTED = {
     "serve, usage": Fault(
         "the reply before does not count as cached",
         "kvtool/serve/store/resumer.py",
-        "self.n_cached = self._engine.n_past\n",
-        "self.n_cached = self._engine.n_past - self.conversation.writer.n_written\n",
+        "= candidate.marks, self._engine.n_past\n",
+        "= candidate.marks, self._engine.n_past - self.conversation.writer.n_written\n",
         ("serve/test_serve_chats.py",),
     ),
     "serve, keys": Fault(

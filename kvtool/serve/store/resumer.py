@@ -17,11 +17,11 @@ from kvtool.chats.writer import n_equal
 from kvtool.errors import ModelError, SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.store.chats import ChatStore, Snapshot
+from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum tokens for which it is worth storing a chat's beginning, or loading another chat's snapshot."""
+"""Minimum tokens for which it is worth storing a chat's beginning, or loading another chat."""
 
 _GAPS, _FAR_GAP = 32, 8192
 """Stops are at least a 32nd of `Checkpoints.spacing` apart, and 1/8192 of it times their distance to the end.
@@ -39,8 +39,8 @@ class _Candidate(NamedTuple):
         Number of tokens that it shares with the chat, less the cost of loading, in tokens.
     n_stream
         Number of its tokens.
-    snapshot
-        Its snapshot; None for the engine's stream if that is not stored.
+    chat
+        Its stored chat; None for the engine's stream if that is not stored.
     tokens, n_pinned
         Results of `_after`.
     first
@@ -51,7 +51,7 @@ class _Candidate(NamedTuple):
 
     n: int
     n_stream: int
-    snapshot: Snapshot | None
+    chat: StoredChat | None
     tokens: np.ndarray
     first: int
     n_pinned: int | None
@@ -96,13 +96,11 @@ class Resumer:
         self._meta = meta
         self._pins = pins
         self._engine = conversation.writer.engine
-        # snapshot from which the chat was continued, and snapshot that the engine holds
-        self._before: Snapshot | None = None
-        self._at: Snapshot | None = None
+        # stored chat from which the chat was continued, and stored chat that the engine holds
+        self._before: StoredChat | None = None
+        self._at: StoredChat | None = None
         # marks at the ends of the chat's earlier replies
         self._marks: list[Mark] = []
-        # True if the engine holds the beginning of a prompt whose client left
-        self._is_cut = False
         # number of tokens of the system prompt and the tools of the last chat
         self._n_start = 0
         self.n_cached = 0
@@ -110,7 +108,7 @@ class Resumer:
 
     def leave(self) -> None:
         """Forget the engine's chat, because another text will use the engine."""
-        self._at, self._is_cut = None, False
+        self._at = None
 
     def use(self, rendering: Rendering) -> None:
         """Use another rendering from now on."""
@@ -118,52 +116,45 @@ class Resumer:
             self.rendering = rendering
             self.conversation.use_template(rendering.template, rendering.header)
 
-    def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
+    def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
         """Number of a chat's tokens that the engine holds and can continue from."""
-        if self._engine.can_rewind:
-            n = n_equal(self._stream, self._whole(messages, tools)[0])
-            return self._engine.n_kept(min(n, self._engine.n_past))
-        is_at = self._at and self._at.digest in self.rendering.history(name, messages, tools).digests
-        return self._engine.n_past if is_at else 0
+        n = n_equal(self._stream, self._whole(messages, tools)[0])
+        return self._engine.n_kept(min(n, self._engine.n_past))
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
         """Bring the engine to the longest stored beginning of a chat; return the tokens i32[n] after it."""
         at, self._at = self._at, None
-        if self._engine.can_rewind:
-            for candidate in self._candidates(at, messages, tools, history):
-                if (tokens := self._rewind(candidate, at, history)) is not None:
-                    # the engine can be rewound from here even if the client leaves
-                    self._at = self._before
-                    return tokens
-                # the failed rewind may have loaded another stream
-                at = None
+        for candidate in self._candidates(at, messages, tools, history):
+            if (tokens := self._rewind(candidate, at, history)) is not None:
+                # the engine can be rewound from here even if the client leaves
+                self._at = self._before
+                return tokens
+            # the failed rewind may have loaded another stream
             at = None
-        elif (rest := self._rest_of_cut(messages, tools, history)) is not None:
-            return rest
-        # until the reply is stored, the engine holds a beginning of this chat
-        self._is_cut = True
-        # a last message of the assistant is the beginning of the requested reply, not an earlier reply
-        digests = history.digests[: -1 if messages[-1]["role"] == "assistant" else None]
-        while stored := self.chats.find(digests):
-            i, self._before = stored
-            try:
-                if self._before is not at:
-                    # use the request's seed instead of the snapshot's
-                    seed = self.conversation.writer.sampler.seed
-                    self.conversation.restore(*self.chats.load(self._before), seed=seed)
-                self._marks = [mark for mark in self._before.line.marks if mark.n_message <= i]
-                self.n_cached = self._engine.n_past
-                return self._following(messages, i, tools)
-            except (SessionError, ModelError):
-                # the snapshot is damaged, or the template cannot render what follows it
-                at, digests = None, digests[:i]
         tokens, n_pinned = self._whole(messages, tools)
-        self.conversation.start_over(n_pinned)
-        self._before, self._marks, self.n_cached = None, [], 0
-        return tokens
+        self._marks, self._before = [], self._start_of(history, tokens)
+        if not self._before:
+            self.conversation.start_over(n_pinned)
+        self.n_cached = self._engine.n_past
+        return tokens[self.n_cached :]
+
+    def _start_of(self, history: History, tokens: np.ndarray) -> StoredChat | None:
+        """Load the stored system prompt and tools of a chat with these tokens i32[n], if they are stored."""
+        start = self.chats.find(history.digests[1])
+        if not start or not start.is_start:
+            return None
+        # use the request's seed instead of the stored one
+        writer = self.conversation.writer
+        try:
+            self.conversation.restore(*self.chats.load(start), seed=writer.sampler.seed)
+        except SessionError:
+            return None
+        start.used = time.monotonic()
+        # the template may have changed what was read
+        return start if n_equal(writer.tokens, tokens) == self._engine.n_past < len(tokens) else None
 
     def _candidates(
-        self, at: Snapshot | None, messages: list[Message], tools: list[Any], history: History
+        self, at: StoredChat | None, messages: list[Message], tools: list[Any], history: History
     ) -> list[_Candidate]:
         """Return up to three streams that begin as the chat does, best first.
 
@@ -172,29 +163,29 @@ class Resumer:
         these replies; any other stream is compared from its first token. The engine's stream is not loaded.
         """
         known = {digest.hex() for digest in history.digests}
-        marks_of: dict[Snapshot | None, list[Mark]] = {at: []}
-        for each in self.chats.newest:
-            marks_of[each] = [mark for mark in each.line.marks if mark.digest in known]
+        marks_of: dict[StoredChat | None, list[Mark]] = {at: []}
+        for each in self.chats.chats:
+            marks_of[each] = [mark for mark in each.marks if mark.digest in known]
         after = cache(lambda n_message: self._after(n_message, messages, tools))
         candidates: list[_Candidate] = []
-        for snapshot in sorted(marks_of, key=lambda each: -len(marks_of[each])):
-            is_here = snapshot is at
-            stream = self.chats.tokens(snapshot) if snapshot and not is_here else self._stream
-            marks = [mark for mark in marks_of[snapshot] if mark.n_token <= len(stream)]
+        for chat in sorted(marks_of, key=lambda each: -len(marks_of[each])):
+            is_here = chat is at
+            stream = self.chats.tokens(chat) if chat and not is_here else self._stream
+            marks = [mark for mark in marks_of[chat] if mark.n_token <= len(stream)]
             tokens, n_pinned = after(marks[-1].n_message if marks else 0)
             marks = marks if n_pinned is None else []
             first = marks[-1].n_token if marks else 0
             n = first + n_equal(stream[first:], tokens)
             if is_here:
                 n = self._engine.n_kept(min(n, self._engine.n_past))
-            # loading a snapshot takes longer than reading a few tokens
+            # loading a chat takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
-            candidates.append(_Candidate(n - less, len(stream), snapshot, tokens, first, n_pinned, marks))
+            candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
         # among equal ones prefer the engine's stream, then the shortest, which loads fastest
-        ranked = sorted(usable, key=lambda each: (each.n, each.snapshot is at, -each.n_stream), reverse=True)
+        ranked = sorted(usable, key=lambda each: (each.n, each.chat is at, -each.n_stream), reverse=True)
         return ranked[:3]
 
     @property
@@ -203,18 +194,20 @@ class Resumer:
         writer = self.conversation.writer
         return np.concatenate([writer.tokens, writer.unread])
 
-    def _rewind(self, candidate: _Candidate, at: Snapshot | None, history: History) -> np.ndarray | None:
+    def _rewind(self, candidate: _Candidate, at: StoredChat | None, history: History) -> np.ndarray | None:
         """Rewind a stream to the first token that differs from the chat; return the chat's tokens from there.
 
-        at: snapshot that the engine holds. Returns None if the engine cannot be rewound to that token.
+        at: stored chat that the engine holds. Returns None if the engine cannot be rewound to that token.
         """
         writer = self.conversation.writer
-        seed, snapshot = writer.sampler.seed, candidate.snapshot
-        if snapshot is not at and snapshot is not None:
+        seed, chat = writer.sampler.seed, candidate.chat
+        if chat is not at and chat is not None:
             try:
-                self.conversation.restore(*self.chats.load(snapshot), seed=seed)
+                self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
                 return None
+            # the end of the chat's last reply, to which the next request may go back
+            self._engine.checkpoints.take()
         stream, tokens = self._stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
         # at least one token is read, because its logits are needed
@@ -223,13 +216,13 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt needs other pins: do not rewind if an eviction has made pins final, or if a
-        # snapshot with that prompt is stored
-        if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
+        # another system prompt needs other pins: do not rewind if an eviction has made pins final, or if that
+        # prompt is stored
+        if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the chat replaces the snapshot if it keeps all of the snapshot's marks
-        is_kept = snapshot is not None and bool(snapshot.line.marks) and n >= snapshot.line.marks[-1].n_token
-        self._before = snapshot if is_kept else None
+        # the chat replaces the stored one if it keeps all of its marks
+        is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
+        self._before = chat if is_kept else None
         if n < len(stream):
             n = min(n, self._engine.n_past)
             recent = candidate.marks[-1].writer["recent"] if candidate.marks else []
@@ -237,8 +230,8 @@ class Resumer:
                 return None
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
-        if snapshot:
-            snapshot.used = time.monotonic()
+        if chat:
+            chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
         # a stop may have left tokens before `first` unread
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
@@ -261,48 +254,16 @@ class Resumer:
                 return self.rendering.following(messages, n_message, tools), None
         return self._whole(messages, tools)
 
-    def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
-        """Return the chat's tokens after those in the cache, which are a snapshot of the first i messages.
-
-        Raises ModelError if the template cannot render them, or now renders the cached text differently.
-        """
-        if messages[i - 1]["role"] == "assistant":
-            return self.rendering.following(messages, i, tools)
-        # the cache holds a prompt without its reply header, or a beginning of the system prompt
-        tokens, n_pinned = self._after(self._marks[-1].n_message if self._marks else 0, messages, tools)
-        self._marks = self._marks if n_pinned is None else []
-        first = self._marks[-1].n_token if self._marks else 0
-        cached = self.conversation.writer.tokens[first:]
-        if n_equal(cached, tokens) < len(cached):
-            raise ModelError("the template has changed what was read")
-        return tokens[len(cached) :]
-
-    def _rest_of_cut(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray | None:
-        """Return the rest of a prompt that was cut off when a client left; None for another prompt."""
-        if not self._is_cut:
-            return None
-        writer = self.conversation.writer
-        cached = writer.tokens
-        whole, n_pinned = self._whole(messages, tools)
-        if n_pinned != self._engine.n_pinned or not 0 < n_equal(cached, whole) == len(cached) < len(whole):
-            return None
-        if self._before and self._before.digest not in history.digests:
-            self._before, self._marks = None, []
-        recent = self._marks[-1].writer["recent"] if self._marks else []
-        writer.restore({"recent": recent, "unread": [], "seed": writer.sampler.seed}, cached)
-        self.n_cached = len(cached)
-        return whole[len(cached) :]
-
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read a new chat's system prompt and tools, store them, and return the tokens that are left.
 
-        Without checkpoints, reads only full batches: the batches are then the same as without this separate
-        step, and so is the cache.
+        Without small checkpoints, reads only full batches: the batches are then the same as without this
+        separate step, and so is the cache.
         """
-        # if the cache can be rewound anywhere, only pins need a snapshot, as they are final after an eviction
+        # if the cache can be rewound anywhere, only pins are stored, as they are final after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = pins if self._rewinds_anywhere else self._n_start
-        if not self._has_checkpoints:
+        n = pins if self._engine.rewinds_anywhere else self._n_start
+        if not self._engine.checkpoints.are_small:
             n_batch = self._engine.settings.n_batch
             n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
@@ -311,39 +272,35 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        if pins or not self._engine.can_rewind:
+        # copies of whole caches are few: those of a long chat may not have one here
+        if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
         return tokens[n:]
 
-    def read_prompt(
-        self, tokens: np.ndarray, messages: list[Message], history: History, *, keeps_thought: bool
-    ) -> np.ndarray:
-        """Read a prompt up to the reply header, store it, and return the tokens that are left.
+    def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
+        """Read a prompt up to the reply header, make checkpoints, and return the tokens that are left.
 
-        A request that is repeated, or has another reply, continues from this snapshot. A checkpoint replaces
-        the snapshot if the engine makes checkpoints. Without checkpoints, a short prompt is not stored. If
-        the cache can be rewound anywhere, nothing is read.
+        A request that is repeated, or has another reply, continues from there. A short prompt gets no copy of
+        a whole cache. If the engine makes no checkpoints, nothing is read.
 
         keeps_thought: True if the reply's thought may stay until the user's next message. With that message
-        the template drops it. The chat then continues from this snapshot, so even a short prompt is stored.
+        the template drops it. The chat then continues from the checkpoint, so even a short prompt has one.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
         # a stop may have left tokens before these unread
         n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else self._least
-        if self._rewinds_anywhere or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
+        makes_any = self._engine.checkpoints.max_bytes > 0
+        if not makes_any or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
             return tokens
         done = 0
-        for stop in self._stops(tokens[:n]) if self._has_checkpoints else [n]:
+        for stop in self._stops(tokens[:n]) if self._engine.checkpoints.are_small else [n]:
             if not self.conversation.writer.read(tokens[done:stop]):
                 return tokens[:0]
             self._engine.checkpoints.take()
             done = stop
-        if not self._engine.can_rewind:
-            self.conversation.set_messages(messages)
-            self._before = self._store(self._before, history.now) or self._before
         return tokens[n:]
 
     def _stops(self, tokens: np.ndarray) -> list[int]:
@@ -361,17 +318,9 @@ class Resumer:
         return stops[::-1]
 
     @property
-    def _has_checkpoints(self) -> bool:
-        return self._engine.can_rewind and self._engine.checkpoints.n_max > 0
-
-    @property
     def _least(self) -> int:
-        """Minimum tokens after which a state is stored: a checkpoint takes less time than a snapshot."""
-        return 1 if self._has_checkpoints else _LEAST_START
-
-    @property
-    def _rewinds_anywhere(self) -> bool:
-        return self._engine.can_rewind and not self._engine.checkpoints.n_max
+        """Minimum tokens after which a state is kept: a small checkpoint takes less time than a large one."""
+        return 1 if self._engine.checkpoints.are_small else _LEAST_START
 
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
         """Store the chat with the reply to these messages. If that fails, `unsaved` has the reason.
@@ -384,24 +333,15 @@ class Resumer:
         self.conversation.finish_reply(earlier.start)
         self.conversation.messages.append(reply)
         history.add(earlier.message)
-        self._is_cut = False
         digest = history.now
         self._marks.append(self.conversation.mark()._replace(digest=digest.hex()))
         self._at = self._store(self._before, digest)
 
-    def _store(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
+    def _store(self, before: StoredChat | None, digest: bytes) -> StoredChat | None:
         chat = self.conversation
         self.unsaved = None
         try:
-            return self.chats.add(
-                before,
-                digest,
-                chat,
-                self._meta(chat),
-                marks=list(self._marks),
-                # a snapshot of a system prompt alone stays, because other chats may begin with it
-                is_enough=chat.can_rewind and before is not None and bool(before.line.marks),
-            )
+            return self.chats.add(before, digest, chat, self._meta(chat), marks=list(self._marks))
         except SessionError as error:
             self.unsaved = str(error)
             return None
