@@ -48,6 +48,8 @@ class StoredChat:
         True if its messages are a system prompt alone, with which several chats may begin.
     marks
         Marks at the ends of the replies that the server wrote.
+    places
+        Numbers of tokens before the checkpoints in its archive file.
     used
         Time of its last use, by the monotonic clock.
     tokens
@@ -60,6 +62,7 @@ class StoredChat:
     n_bytes: int
     is_start: bool
     marks: list[Mark]
+    places: list[int]
     used: float = field(default_factory=time.monotonic)
     tokens: np.ndarray | None = None
 
@@ -169,7 +172,9 @@ class ChatStore:
         archive = replaced.archive_file if replaced else archive_file.ArchiveFile(path)
         is_written = False
         try:
-            listed = conversation.save_to(path, archive, {**meta, "digest": digest.hex(), "marks": marks})
+            places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
+            meta = {**meta, "digest": digest.hex(), "marks": marks, "checkpoints": places}
+            listed = conversation.save_to(path, archive, meta)
             n_bytes = path.stat().st_size
             is_written = True
         except OSError as error:
@@ -185,7 +190,8 @@ class ChatStore:
             # a repeated request replaces its earlier chat
             self.drop(twin)
         is_start = _is_start(conversation.messages)
-        chat = StoredChat(path, archive, digest, n_bytes, is_start, marks, tokens=conversation.writer.tokens)
+        tokens = conversation.writer.tokens
+        chat = StoredChat(path, archive, digest, n_bytes, is_start, marks, places, tokens=tokens)
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat
@@ -239,7 +245,8 @@ class ChatStore:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
-            marks = _marks_in(meta)
+            # sessions of earlier versions have no checkpoints, or do not list them here
+            marks, places = _marks_in(meta), meta.get("checkpoints", [])
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
@@ -253,7 +260,7 @@ class ChatStore:
                     file.unlink()
         used = time.monotonic() - max(time.time() - stat.st_mtime, 0)
         archive, is_start = archive_file.ArchiveFile(path), _is_start(meta["messages"])
-        self.chats.append(StoredChat(path, archive, digest, stat.st_size, is_start, marks, used))
+        self.chats.append(StoredChat(path, archive, digest, stat.st_size, is_start, marks, places, used))
 
 
 def _marks_in(meta: session.Meta) -> list[Mark]:

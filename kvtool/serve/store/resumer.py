@@ -178,6 +178,10 @@ class Resumer:
             n = first + n_equal(stream[first:], tokens)
             if is_here:
                 n = self._engine.n_kept(min(n, self._engine.n_past))
+            elif chat and n < len(stream) and not self._engine.can_rewind:
+                n = 0
+            elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
+                n = max((place for place in chat.places if place <= n), default=0)
             # loading a chat takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
