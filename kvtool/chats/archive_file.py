@@ -231,10 +231,8 @@ class ArchiveFile:
         """Create an empty file, which `_keep` makes current and `_drop` deletes."""
         if not self._session:
             return _PartFile.new(cast(FileIO, temporary(buffering=0)))
-        path, following = archive_paths(self._session)
-        for place in (path, following):
-            if place.exists() and not _is_ours(place):
-                raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
+        check_place(self._session)
+        _, following = archive_paths(self._session)
         self.finish_rename()
         try:
             return _PartFile.new(create(following, like=Path(os.path.realpath(self._session))))
@@ -455,6 +453,13 @@ def archive_paths(session: Path) -> tuple[Path, Path]:
     """Paths of a session's archive: FILE.archive and FILE.archive.next."""
     path = archive_path(session)
     return path, path.with_name(path.name + _NEXT)
+
+
+def check_place(session: Path) -> None:
+    """Raise SessionError if a file that is not an archive is where the archive of a session belongs."""
+    for place in archive_paths(session):
+        if place.exists() and not _is_ours(place):
+            raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
 
 
 def _delete(place: Path) -> None:

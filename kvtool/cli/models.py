@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -248,8 +248,10 @@ def show(
 
 
 def _device_bytes(text: str) -> int:
-    """Parse the memory of a GPU. Raises UsageError for less than a MiB."""
-    n_bytes = parse_bytes(text)
+    """Parse the memory of a GPU. Raises UsageError for less than a MiB, and for a text that is no size."""
+    n_bytes = 0
+    with suppress(UsageError):
+        n_bytes = parse_bytes(text)
     if n_bytes < _LEAST_DEVICE:
         raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
     return n_bytes

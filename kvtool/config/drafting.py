@@ -60,7 +60,8 @@ def uses_mtp(run: RunOptions, info: ModelInfo) -> bool:
 
 def _no_mtp(path: Path, reason: str) -> UsageError:
     return UsageError(
-        f"{path.name} cannot draft for itself: {reason}; choose --draft lookup, or a smaller model"
+        f"{path.name} cannot draft for itself: {reason}; choose --draft lookup, or --draft MODEL with a "
+        "smaller model of the same vocabulary"
     )
 
 

@@ -421,6 +421,27 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
     assert talk(TURNS[6:7]).returncode == 0
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_file_in_the_archives_place_is_told_before_the_first_turn(talk, tmp_path, is_new):
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    if not is_new:
+        talk(TURNS[:3], "--policy", "h2o", "--budget", "64")
+        assert archive.exists()
+        before = path.read_bytes()
+    archive.write_bytes(b"my own file")
+    own = ("--policy", "h2o", "--budget", "64")
+    done = talk(TURNS[3:4], *own)
+    one_line(done, 9, "chat.kvs.archive is not an archive of kvtool; rename it, or name another session")
+    assert done.stdout == ""
+    assert archive.read_bytes() == b"my own file"
+    assert path.exists() != is_new
+    assert is_new or path.read_bytes() == before
+    # without its checkpoints the chat continues
+    archive.rename(tmp_path / "mine")
+    assert talk(TURNS[3:4], *own).returncode == 0
+    assert session.read_meta(path)["n_turn"] == (1 if is_new else 4)
+
+
 def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "-o", "exact=64")
     assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0

@@ -150,6 +150,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["generate", "hi", "-m", "EMPTY.txt"], 3, "EMPTY.txt is empty, so it is not a GGUF model"),
         (["generate", "hi", "-m", "EMPTY.gguf"], 3, "EMPTY.gguf is empty; download it again"),
         (["eval", "passky"], 2, "unknown task 'passky'. Did you mean passkey? See `kvtool eval`."),
+        (["models", "show", "no-such-model", "--device", "abc"], 2, "memory of a GPU, like 8GiB; got 'abc'"),
         (["models", "show", "no-such-model", "--device", "8"], 2, "memory of a GPU, like 8GiB; got '8'"),
         (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
         (["policies", "nope"], 2, "unknown policy 'nope'"),

@@ -70,6 +70,7 @@ def chat(
         opened, writer = stack.enter_context(open_writer(run, generation))
         engine, run = opened.engine, opened.run
 
+        from kvtool.chats import archive_file
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
         from kvtool.config.report import archive_limit, line, report
@@ -77,8 +78,11 @@ def chat(
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
-        if args.session and saved:
-            files.resume(args.session)
+        if args.session:
+            if saved:
+                files.resume(args.session)
+            # now, because without that place no turn could be saved
+            archive_file.check_place(args.session)
         with_thinking(generation, conversation.set_effort)
         conversation.pin_system()
         if args.transcript:
