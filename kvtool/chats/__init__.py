@@ -24,8 +24,8 @@ edit any message.
 If the engine cannot be rewound exactly there, it is rewound to the newest checkpoint before, or emptied, and
 reads the tokens of the stream again. Checkpoints are parts of FILE.archive. Policies that forget need copies
 of the whole cache. Each is as large as the session, and the file is rewritten when less than half of it is in
-use, so a session keeps only three. The session itself always has its own state, so that FILE without
-FILE.archive continues too if nothing is archived.
+use, so a session of a large cache keeps only three. The session always has its own state, so that FILE
+continues without FILE.archive if nothing is archived.
 
 Commands that replace a chat need an `undo.Copy`: an open session file without a name. Copies are a stack, and
 are lost when the process ends: the system then removes the files, even after kill -9.

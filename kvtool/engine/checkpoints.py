@@ -27,8 +27,8 @@ _GPU_TOKEN_BYTES = 24 * 2**10
 An estimate for 5,000 tokens and 6 GB a second, not measured.
 """
 
-_MOST_SAVED = 3
-"""Maximum number of copies of whole caches in FILE.archive: each is as large as the session."""
+_LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
+"""FILE.archive has all copies of whole caches up to this size, but at least three if there are as many."""
 
 _NAMES = 2**14
 """Maximum bytes of the names of the arrays in a copy of a whole cache."""
@@ -209,8 +209,9 @@ class Checkpoints:
         """
         n_past = self._cache.rows.n_past
         kept = [each for each in self._all if each.n_past < n_past or not self.are_whole]
-        while self.are_whole and len(kept) > _MOST_SAVED:
-            del kept[_least_useful(kept, n_past)]
+        n_bytes = sum(each.data.nbytes for each in kept)
+        while self.are_whole and len(kept) > _LEAST_SAVED and n_bytes > _MOST_SAVED_BYTES:
+            n_bytes -= kept.pop(_least_useful(kept, n_past)).data.nbytes
         return kept
 
     def best(self, n: int) -> tuple[int, Checkpoint | None]:

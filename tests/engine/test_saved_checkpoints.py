@@ -195,7 +195,8 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
         assert archive_file.size(path) > len(before)
 
 
-def test_a_session_has_few_copies_of_a_cache(tiny_model, path):
+def test_a_session_has_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_MOST_SAVED_BYTES", 0)
     with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
         for n in range(12):
             engine.read(text(50))
@@ -214,3 +215,15 @@ def test_a_session_has_few_copies_of_a_cache(tiny_model, path):
             n = engine.n_past - 30
             assert other.rewind(n) == engine.rewind(n) == engine.n_past == n - 20
             assert {k: v.tobytes() for k, v in other.save()} == {k: v.tobytes() for k, v in engine.save()}
+
+
+def test_a_session_has_all_copies_of_a_small_cache(tiny_model, path):
+    with opened(tiny_model, "h2o") as engine:
+        for _ in range(7):
+            engine.read(text(50))
+            engine.checkpoints.take()
+        save(path, engine)
+        saved = [part.n_past for part in listed_checkpoints(session.read(path)[1])]
+        # the session itself has the newest
+        assert saved == [each.n_past for each in engine.checkpoints][:-1]
+        assert len(saved) == 6

@@ -97,11 +97,11 @@ class Client:
     did: how often it took each kind of action.
     """
 
-    def __init__(self, url, number, seed, systems):
+    def __init__(self, url, number, seed, systems, n_alike=2):
         self.url, self.number = url, number
         self.rng = random.Random(seed * 1000 + number)
-        # pairs of clients begin with the same messages
-        start = random.Random(seed * 1000 + number // 2)
+        # so many clients begin with the same messages
+        start = random.Random(seed * 1000 + number // n_alike)
         system = start.choice(systems)
         self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"
         self.messages = [said("system", system)] if system else []
@@ -136,9 +136,9 @@ class Client:
         return text
 
 
-def crowd(url, n_client, n_turn, seed, systems):
+def crowd(url, n_client, n_turn, seed, systems, n_alike=2):
     """Let n_client clients take n_turn turns each, all at the same time; return the clients."""
-    clients = [Client(url, number, seed, systems) for number in range(n_client)]
+    clients = [Client(url, number, seed, systems, n_alike) for number in range(n_client)]
 
     def work(client):
         for _ in range(n_turn):
@@ -175,13 +175,15 @@ def check(url, clients):
     return len(known)
 
 
-def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, more=()):
+def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more=()):
     """Run a crowd and replay its chats; count the actions of the clients and the answers compared."""
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
     did = Counter()
     with serving(model, *options) as server:
-        clients = crowd(server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2])
+        clients = crowd(
+            server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
+        )
         code, said = server.stop()
         assert said == "kvtool: stopped\n", said
     with serving(model, *options) as server:
