@@ -75,8 +75,8 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
     # Rounding depends on which clients share a step. With this seed, the sums that h2o compares differ by at
     # least 0.1 %, too much for rounding to reverse. With seed 0, two sums differ by only 6 in a million.
-    # A client whose first messages are another's may continue from a later place of that chat's stream, and
-    # h2o then evicts other tokens.
+    # A client that begins as another one may continue from that one's stream, where h2o has evicted other
+    # tokens.
     n_alike = 1 if policy == "h2o" else 2
     did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
     assert did["compared"] > 15
