@@ -18,7 +18,7 @@ class History:
     Parameters
     ----------
     name
-        Name of the chat, if its client names chats. Chats of different names share only the system prompt.
+        Name of the chat, if its client names chats. After the system prompt, digests depend on it.
     tools
         Tools in the prompt.
     past
