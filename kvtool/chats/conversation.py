@@ -486,10 +486,7 @@ class Conversation:
         return copy.command
 
     def undo_turn(self) -> str | None:
-        """Take back the last turn if it is the last change, and return its text; otherwise return None.
-
-        Raises as `undo` does.
-        """
+        """Take back the last turn if it is the last change, and return its text; otherwise return None."""
         if (turn := self.newest_turn) is not None:
             self._undo_last()
         return turn

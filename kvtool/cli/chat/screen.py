@@ -253,10 +253,7 @@ class Terminal:
             return True
         if self.thought or not self._is_empty:
             return False
-        try:
-            return self.conversation.undo_turn() is not None
-        except (SessionError, UsageError):
-            return False
+        return self.conversation.undo_turn() is not None
 
     def offer(self, turn: str) -> None:
         """Put a turn at the next prompt in its typed form."""
@@ -267,9 +264,8 @@ class Terminal:
 
         instead: text of the stopped turn if it replaced another turn; otherwise None.
         """
-        if self.conversation.undo_turn() is None:
-            self.note("stopped; there is no copy to restore, so the turn stays in the chat")
-        elif instead is None:
+        self.conversation.undo_turn()
+        if instead is None:
             self.note("cancelled; the chat is as it was before")
         else:
             self.note(f"cancelled; {_GONE}")
