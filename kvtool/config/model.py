@@ -71,10 +71,10 @@ def loaded_model(
     for pattern in _without_match(run, path):
         say(f"--override-tensor: no tensor of the model matches {pattern!r}")
     try:
-        model = load(_fitted_to_gpu(run, path, n_cell, say))
+        model = load(_fitted_to_gpu(run, path, n_cell, say, mtp=mtp))
     except OutOfMemory:
         # a GPU had less memory than it reported: try once more with fewer weights on it
-        if (smaller := _fitted_to_gpu(run, path, n_cell, say, share=_RETRY_SHARE)) is run:
+        if (smaller := _fitted_to_gpu(run, path, n_cell, say, _RETRY_SHARE, mtp=mtp)) is run:
             raise
         model = load(smaller)
     try:
@@ -91,7 +91,13 @@ def _without_match(run: RunOptions, path: Path) -> list[str]:
 
 
 def _fitted_to_gpu(
-    run: RunOptions, path: Path, n_cell: int, say: Callable[[str], None], share: float = 1.0
+    run: RunOptions,
+    path: Path,
+    n_cell: int,
+    say: Callable[[str], None],
+    share: float = 1.0,
+    *,
+    mtp: bool = False,
 ) -> RunOptions:
     """Set how many layers and experts are on the GPU, if the options leave that open and not all fit.
 
@@ -105,9 +111,9 @@ def _fitted_to_gpu(
     if not is_open or not (free := int(gpu_free_bytes() * share)):
         return run
     info = read(path)
-    placed = fitted_weights(info, n_cell, free, len(gpus()), run.type_k, run.type_v)
+    placed = fitted_weights(info, n_cell, free, len(gpus()), run.type_k, run.type_v, mtp=mtp)
     n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
-    if n_layer <= info.n_layer:
+    if n_layer <= info.weights.n_layer:
         say(f"the GPU has room for {in_words(placed, info)} (--gpu-layers sets another number)")
         return run.changed(gpu_layers=n_layer, cpu_moe=n_cpu_moe > 0)
     if n_cpu_moe:
@@ -117,12 +123,29 @@ def _fitted_to_gpu(
 
 
 def fitted_weights(
-    info: ModelInfo, n_cell: int, n_bytes: int, n_gpu: int, type_k: str = "f16", type_v: str = "f16"
+    info: ModelInfo,
+    n_cell: int,
+    n_bytes: int,
+    n_gpu: int,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    *,
+    mtp: bool = False,
 ) -> PlacedWeights:
-    """Return which weights fit into n_bytes of n_gpu GPUs, together with a cache of n_cell cells a row."""
-    n_layer = info.weights.n_layer
-    cache_bytes = info.plain_layers.cell_bytes(type_k, type_v) * n_cell // n_layer
-    return place(info.weights, [cache_bytes] * n_layer, n_bytes - _MARGIN * n_gpu)
+    """Return which weights fit into n_bytes of n_gpu GPUs, together with a cache of n_cell cells a row.
+
+    mtp: count the layers for multi-token prediction, with their cache.
+    """
+    cell_bytes, mtp_bytes = info.plain_layers.cell_bytes, 0
+    if mtp:
+        # imported here: it loads llama.cpp
+        from kvtool.drafts import mtp as drafts
+
+        mtp_bytes = cell_bytes() * drafts.N_CELL // info.n_layer
+    weights = info.weights if mtp else info.weights.without_mtp()
+    cache_bytes = cell_bytes(type_k, type_v) * n_cell // info.n_layer
+    cache = [cache_bytes] * info.n_layer + [mtp_bytes] * weights.n_mtp
+    return place(weights, cache, n_bytes - _MARGIN * n_gpu)
 
 
 def in_words(placed: PlacedWeights, info: ModelInfo) -> str:

@@ -12,10 +12,10 @@ from kvtool.drafts.model import likely_tokens
 from kvtool.engine.loop import Engine
 from kvtool.llama.mtp import MtpContext, output_hidden, read_hidden
 
-_N_CELL = 512
+N_CELL = 512
 """Cells of the MTP layers' cache."""
 
-_N_ROW = _N_CELL - MOST
+_N_ROW = N_CELL - MOST
 _N_FIRST, _N_NEWEST = 4, 256
 """Maximum tokens in the cache, and how many of the first and of the newest ones stay if there are more."""
 
@@ -33,7 +33,7 @@ class MtpDraft:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._target = engine, engine.context
-        self._context = MtpContext(self._target, _N_CELL, _N_BATCH, engine.settings.n_threads)
+        self._context = MtpContext(self._target, N_CELL, _N_BATCH, engine.settings.n_threads)
         output_hidden(self._target, every=True)
         engine.after_decode = self._note
         self._stream = array("i")
@@ -75,7 +75,7 @@ class MtpDraft:
             return np.empty(0, np.int32)
         # without the cells of earlier draft tokens; the newest row is always read, for its logits
         at = min(self._n_read, last)
-        context.remove(at, _N_CELL)
+        context.remove(at, N_CELL)
         tokens = np.frombuffer(self._stream, np.int32)[self._pos[at : last + 1] + 1]
         for first in range(at, last, _N_BATCH):
             end = min(first + _N_BATCH, last)

@@ -133,8 +133,8 @@ class Model:
         """
         self._check_open()
         n = self._n_gpu_layers
-        # more than n_layer, because the output counts as a layer
-        return has_gpu() and (n is None or n < 0 or n > api.llama_model_n_layer(self._model))
+        # llama.cpp counts layers for multi-token prediction even if it does not load them, and the output
+        return has_gpu() and (n is None or n < 0 or n > self._info.weights.n_layer)
 
     @property
     def has_mtp(self) -> bool:

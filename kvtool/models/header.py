@@ -225,6 +225,7 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
-        weights=Weights.of(tensors, n_layer),
+        # llama.cpp counts a layer again in every loop; its weights belong to the first loop
+        weights=Weights.of(tensors, n_layer * n_loop + n_block - n_layer, n_block - n_layer),
         has_mtp=f"blk.{n_layer}.nextn.eh_proj.weight" in tensors,
     )

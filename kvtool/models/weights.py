@@ -17,7 +17,7 @@ class Weights(NamedTuple):
     Attributes
     ----------
     dense
-        Of each layer, without its experts.
+        Of each layer, without its experts. The last n_mtp layers are those for multi-token prediction (MTP).
     experts
         Of each layer's experts; 0 in layers without experts.
     output
@@ -25,16 +25,19 @@ class Weights(NamedTuple):
         the embeddings themselves in host memory.
     names
         Names of all tensors.
+    n_mtp
+        Number of MTP layers.
     """
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
     output: int
     names: frozenset[str] = frozenset()
+    n_mtp: int = 0
 
     @classmethod
-    def of(cls, tensors: Mapping[str, int], n_layer: int) -> "Weights":
-        """Sum up the tensors of a file, given by name and size. Layers from n_layer on are left out."""
+    def of(cls, tensors: Mapping[str, int], n_layer: int, n_mtp: int = 0) -> "Weights":
+        """Sum up tensors, given by name and size, in n_layer layers, of which the last n_mtp are for MTP."""
         dense, experts, output = [0] * n_layer, [0] * n_layer, 0
         for name, n_bytes in tensors.items():
             layer = _LAYER.match(name)
@@ -44,7 +47,7 @@ class Weights(NamedTuple):
                 (experts if re.match(EXPERTS, layer[2]) else dense)[i] += n_bytes
         if "output.weight" not in tensors:
             output += tensors.get("token_embd.weight", 0)
-        return cls(tuple(dense), tuple(experts), output, frozenset(tensors))
+        return cls(tuple(dense), tuple(experts), output, frozenset(tensors), n_mtp)
 
     @property
     def has_key_bias(self) -> bool:
@@ -53,8 +56,13 @@ class Weights(NamedTuple):
 
     @property
     def n_layer(self) -> int:
-        """Number of layers."""
+        """Number of layers, as llama.cpp counts them: it counts MTP layers even if it does not load them."""
         return len(self.dense)
+
+    def without_mtp(self) -> "Weights":
+        """Return the weights that are loaded if MTP is off: MTP layers have a size of 0."""
+        n, none = self.n_layer - self.n_mtp, (0,) * self.n_mtp
+        return self._replace(dense=self.dense[:n] + none, experts=self.experts[:n] + none)
 
 
 class PlacedWeights(NamedTuple):

@@ -158,7 +158,9 @@ class FakeGpu:
     def has_room_for(self, n_layer, n_expert=0):
         """Give it memory for the output, the last n_layer layers and experts of n_expert layers."""
         weights = self._weights
-        n_bytes = weights.output + sum(weights.dense[-n_layer:]) + n_layer * self._cache_bytes
+        n_bytes = (
+            weights.output + sum(weights.dense[weights.n_layer - n_layer :]) + n_layer * self._cache_bytes
+        )
         n_bytes += sum(weights.experts[-n_expert:]) if n_expert else 0
         device = {"name": "Fake0", "type": "gpu", "memory_free": config_model._MARGIN + n_bytes}
         self._monkeypatch.setattr(devices, "gpus", lambda: [device])
@@ -183,6 +185,15 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
     assert len(said) == bool(line)
     assert line in "".join(said)
+
+
+def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):
+    path = tiny_model("qwen35")
+    FakeGpu(monkeypatch, path).has_room_for(0)
+    # an MTP layer that is not loaded takes no room, but it counts as a layer
+    for draft, n in ("lookup", 2), ("mtp", 1):
+        done = generate("--raw", "-m", path, "--draft", draft)
+        assert f"the GPU has room for {n} of 6 layers; the rest" in done.stderr
 
 
 def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):

@@ -32,6 +32,7 @@ from tests.engine.running import LOGITS, text
 
 # every layer has six tensors of experts: three matrices with a bias each
 N_LAYER, N_EXPERTS, N_CELL = 4, 6, 256
+N_MTP_CELL = 512
 
 OF_ONE = {
     "plain": {},
@@ -49,6 +50,8 @@ OF_TWO = {
 }
 # --gpu-layers auto on devices that hold a part of the weights and of the cache
 LIMITED = {"room for 0.3": 0.3, "room for 0.8": 0.8}
+# the same for a model with an MTP layer, which is loaded or not
+MTP = {f"MTP {on}, room for {share}": (on == "on", share) for on in ("on", "off") for share in (0.3, 0.9, 1)}
 WRONG = {
     "buffer": {"override_tensor": ("exps=CUDA7",)},
     "shares": {"tensor_split": "1,1,1"},
@@ -57,34 +60,38 @@ WRONG = {
 }
 
 
-def all_mib(path):
-    """Return the MiB of the weights that can be on a GPU, and of the cache in F16."""
+def all_mib(path, mtp=False):
+    """Return the MiB of the weights that can be on a GPU, and of the caches in F16."""
     info = read(Path(path))
-    weights = info.weights
-    cache = info.plain_layers.cell_bytes() * N_CELL
+    weights = info.weights if mtp else info.weights.without_mtp()
+    cell_bytes = info.plain_layers.cell_bytes()
+    cache = cell_bytes * N_CELL + mtp * cell_bytes // N_LAYER * N_MTP_CELL
     return (sum(weights.dense) + sum(weights.experts) + weights.output + cache) / 2**20
 
 
-def client(path, *endpoints):
+def client(path, path_mtp, *endpoints):
     """Print the results of all runs as JSON. llama.cpp's log goes to stderr."""
     set_verbose(True)
     if endpoints:
         add_rpc(*endpoints)
     names, results = [device["name"] for device in gpus()], []
     (first, *_) = own = [name for name in buffers() if name != "CPU"]
-    for name, options in {**OF_ONE, **LIMITED, **(OF_TWO if endpoints else {}), **WRONG}.items():
+    for name, options in {**OF_ONE, **LIMITED, **MTP, **(OF_TWO if endpoints else {}), **WRONG}.items():
         sys.stderr.write(f"\nrun {name}\n")
-        if name in LIMITED:
-            free, options = config_model._MARGIN * len(names) + int(options * 2**20 * all_mib(path)), {}
+        mtp, file = False, path
+        if is_limited := name in LIMITED or name in MTP:
+            mtp, share = MTP.get(name, (False, options))
+            file, options = path_mtp if name in MTP else path, {}
+            free = config_model._MARGIN * len(names) + int(share * 2**20 * all_mib(file, mtp))
             devices.gpu_free_bytes = lambda n=free: n
         overrides = tuple(each.replace("GPU", first) for each in options.get("override_tensor", ()))
         run = RunOptions(**(options | {"override_tensor": overrides}))
-        if name in LIMITED:
-            run = config_model._fitted_to_gpu(run, Path(path), N_CELL, sys.stderr.write)
+        if is_limited:
+            run = config_model._fitted_to_gpu(run, Path(file), N_CELL, sys.stderr.write, mtp=mtp)
         exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 32}
         try:
             with (
-                closing(Model(path, n_gpu_layers=run.gpu_layers, placement=run.placement)) as model,
+                closing(Model(file, n_gpu_layers=run.gpu_layers, placement=run.placement, mtp=mtp)) as model,
                 ExitStack() as stack,
             ):
                 context = stack.enter_context(closing(Context(model, N_CELL, 32, **exact)))
@@ -101,12 +108,18 @@ def path(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def placed(path):
+def path_mtp(tiny_model):
+    return tiny_model(arch="qwen35", n_layer=N_LAYER)
+
+
+@pytest.fixture(scope="module")
+def placed(path, path_mtp):
     """Return (names of the devices, of their buffers, result of each run, log of each run)."""
     with ExitStack() as stack:
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
-        (*names, results), logs = rpc_server.client("tests.llama.test_placement", str(path), *endpoints)
-    runs = [*OF_ONE, *LIMITED, *(OF_TWO if endpoints else {}), *WRONG]
+        paths = str(path), str(path_mtp)
+        (*names, results), logs = rpc_server.client("tests.llama.test_placement", *paths, *endpoints)
+    runs = [*OF_ONE, *LIMITED, *MTP, *(OF_TWO if endpoints else {}), *WRONG]
     return *names, dict(zip(runs, results, strict=True)), dict(zip(runs, logs[1:], strict=True))
 
 
@@ -165,6 +178,18 @@ def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
+
+
+@pytest.mark.parametrize("run", MTP)
+def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, run):
+    _, own, results, logs = placed
+    is_loaded, share = MTP[run]
+    held, room = device_mib(logs[run], own), share * all_mib(path_mtp, is_loaded)
+    assert room - all_mib(path_mtp, is_loaded) / N_LAYER < held <= room
+    # the output and the MTP layer count as layers, even if that is not loaded
+    assert ("the GPU has room for" in logs[run]) == (share < 1)
+    assert f" of {N_LAYER + 2} layers" in logs[run] or share == 1
+    assert results[run][0] == (share == 1)
 
 
 @pytest.mark.skipif(has_gpu(), reason="one device")

@@ -47,6 +47,18 @@ def test_weights_are_summed_up_by_layer(tiny_model, arch, shape):
     assert weights.output == output + is_tied * sizes["token_embd.weight"]
 
 
+def test_layers_for_multi_token_prediction_count_without_weights_if_they_are_not_loaded(tiny_model):
+    weights, plain = (read(tiny_model("qwen35", mtp=mtp)).weights for mtp in (True, False))
+    assert (weights.n_layer, weights.n_mtp, plain.n_layer, plain.n_mtp) == (5, 1, 4, 0)
+    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(tiny_model("qwen35")).tensors}
+    assert weights.dense[-1] == sum(n for name, n in sizes.items() if name.startswith("blk.4."))
+    assert weights.without_mtp().dense == (*plain.dense, 0)
+    assert plain.without_mtp() == plain
+    # place 0 bytes with the output
+    assert place(weights.without_mtp(), [0] * 5, weights.output).n_gpu_layers == 2
+    assert place(weights, [0] * 5, weights.output).n_gpu_layers == 1
+
+
 @pytest.mark.parametrize(
     ("tensors", "has_bias"),
     [
