@@ -62,12 +62,17 @@ class PlanError(KvtoolError):
 
 
 class OutOfMemory(KvtoolError):
-    """The machine, or the process's memory limit, has no memory left."""
+    """The machine, the process's memory limit, or a GPU has no memory left.
+
+    on_gpu: True if a GPU has layers, of which it could have fewer.
+    """
 
     exit_code = 8
 
-    def __init__(self, what: str = "out of memory") -> None:
-        super().__init__(f"{what}; choose a smaller --budget, --batch-size or --ctx-size, or a smaller model")
+    def __init__(self, what: str = "out of memory", *, on_gpu: bool = False) -> None:
+        fewer = "fewer --gpu-layers, " if on_gpu else ""
+        remedy = f"choose a smaller --budget, --batch-size or --ctx-size, {fewer}or a smaller model"
+        super().__init__(f"{what}; {remedy}")
 
 
 class SessionError(KvtoolError):

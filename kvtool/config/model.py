@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
 from kvtool.errors import OutOfMemory, UsageError
@@ -24,6 +24,8 @@ _MARGIN = 2**30
 _RETRY_SHARE = 0.75
 """Part of a GPU's free memory to use when more was not there."""
 
+T = TypeVar("T")
+
 Find = Callable[[str | None], Path]
 """Function from the value of --model to the model's file; downloads the file if needed."""
 
@@ -36,17 +38,29 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 
 @contextmanager
-def loaded_model(
+def loaded_model(run: RunOptions, path: Path, **how: Any) -> Iterator[Model]:
+    """Load the model; free it at the end. how: arguments of `opened_on_model`. Raises KvtoolError."""
+    with opened_on_model(run, path, lambda model: model, **how) as model:
+        yield model
+
+
+@contextmanager
+def opened_on_model(
     run: RunOptions,
     path: Path,
+    open_on: Callable[[Model], T],
     *,
     guarded: bool = False,
     mtp: bool = False,
     n_cell: int = 4096,
     say: Callable[[str], None] = lambda line: None,
-) -> Iterator[Model]:
-    """Load the model onto the devices that the options name; free it at the end. Raises KvtoolError.
+) -> Iterator[T]:
+    """Load the model onto the devices that the options name, and open something on it; free it at the end.
 
+    Raises KvtoolError.
+
+    open_on: returns what this yields, which the caller closes. If it raises OutOfMemory and --gpu-layers is
+    auto, it is called once more, on a model with fewer weights on the GPU.
     guarded: if compiled code crashes, end the process with one line on stderr.
     mtp: also load the layers for multi-token prediction.
     n_cell: cells of each row, for which a GPU keeps room if --gpu-layers is auto.
@@ -64,21 +78,30 @@ def loaded_model(
 
         add_rpc(*run.workers)
 
-    def load(run: RunOptions) -> Model:
-        n_gpu_layers = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
-        return Model(path, n_gpu_layers=n_gpu_layers, placement=run.placement, adapters=run.adapters, mtp=mtp)
+    def load(run: RunOptions) -> tuple[Model, T]:
+        n = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
+        model = Model(path, n_gpu_layers=n, placement=run.placement, adapters=run.adapters, mtp=mtp)
+        try:
+            return model, open_on(model)
+        except BaseException:
+            model.close()
+            raise
 
     for pattern in _without_match(run, path):
         say(f"--override-tensor: no tensor of the model matches {pattern!r}")
+    placed, note = _fitted_to_gpu(run, path, n_cell, mtp=mtp)
     try:
-        model = load(_fitted_to_gpu(run, path, n_cell, say, mtp=mtp))
+        model, opened = load(placed)
     except OutOfMemory:
-        # a GPU had less memory than it reported: try once more with fewer weights on it
-        if (smaller := _fitted_to_gpu(run, path, n_cell, say, _RETRY_SHARE, mtp=mtp)) is run:
+        # a GPU had less memory than it reported, or buffers took more than _MARGIN
+        placed, note = _fitted_to_gpu(run, path, n_cell, _RETRY_SHARE, mtp=mtp)
+        if placed is run:
             raise
-        model = load(smaller)
+        model, opened = load(placed)
+    if note:
+        say(note)
     try:
-        yield model
+        yield opened
     finally:
         model.close()
 
@@ -91,17 +114,12 @@ def _without_match(run: RunOptions, path: Path) -> list[str]:
 
 
 def _fitted_to_gpu(
-    run: RunOptions,
-    path: Path,
-    n_cell: int,
-    say: Callable[[str], None],
-    share: float = 1.0,
-    *,
-    mtp: bool = False,
-) -> RunOptions:
+    run: RunOptions, path: Path, n_cell: int, share: float = 1.0, *, mtp: bool = False
+) -> tuple[RunOptions, str]:
     """Set how many layers and experts are on the GPU, if the options leave that open and not all fit.
 
-    Returns the same options for a placement by hand, with workers, and for GPUs that report no free memory.
+    Returns the options, with a line about it. Returns the same options and "" if all fits, for a placement by
+    hand, with workers, and for GPUs that report no free memory.
 
     share: part of the free memory to use.
     """
@@ -109,17 +127,17 @@ def _fitted_to_gpu(
 
     is_open = run.gpu_layers is None and run.placement == Placement() and not run.workers
     if not is_open or not (free := int(gpu_free_bytes() * share)):
-        return run
+        return run, ""
     info = read(path)
     placed = fitted_weights(info, n_cell, free, len(gpus()), run.type_k, run.type_v, mtp=mtp)
     n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
+    room = f"the GPU has room for {in_words(placed, info)}"
     if n_layer <= info.weights.n_layer:
-        say(f"the GPU has room for {in_words(placed, info)} (--gpu-layers sets another number)")
-        return run.changed(gpu_layers=n_layer, cpu_moe=n_cpu_moe > 0)
+        changed = run.changed(gpu_layers=n_layer, cpu_moe=n_cpu_moe > 0)
+        return changed, f"{room} (--gpu-layers sets another number)"
     if n_cpu_moe:
-        say(f"the GPU has room for {in_words(placed, info)} (--n-cpu-moe sets another number)")
-        return run.changed(n_cpu_moe=n_cpu_moe)
-    return run
+        return run.changed(n_cpu_moe=n_cpu_moe), f"{room} (--n-cpu-moe sets another number)"
+    return run, ""
 
 
 def fitted_weights(

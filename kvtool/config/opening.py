@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
-from kvtool.config.model import Find, find_model, loaded_model
+from kvtool.config.model import Find, find_model, opened_on_model
 from kvtool.config.notes import context_length, gpu_note, patch_note
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
@@ -95,28 +95,32 @@ def open_run(
     patch = patch_note({spec.name: spec.kind})
     n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
     placed_notes: list[str] = []
-    with loaded_model(
+
+    def open_on(model: Model) -> tuple[Engine, RunOptions, list[str | None]]:
+        n_text = length(model) if length else n_ctx
+        own, replaced_note = replace_recall(run, spec.kind, model.layers)
+        own_spec, own_fitted = (check(own), None) if replaced_note else (spec, fitted)
+        own = archive.with_type(own, info)
+        own_fitted = own_fitted or budget.fit_run(
+            own_spec, own, model.layers, min(n_ctx, n_text), n_ctx, info.n_ctx_train
+        )
+        n_batch, policy = own_fitted.n_batch, own_fitted.policy
+        n_draft = max_draft_tokens(own, model.layers, own_spec.kind, n_batch)
+        settings = settings_of(own, n_ctx, n_batch, n_batch if own.scores else n_output, n_draft)
+        return Engine(model, policy, settings), own, [replaced_note, own_fitted.note]
+
+    with opened_on_model(
         run,
         info.path,
+        open_on,
         guarded=guarded,
         mtp=uses_mtp(run, info),
         n_cell=n_cell,
         say=placed_notes.append,
-    ) as model:
-        n_text = length(model) if length else n_ctx
-        notes = [context_note, patch, gpu_note(run), *placed_notes]
-        run, replaced_note = replace_recall(run, spec.kind, model.layers)
-        if replaced_note:
-            spec, fitted = check(run), None
-        run = archive.with_type(run, info)
-        fitted = fitted or budget.fit_run(
-            spec, run, model.layers, min(n_ctx, n_text), n_ctx, info.n_ctx_train
-        )
-        n_output = fitted.n_batch if run.scores else n_output
-        n_draft = max_draft_tokens(run, model.layers, spec.kind, fitted.n_batch)
-        engine = Engine(model, fitted.policy, settings_of(run, n_ctx, fitted.n_batch, n_output, n_draft))
+    ) as (engine, own, own_notes):
+        notes = [context_note, patch, gpu_note(run), *placed_notes, *own_notes]
         try:
-            yield Opened(engine, info, run, [note for note in [*notes, replaced_note, fitted.note] if note])
+            yield Opened(engine, info, own, [note for note in notes if note])
         finally:
             engine.close()
 

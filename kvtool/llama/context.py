@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, OutOfMemory
 from kvtool.llama.archive import Archive
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.fixed_state import FixedState
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
+from kvtool.llama.log import no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
 from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
@@ -73,6 +74,8 @@ class Context(Decoder):
     ------
     ModelError
         If the model's layers have no rows.
+    OutOfMemory
+        If there is no memory for the cache or the signals.
     """
 
     def __init__(
@@ -127,6 +130,8 @@ class Context(Decoder):
         if self.n_row < 0:
             why = error_text()
             self.close()
+            if no_memory():
+                raise OutOfMemory(f"no memory for a cache of {n_cell} cells: {why}", on_gpu=model.uses_gpu)
             raise ModelError(f"{model.path.name} cannot be used yet: {why}")
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)

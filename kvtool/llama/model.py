@@ -111,7 +111,7 @@ class Model:
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             if no_memory():
-                raise OutOfMemory(f"no memory for {path}{because()}")
+                raise OutOfMemory(f"no memory for {path}{because()}", on_gpu=self.uses_gpu)
             raise ModelError(f"llama.cpp cannot load {path}{because()}")
         try:
             self._adapters = Adapters(self._model, self.path.name, adapters)
@@ -126,6 +126,11 @@ class Model:
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
 
     @property
+    def uses_gpu(self) -> bool:
+        """True if GPUs or workers have any layers."""
+        return has_gpu() and self._n_gpu_layers != 0
+
+    @property
     def is_on_gpu(self) -> bool:
         """True if GPUs or workers compute the attention of all layers, and hold their cache.
 
@@ -134,7 +139,7 @@ class Model:
         self._check_open()
         n = self._n_gpu_layers
         # llama.cpp counts layers for multi-token prediction even if it does not load them, and the output
-        return has_gpu() and (n is None or n < 0 or n > self._info.weights.n_layer)
+        return self.uses_gpu and (n is None or n < 0 or n > self._info.weights.n_layer)
 
     @property
     def has_mtp(self) -> bool:

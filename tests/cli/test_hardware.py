@@ -13,6 +13,7 @@ from kvtool.cli.chat import files
 from kvtool.config import drafting
 from kvtool.config import model as config_model
 from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions
+from kvtool.engine import loop
 from kvtool.errors import OutOfMemory
 from kvtool.llama import devices
 from kvtool.llama import model as llama_model
@@ -178,13 +179,13 @@ class FakeGpu:
 def test_as_many_weights_as_fit_are_on_the_gpu(
     tiny_model, monkeypatch, n_layer, n_expert, gpu_layers, n_cpu_moe, cpu_moe, line
 ):
-    path, said = tiny_model("gpt_oss", n_layer=4), []
+    path = tiny_model("gpt_oss", n_layer=4)
     gpu = FakeGpu(monkeypatch, path, n_cell=512)
     gpu.has_room_for(n_layer, n_expert)
-    run = config_model._fitted_to_gpu(WriteOptions(), path, 512, said.append)
+    run, said = config_model._fitted_to_gpu(WriteOptions(), path, 512)
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
-    assert len(said) == bool(line)
-    assert line in "".join(said)
+    assert bool(said) == bool(line)
+    assert line in said
 
 
 def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):
@@ -223,13 +224,37 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert Full.tried[4:] == [2]
 
 
+def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, talker, monkeypatch):
+    open_context, models = loop.open_context, []
+
+    def crowded(model, *how):
+        models.append(model)
+        if model._n_gpu_layers != 0:
+            raise OutOfMemory("no memory for a cache", on_gpu=model.uses_gpu)
+        return open_context(model, *how)
+
+    monkeypatch.setattr(loop, "open_context", crowded)
+    monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
+    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(1)
+    done = generate("--raw")
+    assert done.returncode == 0
+    assert [model._n_gpu_layers for model in models] == [2, 0]
+    assert not any(model.is_open for model in models)
+    assert [line for line in done.stderr.splitlines() if "room" in line] == [
+        "the GPU has room for 0 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
+    ]
+    line = "choose a smaller --budget, --batch-size or --ctx-size, fewer --gpu-layers, or a smaller model"
+    one_line(generate("--raw", "-ngl", 2), 8, line)
+    assert len(models) == 3
+
+
 @pytest.mark.parametrize(
     "options", [{"gpu_layers": 1}, {"gpu_layers": ALL_LAYERS}, {"cpu_moe": True}, {"rpc": "there:50052"}]
 )
 def test_what_is_chosen_by_hand_stays(talker, monkeypatch, options):
     FakeGpu(monkeypatch, talker).has_room_for(1)
     run = WriteOptions(**options)
-    assert config_model._fitted_to_gpu(run, talker, 512, pytest.fail) is run
+    assert config_model._fitted_to_gpu(run, talker, 512) == (run, "")
 
 
 def test_a_command_says_what_lies_in_host_memory(default_talker, talker, monkeypatch):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvtool.errors import InputError, LibraryError, UsageError
+from kvtool.errors import InputError, LibraryError, OutOfMemory, UsageError
 from kvtool.llama import library
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
@@ -798,6 +798,23 @@ def failing_caches(*fails):
 
 
 in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host memory")
+
+
+@in_host_memory
+@pytest.mark.parametrize(
+    ("signals", "before"),
+    # cells; compute buffers, twice; with RECENT also recent attention before the second compute buffers
+    [(Signal.NONE, 0), (Signal.NONE, 1), (Signal.NONE, 2), (Signal.RECENT, 2), (Signal.RECENT, 3)],
+)
+def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):
+    path = tiny_model(**SHAPE)
+    with failing_caches(*[False] * before, True, True) as left:
+        refusal = pytest.raises(
+            OutOfMemory, match="^no memory for a cache of 512 cells: .*; choose a smaller"
+        )
+        with refusal, opened(path, 512, signals=signals, n_query=30 if signals else 0):
+            pass
+    assert len(left) < 2
 
 
 @in_host_memory
