@@ -30,7 +30,13 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        self._engine = Engine(model, policy, Settings(n_draft=MOST, n_threads=n_threads, checkpoints=0))
+        # recurrent layers cannot drop the tokens of several steps: go back to a copy of the whole cache
+        self._has_copy = model.layers.recurrent_bytes > 0
+        n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
+        settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
+        self._engine = Engine(model, policy, settings)
+        # `_read_draft` alone makes copies
+        self._engine.checkpoints.is_paused = True
         self._stream = array("i")
         # number of stream tokens that were read, and the draft tokens that were read after them
         self._at = 0
@@ -58,9 +64,13 @@ class ModelDraft:
     def guess(self, n: int) -> np.ndarray:
         """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices."""
         self._catch_up()
-        return likely_tokens(self._engine.context, self._read_draft, min(n, self._engine.draft_room() + 1))
+        n = n if self._has_copy else min(n, self._engine.draft_room() + 1)
+        return likely_tokens(self._engine.context, self._read_draft, n)
 
     def _read_draft(self, token: int) -> None:
+        if self._has_copy and not self._ahead:
+            self._engine.checkpoints.cut(0)
+            self._engine.checkpoints.take()
         self._engine.step(np.array([token], np.int32))
         self._ahead.append(token)
 
@@ -76,7 +86,13 @@ class ModelDraft:
             n += 1
         # read at least one token, for its logits
         n = min(n, len(come) - 1)
-        self._engine.drop_drafts(len(self._ahead) - n)
+        if self._has_copy and n < len(self._ahead):
+            n = 0
+            if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
+                # there was no memory for a copy
+                self._begin()
+        else:
+            self._engine.drop_drafts(len(self._ahead) - n)
         self._at, self._ahead = self._at + n, []
         if len(come) - n > 2 * _BUDGET:
             self._begin()
@@ -110,14 +126,7 @@ def _likeliest(logits: np.ndarray) -> tuple[int, float]:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens.
-
-    Raises it also for a draft model with recurrent layers, which cannot drop the tokens of several steps.
-    """
-    if draft.layers.recurrent_bytes:
-        raise UsageError(
-            f"{draft.path.name} cannot guess: it has recurrent layers; choose another, or --draft lookup"
-        )
+    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens."""
     if draft.n_vocab != model.n_vocab or any(
         model.piece(token, special=True) != draft.piece(token, special=True)
         for token in range(0, model.n_vocab, 97)
