@@ -117,6 +117,9 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
 
     # workers, adapters and places of tensors are the large model's
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
+    if run.rpc:
+        # these options count workers as well
+        own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with loaded_model(own, find_model(name).path) as draft_model:
         check_draft(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:

@@ -79,8 +79,15 @@ def opened_on_model(
         add_rpc(*run.workers)
 
     def load(run: RunOptions) -> tuple[Model, T]:
-        n = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
-        model = Model(path, n_gpu_layers=n, placement=run.placement, adapters=run.adapters, mtp=mtp)
+        model = Model(
+            path,
+            n_gpu_layers=None if run.gpu_layers == ALL_LAYERS else run.gpu_layers,
+            placement=run.placement,
+            adapters=run.adapters,
+            mtp=mtp,
+            # a draft model shares the process with the workers of the large model
+            local=not run.workers,
+        )
         try:
             return model, open_on(model)
         except BaseException:

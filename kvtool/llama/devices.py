@@ -78,6 +78,16 @@ def gpus() -> list[dict[str, Any]]:
     return workers + (local or [device for device in available if device["type"] == "igpu"])
 
 
+def local_gpus() -> Any:
+    """Return llama.cpp's list of this machine's GPUs, which ends with null; None if there are no workers."""
+    found = gpus()
+    local = [device["name"].encode() for device in found if not _is_worker(device)]
+    if len(local) == len(found):
+        return None
+    bind("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    return (ctypes.c_void_p * (len(local) + 1))(*map(lib.ggml_backend_dev_by_name, local))
+
+
 def can_split_rows(name: str) -> bool:
     """Return True if the device with this name can split a tensor by rows, for --split-mode row."""
     pointer, text = ctypes.c_void_p, ctypes.c_char_p

@@ -13,7 +13,7 @@ import numpy as np
 from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.adapters import Adapter, Adapters
 from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import has_gpu
+from kvtool.llama.devices import has_gpu, local_gpus
 from kvtool.llama.library import (
     HOW_TO_BUILD,
     UNPATCHED,
@@ -53,6 +53,8 @@ class Model:
         Load everything except the weights, to tokenize and to read `layers`.
     mtp
         Also load the layers for multi-token prediction, which `MtpContext` needs.
+    local
+        Use only this machine's devices, even if there are workers.
 
     Attributes
     ----------
@@ -85,6 +87,7 @@ class Model:
         vocab_only: bool = False,
         no_weights: bool = False,
         mtp: bool = False,
+        local: bool = False,
     ) -> None:
         check_library()
         start_backends()
@@ -104,6 +107,9 @@ class Model:
         self._placement = placement or Placement()
         # keep them alive: llama.cpp's parameters point to them
         self._placed = self._placement.apply(params)
+        if local and (devices := local_gpus()):
+            params.devices = ctypes.addressof(devices)
+            self._placed.append(devices)
         for adapter in adapters:
             adapter.check(self.path.name, self._info.architecture)
         self._model = None

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtool.config import drafting
 from kvtool.config import model as config_model
-from kvtool.config.run import RunOptions
+from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama import devices, placement
 from kvtool.llama.context import Context
@@ -76,6 +77,11 @@ def client(path, path_mtp, *endpoints):
         add_rpc(*endpoints)
     names, results = [device["name"] for device in gpus()], []
     (first, *_) = own = [name for name in buffers() if name != "CPU"]
+    if endpoints:
+        sys.stderr.write("\nrun draft\n")
+        run = WriteOptions(draft=path, rpc=",".join(endpoints), split_mode="none", main_gpu=1, verbose=2)
+        with closing(Model(path, vocab_only=True)) as model, drafting.opened(run, model) as drafts:
+            results.append(drafts._draft_model._placement == Placement())
     for name, options in {**OF_ONE, **LIMITED, **MTP, **(OF_TWO if endpoints else {}), **WRONG}.items():
         sys.stderr.write(f"\nrun {name}\n")
         mtp, file = False, path
@@ -120,7 +126,8 @@ def placed(path, path_mtp):
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
         paths = str(path), str(path_mtp)
         (*names, results), logs = rpc_server.client("tests.llama.test_placement", *paths, *endpoints)
-    runs = [*OF_ONE, *LIMITED, *MTP, *(OF_TWO if endpoints else {}), *WRONG]
+    draft, of_two = (["draft"], OF_TWO) if endpoints else ([], {})
+    runs = [*draft, *OF_ONE, *LIMITED, *MTP, *of_two, *WRONG]
     return *names, dict(zip(runs, results, strict=True)), dict(zip(runs, logs[1:], strict=True))
 
 
@@ -210,6 +217,16 @@ def test_layers_are_shared_as_asked(placed, run, of_layers):
     assert found == [names[i] for i in of_layers]
     assert results[run][1] == (1 if run == "split-mode none" else None)
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
+
+
+@pytest.mark.skipif(has_gpu(), reason="one device")
+def test_a_draft_model_stays_on_this_machine(placed):
+    *_, results, logs = placed
+    # these options count workers as well
+    assert results["draft"]
+    # layers and output
+    found = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
+    assert found == ["CPU"] * (N_LAYER + 1)
 
 
 def test_what_does_not_exist_is_refused_with_what_does(placed):
