@@ -263,26 +263,38 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
 namespace {
 
-// Marks a step's members until the step ends, even if it throws
+// Marks a step's members until the step ends, even if it throws. Unless it is done, its tokens are removed
 class joint_step {
 public:
-    explicit joint_step(std::vector<member> & members) : members(members) {}
+    explicit joint_step(llama_context & lctx) : lctx(lctx), members(lctx.kvtool->joint->members) {}
 
     ~joint_step() {
+        lctx.synchronize();
+
         for (const auto & m : members) {
             m.lctx->kvtool->is_member = false;
+            if (m.pos_0 >= 0 && !is_done) {
+                llama_memory_seq_rm(llama_get_memory(m.lctx), 0, m.pos_0, -1);
+            }
         }
         members.clear();
+
+        // the tokens belong to the members: this context keeps none
+        llama_memory_clear(llama_get_memory(&lctx), false);
     }
 
     joint_step(const joint_step &) = delete;
 
+    bool is_done = false;
+
     void add(llama_context * lctx, int first, int n) {
-        members.push_back({ lctx, first, n, 0, nullptr });
+        members.push_back({ lctx, first, n, -1, nullptr });
         lctx->kvtool->is_member = true;
     }
 
 private:
+    llama_context & lctx;
+
     std::vector<member> & members;
 };
 
@@ -292,7 +304,7 @@ int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
     auto & own = *lctx.kvtool->joint;
 
-    joint_step step(own.members);
+    joint_step step(lctx);
 
     int first = 0;
     for (int i = 0; i < n_member; ++i) {
@@ -300,22 +312,11 @@ int32_t llama_kvtool::decode_joint(
         first += n_tokens[i];
     }
 
-    size_t n_begun = 0;
-    while (n_begun < own.members.size() && begin(own.members[n_begun], batch)) {
-        ++n_begun;
-    }
+    const bool fits = std::all_of(own.members.begin(), own.members.end(), [&](member & m) { return begin(m, batch); });
 
-    const int32_t status = n_begun == own.members.size() ? llama_decode(&lctx, batch) : 1;
+    const int32_t status = fits ? llama_decode(&lctx, batch) : 1;
 
-    lctx.synchronize();
-
-    for (size_t i = 0; status != 0 && i < std::min(n_begun + 1, own.members.size()); ++i) {
-        const auto & m = own.members[i];
-        m.lctx->memory->seq_rm(0, m.pos_0, -1);
-    }
-
-    // the tokens belong to the members: this context keeps none
-    lctx.memory->clear(false);
+    step.is_done = status == 0;
 
     return status;
 }

@@ -24,7 +24,7 @@ struct member {
     int first; // index of its first token in the step
     int n;
 
-    llama_pos pos_0;
+    llama_pos pos_0; // position of its first token; -1 before `begin`
 
     llama_memory_context_ptr mctx;
 };

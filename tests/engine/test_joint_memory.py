@@ -1,0 +1,84 @@
+"""Joint steps in which memory ends: whichever allocation fails, the streams continue as if there was no step.
+
+Run as a module, this file is the client, which runs with failing_new.cpp preloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import LibraryError
+from kvtool.llama.joint import JointContext, Part
+from kvtool.llama.model import Model
+from tests import forked
+from tests.engine.running import LOGITS, text
+from tests.held import PATIENCE_S
+
+N_READ, N_MOST = 20, 350
+
+
+def client(path):
+    """Print how many joint steps failed, and the maximum difference of logits to those of a stream alone.
+
+    In the nth step the nth allocation fails. The members then decode their tokens one by one.
+    """
+    process, tokens = ctypes.CDLL(None), text(N_MOST)
+    exact = Settings(type_k="f32", type_v="f32", flash="off", n_threads=1, n_batch=32)
+    n_failed, off = 0, []
+    with ExitStack() as stack:
+        model = stack.enter_context(closing(Model(path)))
+        policy = policies.fit("full", N_MOST)
+        engines = [stack.enter_context(closing(Engine(model, policy, exact))) for _ in range(3)]
+        alone, *members = [engine.context for engine in engines]
+        for engine in engines:
+            engine.read(tokens[:N_READ])
+        joint = stack.enter_context(closing(JointContext(members[0], 2, 4)))
+        for at in range(N_READ, N_MOST):
+            token = tokens[at : at + 1]
+            alone.decode(token, at, 1)
+            process.fail_new(at - N_READ + 1)
+            try:
+                joint.decode([Part(context, token, at, 1) for context in members])
+            except LibraryError:
+                n_failed += 1
+                for context in members:
+                    context.decode(token, at, 1)
+            finally:
+                process.fail_new(0)
+            off += [float(np.abs(context.logits() - alone.logits()).max()) for context in members]
+    print(json.dumps([n_failed, max(off)]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_whichever_allocation_of_a_step_fails_nothing_is_left_of_it(tiny_model, tmp_path, arch):
+    library = tmp_path / "failing_new.so"
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    source = Path(__file__).with_name("failing_new.cpp")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=PATIENCE_S)
+    done = forked.run(
+        [sys.executable, "-m", "tests.engine.test_joint_memory", str(tiny_model(arch=arch))],
+        cwd=forked.ROOT,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    n_failed, off = json.loads(done.stdout)
+    assert n_failed > 100
+    assert off < LOGITS
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])
