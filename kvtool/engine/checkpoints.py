@@ -1,4 +1,4 @@
-"""Checkpoints: copies of what a stream cannot be rewound without, made at some of its tokens.
+"""Checkpoints: copies of the state that a rewind cannot compute, made at some tokens of a stream.
 
 If rows can be rewound (`PolicyCache.keeps_all`), only the state of sliding and recurrent layers is copied.
 Otherwise a checkpoint is a copy of the whole cache, which a policy that forgets keeps at a fixed size.
@@ -188,7 +188,7 @@ class Checkpoints:
         return np.frombuffer(data, np.uint8)
 
     def put_back(self, checkpoint: Checkpoint, n_cell: int) -> None:
-        """Let the whole cache be as it was at a checkpoint. What is pinned and held now stays so.
+        """Restore the whole cache from a checkpoint. Tokens that are pinned or held now stay so.
 
         n_cell: as for `snapshot.restore`.
         """
@@ -217,7 +217,7 @@ class Checkpoints:
     def best(self, n: int) -> tuple[int, Checkpoint | None]:
         """Return how many of the stream's first n tokens can be kept, and the checkpoint for it.
 
-        That is the next checkpoint, if its state can be cut to n tokens, otherwise the one before.
+        The checkpoint is the next one, if its state can be cut to n tokens, otherwise the one before.
         """
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0

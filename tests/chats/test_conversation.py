@@ -433,7 +433,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
         for messages, text, reply in reversed(said):
             assert each.undo_turn() == text
             assert each.messages == messages
-            # the stream is as it was, so the same seed gives the same reply
+            # the stream is the same again, so the same seed gives the same reply
             each.n_reply = len(messages) // 2
             assert say(each, text) == reply
             assert each.undo_turn() == text
@@ -710,7 +710,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
-    # a closed terminal stops the reply as well, and its signal is raised again in the end
+    # a closed terminal also stops the reply; its signal is raised again in the end
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64), tmp_path / "chat.kvs"
     talk.undoable = True

@@ -1,4 +1,4 @@
-"""A reply that loops is stopped, and one line says so; ordinary text is not taken for a loop."""
+"""A reply that loops is stopped, with one line about it; ordinary text is not taken for a loop."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_thought_that_the_reply_header_opened():
 HEADERS = Tags(
     "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
 )
-"""Tags like those of gpt-oss, made of SmolLM2's control tokens."""
+"""Tags like the ones of gpt-oss, made of SmolLM2's control tokens."""
 
 HEADED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}"

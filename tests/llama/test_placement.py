@@ -182,7 +182,7 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     _, own, results, logs = placed
     held, room = device_mib(logs[run], own), LIMITED[run] * all_mib(path)
-    # what is left is less than a layer, without its experts if those of other layers are in host memory
+    # less room than for one layer is left (for a layer without experts, if other layers' are in host memory)
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
@@ -308,7 +308,7 @@ def test_shares_stand_between_commas_or_slashes():
 
 
 def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
-    # such as those that a later Python may bring
+    # such as a new feature of a later Python
     with pytest.raises(ModelError, match="cannot load .*regular expression"):
         Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
     assert placement.SPLIT_MODES.index("row") == 2

@@ -462,7 +462,7 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     assert ahead.plain_layers.n_row == 3
     loops = read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
     assert (loops.n_layer, loops.plain_layers.cell_bytes()) == (6, 768)
-    # as llama.cpp counts layers; those of the second loop have no weights of their own
+    # llama.cpp counts a layer once for each loop; the weights belong to the first
     assert loops.weights.n_layer == 6
     assert loops.weights.dense[3:] == (0, 0, 0)
 
