@@ -22,7 +22,7 @@ SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_S
 MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
 	/usr/bin/glslc:glslc /usr/include/spirv/unified1/spirv.hpp:spirv-headers
 DEVICE_TESTS := tests/llama/test_llama.py tests/llama/test_placement.py $(addsuffix .py,$(addprefix tests/engine/test_,offload exactness engine session \
-	signals prefill sliding recall recall_whole exact_reader residents joint))
+	signals prefill sliding recall recall_whole exact_reader residents joint checkpoints draft mtp))
 # their joint steps take longest, and one case shows them
 DEVICE_TESTS += $(foreach case,gemma3 gemma4-corm gemma4-recall,'--deselect=tests/engine/test_joint.py::test_in_any_kind_of_model[$(case)')
 # for the checks alone: one architecture, no optimization, no driver to link to

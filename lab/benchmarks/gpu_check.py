@@ -12,6 +12,7 @@ written to DIR/gpu-check.json at once; a table of all rows is printed at the end
 2e  writing with residents and means                3s  graph splits of a token, by policy
 3   reading and writing, by policy and depth        3r  reading a prompt, full cache and recall
 4   parts of a token's time                         5   the engine's tests
+6   checkpoints and draft states of a model with recurrent layers
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 Row = dict[str, Any]
+Env = tuple[tuple[str, str], ...]
 
 CUDA_FOLDERS = (
     "/usr/local/cuda/lib64",
@@ -50,6 +52,16 @@ CUDA_FOLDERS = (
 )
 DRIVER = "libcuda.so.1"
 CUDA_LIBRARIES = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", DRIVER)
+
+MODELS = {
+    "8b.gguf": "",
+    "hybrid.gguf": "--arch qwen35 --groups 16 --layers 32 --heads 16 --kv-heads 4 --ff 9216",
+}
+"""Options of random_model.py for each model: an 8B, and one in the shape of Qwen 3.5 4B."""
+
+_FEW = "--layers 4 --heads 4 --kv-heads 2 --head-dim 64 --ff 256"
+SMALL_MODELS = {"8b.gguf": _FEW, "hybrid.gguf": f"--arch qwen35 {_FEW}"}
+"""The same for --small."""
 
 MOST_ERROR = 0.02
 """Relative error of an attention in F16 or q8_0 up to which its result counts as right."""
@@ -70,12 +82,15 @@ class Part:
         Arguments of Python.
     env
         Environment variables.
+    model
+        Name of the random model that it needs, in MODELS; "" if it needs none.
     """
 
     name: str
     limit_s: float
     command: tuple[str, ...]
-    env: tuple[tuple[str, str], ...] = ()
+    env: Env = ()
+    model: str = ""
 
 
 def main() -> None:
@@ -95,11 +110,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="gpu-check-") as work,
         tempfile.TemporaryDirectory(prefix="gpu-check-", dir=_fast_folder()) as fast,
     ):
-        Check(args, Path(work), Path(fast) / "model.gguf", deadline).run()
+        Check(args, Path(work), Path(fast), deadline).run()
 
 
 def _fast_folder() -> str | None:
-    """Return a folder in memory with room for the model, or None. Libraries may fail to load from there."""
+    """Return a folder in memory with room for the models, or None. Libraries may fail to load from there."""
     shared = "/dev/shm"
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 12e9 else None
 
@@ -113,29 +128,29 @@ class Check:
         The command line.
     work
         A folder for the unpacked libraries.
-    model
-        Where to write the random model.
+    models
+        A folder for the random models.
     deadline
         Time by `time.monotonic` at which all parts must have ended.
     """
 
-    def __init__(self, args: argparse.Namespace, work: Path, model: Path, deadline: float) -> None:
-        self.args, self.work, self.model, self.deadline = args, work, model, deadline
+    def __init__(self, args: argparse.Namespace, work: Path, models: Path, deadline: float) -> None:
+        self.args, self.work, self.models, self.deadline = args, work, models, deadline
         self.rows: list[Row] = []
         self.started = time.monotonic()
         self.manifest: Row = json.loads((args.pack / "manifest.json").read_text())
         self.env = unpack(args.pack, work, self.manifest["kernels"])
-        self._writer: subprocess.Popen[bytes] | None = None
+        self._writers: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> None:
         """Run the parts that are asked for, then print the table."""
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
-        if any(part.name in ("3", "3r", "3s", "4") for part in parts):
-            # write the model while the first parts run, because they need only one core
-            self._writer = self._write_model()
+        for name in dict.fromkeys(part.model for part in parts if part.model):
+            # write the models while the first parts run, because they need only one core
+            self._writers[name] = self._write_model(name)
         for part in parts:
-            if part.name in ("3", "3r", "3s", "4") and not self._model_ready():
+            if part.model and not self._model_ready(part):
                 continue
             self._run(part)
             if part.name == "1" and not self.args.small and not self._has_gpu():
@@ -144,9 +159,10 @@ class Check:
                     {"part": "1", "what": "GPU", "why": "the library sees none: nothing else is measured"}
                 )
                 break
-        if self._writer and self._writer.poll() is None:
-            self._writer.terminate()
-            self._writer.wait()
+        for writer in self._writers.values():
+            if writer.poll() is None:
+                writer.terminate()
+                writer.wait()
         print("\n".join(table(self.rows)))
         print(f"{time.monotonic() - self.started:.0f} s; all rows: {self.args.out / 'gpu-check.json'}")
 
@@ -160,17 +176,22 @@ class Check:
         yield Part("1", 40, (*rows, "facts"))
         for name, limit_s in (("2a", 110), ("2b", 30), ("2c", 30), ("2d", 60), ("2e", 60)):
             yield Part(name, limit_s, (*micro, name, *small))
-        model = ("-m", str(self.model), *small)
+
+        def on(model: str, name: str, limit_s: float, what: str, *more: str, env: Env = ()) -> Part:
+            path = str(self.models / model)
+            return Part(name, limit_s, (*rows, what, "-m", path, *small, *more), env, model)
+
         # log each graph that the scheduler splits; graphs are not reused, so that each step logs one
         logged = (("GGML_SCHED_DEBUG", "2"), ("LLAMA_GRAPH_REUSE_DISABLE", "1"))
-        yield Part("3s", 60, (*rows, "splits", *model), logged)
+        yield on("8b.gguf", "3s", 60, "splits", env=logged)
         for way in ("recall", "full", "resident", "streamingllm", "h2o"):
-            yield Part("3", 75, (*rows, "bench", *model, "--way", way))
+            yield on("8b.gguf", "3", 75, "bench", "--way", way)
         for way in ("recall", "full"):
-            yield Part("3r", 60, (*rows, "read", *model, "--way", way))
+            yield on("8b.gguf", "3r", 60, "read", "--way", way)
         for way in ("recall", "streamingllm", "full"):
-            yield Part("4", 60, (*rows, "profile", *model, "--way", way))
-        yield Part("4", 40, (*rows, "search", *model, "--way", "recall"))
+            yield on("8b.gguf", "4", 60, "profile", "--way", way)
+        yield on("8b.gguf", "4", 40, "search", "--way", "recall")
+        yield on("hybrid.gguf", "6", 60, "hybrid")
         yield self._tests()
 
     def _tests(self) -> Part:
@@ -191,29 +212,25 @@ class Check:
         }
         return Part("5", 240, (*command, *tests), tuple(env.items()))
 
-    def _write_model(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "lab.benchmarks.random_model", str(self.model), "--repeat"]
+    def _write_model(self, name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "lab.benchmarks.random_model", str(self.models / name), "--repeat"]
         command += ["-m", str(self.work / "vocab.gguf"), "--chat-template", str(self.work / "template.jinja")]
         (self.work / "template.jinja").write_text("{{ messages[0].content }}")
-        if self.args.small:
-            command += ["--layers", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--ff", "256"]
-        log = (self.args.out / "model.log").open("wb")
+        command += (SMALL_MODELS if self.args.small else MODELS)[name].split()
+        log = (self.args.out / f"{name}.log").open("wb")
         return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
 
-    def _model_ready(self) -> bool:
-        """Wait until the model is written. If that fails, add one row that says why, and return False."""
-        writer = self._writer
-        if writer is None:
-            return False
+    def _model_ready(self, part: Part) -> bool:
+        """Wait until a part's model is written. If that fails, add a row that says why, and return False."""
+        writer = self._writers[part.model]
         try:
             code = writer.wait(max(self.deadline - time.monotonic() - 30, 1))
         except subprocess.TimeoutExpired:
+            writer.kill()
             code = 1
         if code:
-            self._writer = None
-            writer.kill()
-            said = (self.args.out / "model.log").read_text(errors="replace")
-            self._add({"part": "3", "what": "model", "why": f"not written: {said[-TAIL:]}"})
+            said = (self.args.out / f"{part.model}.log").read_text(errors="replace")
+            self._add({"part": part.name, "what": part.model, "why": f"not written: {said[-TAIL:]}"})
         return not code
 
     def _run(self, part: Part) -> None:

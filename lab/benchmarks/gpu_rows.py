@@ -375,7 +375,71 @@ def search(args: Args) -> Iterator[Row]:
         engine.close()
 
 
-WHAT = {each.__name__: each for each in (facts, bench, read, splits, profile, search)}
+def hybrid(args: Args) -> Iterator[Row]:
+    """Cost of checkpoints and of draft states, for a model with recurrent layers.
+
+    Reading takes read_s with checkpoints and plain_s without, one after the other. copy_ms: time of one more
+    checkpoint. A step of one token takes step_ms with room for so many draft tokens, and none_ms without.
+    """
+    model = Model(args.model)
+    policy = policies.fit("recall", 512)
+    n = 4096 if args.small else 16384
+    tokens = np.resize(depths.text(model), n)
+
+    def opened(checkpoints: int | None, n_draft: int = 0) -> Engine:
+        settings = Settings(
+            n_ctx=model.n_ctx_train, n_batch=1024, archive=n + 1024, checkpoints=checkpoints, n_draft=n_draft
+        )
+        return Engine(model, policy, settings)
+
+    engines = {"read_s": opened(None), "plain_s": opened(0)}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(4):
+        for name, engine in engines.items():
+            engine.reset()
+            began = time.perf_counter()
+            engine.read(tokens)
+            engine.context.logits()
+            seconds[name].append(time.perf_counter() - began)
+    checkpoints = engines["read_s"].checkpoints
+    engines["read_s"].step(tokens[:1])
+    engines["read_s"].context.logits()
+    n_made, n_bytes, began = len(checkpoints), checkpoints.n_bytes, time.perf_counter()
+    checkpoints.take()
+    yield {
+        "what": "checkpoints while reading",
+        "tokens": n,
+        # the first round compiles graphs
+        **{name: statistics.median(each[1:]) for name, each in seconds.items()},
+        "checkpoints": n_made,
+        "spacing": checkpoints.spacing,
+        "bytes": n_bytes // max(n_made, 1),
+        "copy_ms": 1e3 * (time.perf_counter() - began),
+    }
+    for engine in engines.values():
+        engine.close()
+
+    for n_draft in (4, 15):
+        pair = {"none_ms": opened(0), "step_ms": opened(0, n_draft)}
+        taken: dict[str, list[float]] = {name: [] for name in pair}
+        for engine in pair.values():
+            engine.read(tokens[:1024])
+        for at in range(8 + N_STEP):
+            for name, engine in pair.items():
+                began = time.perf_counter()
+                engine.step(tokens[at][None])
+                engine.context.logits()
+                taken[name].append(time.perf_counter() - began)
+        yield {
+            "what": "a token with draft states",
+            "draft": n_draft,
+            **{name: 1e3 * statistics.median(each[8:]) for name, each in taken.items()},
+        }
+        for engine in pair.values():
+            engine.close()
+
+
+WHAT = {each.__name__: each for each in (facts, bench, read, splits, profile, search, hybrid)}
 
 
 def main() -> None:

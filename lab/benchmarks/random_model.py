@@ -24,8 +24,8 @@ import numpy as np
 from kvtool.models.resolve import resolve
 from lab.benchmarks.common import make_parser, note
 
-N_CONV, N_STATE, N_GROUP = 4, 128, 2
-"""Sizes of Qwen 3.5's recurrent layers: tokens that a convolution spans, dimensions of a head, key heads."""
+N_CONV, N_STATE = 4, 128
+"""Sizes of Qwen 3.5's recurrent layers: tokens that a convolution spans, dimensions of a head."""
 
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))
@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--groups", type=int, default=2, help="key heads of a recurrent layer; Qwen 3.5 has 16"
+    )
     parser.add_argument("--ff", type=int, default=14336, help="inner size of the feed-forward layers")
     parser.add_argument("--n-ctx", type=int, default=131072, help="trained context in the header")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,9 +88,9 @@ def main() -> None:
         writer.add_full_attention_interval(4)
         writer.add_ssm_conv_kernel(N_CONV)
         writer.add_ssm_state_size(N_STATE)
-        writer.add_ssm_group_count(N_GROUP)
-        writer.add_ssm_time_step_rank(2 * N_GROUP)
-        writer.add_ssm_inner_size(2 * N_GROUP * N_STATE)
+        writer.add_ssm_group_count(args.groups)
+        writer.add_ssm_time_step_rank(2 * args.groups)
+        writer.add_ssm_inner_size(2 * args.groups * N_STATE)
     n_vocab = add_tokenizer(reader, writer, args.chat_template)
     rng = np.random.default_rng(args.seed)
     matrices = dict(shapes(args, n_embd, n_vocab))
@@ -158,15 +161,15 @@ def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tupl
     for layer in range(args.layers):
         recurs = args.arch == "qwen35" and (layer + 1) % 4
         own = {f"{name}.weight": (n_embd,) for name in norms} | {f"{name}.weight": mlp[name] for name in mlp}
-        for name, shape in (own | (recurrent(n_embd) if recurs else attention)).items():
+        for name, shape in (own | (recurrent(n_embd, args.groups) if recurs else attention)).items():
             yield f"blk.{layer}.{name}", shape
 
 
-def recurrent(n_embd: int) -> dict[str, tuple[int, ...]]:
+def recurrent(n_embd: int, n_group: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a gated delta net."""
-    n_head = 2 * N_GROUP
+    n_head = 2 * n_group
     n_value = n_head * N_STATE
-    n_mixed = 2 * N_GROUP * N_STATE + n_value
+    n_mixed = 2 * n_group * N_STATE + n_value
     return {
         "attn_qkv.weight": (n_mixed, n_embd),
         "attn_gate.weight": (n_value, n_embd),
