@@ -6,8 +6,11 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, StreamEnd
 
-_MISSED = 0.1
-"""A step is repeated if a larger share of a query's attention fell on clusters that should be resident."""
+_MISSED = 0.5
+"""A step is repeated if a larger share of a query's attention fell on clusters that should be resident.
+
+The share is an estimate, which counts more for clusters whose keys differ much.
+"""
 
 _MOST_REPEATS = 3
 """Maximum repetitions of a step. Each changes the queries of later layers, which may need other clusters."""

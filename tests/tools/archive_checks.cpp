@@ -1271,6 +1271,23 @@ CHECK(cells_stand_for_each_archived_token_once) {
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
+// mean squared distance of a cluster's keys from their mean, divided by their length; in layer 1 and head 0
+static double spread_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
+    const int64_t block = own.block_at(place);
+    const int     c     = own.cluster_at(place);
+
+    double sum = 0.0;
+    for (int at = own[block].start[c]; at < own[block].start[c + 1]; ++at) {
+        const int64_t i = block*256 + own[block].order[at];
+        std::vector<float> key(s.keys[1].begin() + i*n_dim, s.keys[1].begin() + i*n_dim + n_embd);
+        s.own.turns_of(1).turn(key.data(), s.own.turn_to(own[block].to, i) + i - s.own.base_of(i));
+        for (int d = 0; d < n_embd; ++d) {
+            sum += (key[d] - mean[d])*(key[d] - mean[d])/n_embd/own.clusters.sizes[place];
+        }
+    }
+    return sum;
+}
+
 CHECK(residents_are_the_clusters_that_queries_want) {
     stream s(params_of(GGML_TYPE_F32, 64));
     s.push(1300);
@@ -1284,7 +1301,10 @@ CHECK(residents_are_the_clusters_that_queries_want) {
         std::vector<float> key(n_embd);
         for (int i = 0; i < (int) (own.end() - own.begin())*n_cluster; ++i) {
             get_key(own.clusters.sides.data() + i/n_side*own.side_size(), i % n_side, key.data(), n_embd);
-            res.push_back({ own.clusters.sizes[i]*std::exp(plain.scale*dot(turned.data(), key.data(), n_embd)), own.clusters.sizes[i] });
+            const double spread = spread_of(s, own, i, key);
+            const double norm   = dot(turned.data(), turned.data(), n_embd)*plain.scale*plain.scale;
+            const double logit  = plain.scale*dot(turned.data(), key.data(), n_embd) + 0.35*std::min(norm*spread, 16.0);
+            res.push_back({ own.clusters.sizes[i]*std::exp(logit), own.clusters.sizes[i] });
             sum += res.back().first;
         }
         std::sort(res.begin(), res.end(), [](auto & a, auto & b) { return a.first/a.second > b.first/b.second; });

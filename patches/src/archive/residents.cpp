@@ -12,6 +12,14 @@ namespace kvtool {
 // A cluster's score falls by this factor with each step
 static constexpr float decay = 0.9f;
 
+// The tokens of a cluster get more attention than their mean key, the more their keys differ: exp is convex. Normal logits
+// would add half of their variance to the mean's logit. This is a part of it, for a variance that is the same in all
+// directions, as the keys differ most in directions that few queries have
+static constexpr float spread_share = 0.35f;
+
+// maximum of a logit's variance
+static constexpr float most_variance = 16.0f;
+
 static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
 static const ggml_fp16_t seen   = ggml_fp32_to_fp16(0.0f);
 
@@ -53,6 +61,7 @@ void residents::clear(row & r, ggml_fp16_t * mask) {
     r.anchors .assign(n_ring, -1);
     r.score   .assign(n_mean, 0.0f);
     r.sizes   .assign(n_mean, 0);
+    r.spread  .assign(n_mean, 0.0f);
     r.wanted  .assign(n_mean, 0);
     r.is_here .assign(n_mean, 0);
     r.is_new  .assign(n_mean, 0);
@@ -89,6 +98,30 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
 
     // the mean is rotated in place of the queries, in the opposite direction
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
+}
+
+float residents::spread_of(size_t layer, int head, size_t place) const {
+    const auto & l   = tokens[layer];
+    const auto & own = tokens.clusters_of(layer, head);
+
+    const int64_t block = own.block_at(place);
+    const int     c     = own.cluster_at(place);
+    const auto  & start = own[block].start;
+    const int     n     = start[c + 1] - start[c];
+
+    std::vector<float> mean(l.n_embd_k), keys(n*l.n_embd_k);
+    get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, mean.data(), l.n_embd_k);
+    l.keys(head, block*n_block + start[c], n, keys.data());
+
+    // mean square of the keys minus square of their mean: a rotation changes neither
+    float sum = 0.0f;
+    for (const float x : keys) {
+        sum += x*x/n;
+    }
+    for (const float x : mean) {
+        sum -= x*x;
+    }
+    return std::max(sum, 0.0f)/l.n_embd_k;
 }
 
 void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
@@ -164,6 +197,7 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
                 put_mean(layer, head, place, i, out);
             }
             if (is_new) {
+                r.spread[i] = spread_of(layer, head, place);
                 mask[i]     = log_of(r.sizes[i]);
                 r.is_new[i] = 1;
             }
@@ -320,8 +354,13 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             const size_t place = own.place(block);
             multiply(own.clusters.sides.data() + place/n_side*own.side_size(), (end - block)*n_cluster/n_side, small, n_embd, x + place);
         }
+        float norm = 0.0f;
+        for (int64_t e = 0; e < n_embd; ++e) {
+            norm += queries[q*n_embd + e]*queries[q*n_embd + e]*logits.scale*logits.scale;
+        }
         for (int i = 0; i < n; ++i) {
-            x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i]);
+            x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i])
+                + spread_share*std::min(norm*r.spread[number[i]], most_variance);
         }
         const auto  part = exponentials(x, n, 1.0f, x);
         const float sum  = part.sum + std::exp(live[q] - part.most);

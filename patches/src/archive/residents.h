@@ -71,6 +71,7 @@ private:
 
         std::vector<float>    score;  // per cluster
         std::vector<uint16_t> sizes;  // tokens
+        std::vector<float>    spread; // mean squared distance of its keys from their mean, divided by n_embd_k
         std::vector<uint8_t>  wanted; // chosen
         std::vector<uint8_t>  is_here; // resident
         std::vector<uint8_t>  is_new;  // no query has scored it yet
@@ -102,6 +103,8 @@ private:
     void update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
     void update_tail (row & r, size_t layer, int head, cells & out);
     void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
+
+    float spread_of(size_t layer, int head, size_t place) const;
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
