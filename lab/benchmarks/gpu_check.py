@@ -191,8 +191,8 @@ class Check:
         for way in ("recall", "streamingllm", "full"):
             yield on("8b.gguf", "4", 60, "profile", "--way", way)
         yield on("8b.gguf", "4", 40, "search", "--way", "recall")
-        yield on("hybrid.gguf", "6", 60, "hybrid")
         yield self._tests()
+        yield on("hybrid.gguf", "6", 60, "hybrid")
 
     def _tests(self) -> Part:
         n = self.args.workers or max(min((os.cpu_count() or 2) - 2, 14), 1)
@@ -221,14 +221,17 @@ class Check:
         return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
 
     def _model_ready(self, part: Part) -> bool:
-        """Wait until a part's model is written. If that fails, add a row that says why, and return False."""
-        writer = self._writers[part.model]
+        """Wait until a part's model is written. If that fails, add one row for it, and return False."""
+        writer = self._writers.get(part.model)
+        if writer is None:
+            return False
         try:
             code = writer.wait(max(self.deadline - time.monotonic() - 30, 1))
         except subprocess.TimeoutExpired:
-            writer.kill()
             code = 1
         if code:
+            del self._writers[part.model]
+            writer.kill()
             said = (self.args.out / f"{part.model}.log").read_text(errors="replace")
             self._add({"part": part.name, "what": part.model, "why": f"not written: {said[-TAIL:]}"})
         return not code

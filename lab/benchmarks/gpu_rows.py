@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,60 +383,61 @@ def hybrid(args: Args) -> Iterator[Row]:
     checkpoint. A step of one token takes step_ms with room for so many draft tokens, and none_ms without.
     """
     model = Model(args.model)
-    policy = policies.fit("recall", 512)
+    way = WAYS["recall"]
     n = 4096 if args.small else 16384
     tokens = np.resize(depths.text(model), n)
 
     def opened(checkpoints: int | None, n_draft: int = 0) -> Engine:
-        settings = Settings(
-            n_ctx=model.n_ctx_train, n_batch=1024, archive=n + 1024, checkpoints=checkpoints, n_draft=n_draft
-        )
-        return Engine(model, policy, settings)
+        settings = settings_of(model, way, n + 1024)
+        settings = replace(settings, n_batch=1024, checkpoints=checkpoints, n_draft=n_draft)
+        return Engine(model, policies.fit(way.policy, way.budget), settings)
+
+    def seconds(engine: Engine, put: Callable[[np.ndarray], Any], tokens: np.ndarray) -> float:
+        began = time.perf_counter()
+        put(tokens)
+        engine.context.logits()
+        return time.perf_counter() - began
 
     engines = {"read_s": opened(None), "plain_s": opened(0)}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    taken: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(4):
         for name, engine in engines.items():
             engine.reset()
-            began = time.perf_counter()
-            engine.read(tokens)
-            engine.context.logits()
-            seconds[name].append(time.perf_counter() - began)
-    checkpoints = engines["read_s"].checkpoints
-    engines["read_s"].step(tokens[:1])
-    engines["read_s"].context.logits()
-    n_made, n_bytes, began = len(checkpoints), checkpoints.n_bytes, time.perf_counter()
-    checkpoints.take()
+            taken[name].append(seconds(engine, engine.read, tokens))
+    engine = engines["read_s"]
+    n_made, n_bytes = len(engine.checkpoints), engine.checkpoints.n_bytes
+    # without a new token, there would be nothing to copy
+    seconds(engine, engine.step, tokens[:1])
+    began = time.perf_counter()
+    engine.checkpoints.take()
+    copy_ms = 1e3 * (time.perf_counter() - began)
     yield {
         "what": "checkpoints while reading",
         "tokens": n,
         # the first round compiles graphs
-        **{name: statistics.median(each[1:]) for name, each in seconds.items()},
+        **{name: statistics.median(each[1:]) for name, each in taken.items()},
         "checkpoints": n_made,
-        "spacing": checkpoints.spacing,
+        "spacing": engine.checkpoints.spacing,
         "bytes": n_bytes // max(n_made, 1),
-        "copy_ms": 1e3 * (time.perf_counter() - began),
+        "copy_ms": copy_ms,
     }
     for engine in engines.values():
         engine.close()
 
     for n_draft in (4, 15):
-        pair = {"none_ms": opened(0), "step_ms": opened(0, n_draft)}
-        taken: dict[str, list[float]] = {name: [] for name in pair}
-        for engine in pair.values():
+        engines = {"none_ms": opened(0), "step_ms": opened(0, n_draft)}
+        taken = {name: [] for name in engines}
+        for engine in engines.values():
             engine.read(tokens[:1024])
         for at in range(8 + N_STEP):
-            for name, engine in pair.items():
-                began = time.perf_counter()
-                engine.step(tokens[at][None])
-                engine.context.logits()
-                taken[name].append(time.perf_counter() - began)
+            for name, engine in engines.items():
+                taken[name].append(seconds(engine, engine.step, tokens[at][None]))
         yield {
             "what": "a token with draft states",
             "draft": n_draft,
             **{name: 1e3 * statistics.median(each[8:]) for name, each in taken.items()},
         }
-        for engine in pair.values():
+        for engine in engines.values():
             engine.close()
 
 
