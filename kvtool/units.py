@@ -21,6 +21,9 @@ PLAIN = "plain "
 MOST_THREADS = 512
 """Maximum CPU threads; with more, ggml ends the process."""
 
+MOST_RESIDENT = 2**20
+"""Maximum resident tokens of a row, as in llama_kvtool_reside."""
+
 _UNITS = {
     "B": 1,
     # one letter means a power of 1024, as in ls, dd and ulimit

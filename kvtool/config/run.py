@@ -23,7 +23,7 @@ from kvtool.options import (
     unless,
     within,
 )
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_THREADS
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_RESIDENT, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
 """Default policy, which forgets nothing, and its replacement if recall does not work.
@@ -245,6 +245,7 @@ class RunOptions(Options):
         "search on the host. 0: none.",
         group=ARCHIVE,
         least=0,
+        most=MOST_RESIDENT,
         in_record=True,
     )
     flash: str = _cache_option(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_THREADS, PLAIN
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_RESIDENT, MOST_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
@@ -106,8 +106,9 @@ class Settings:
                 raise UsageError(f"{name} must be at least 1, got {n}")
         if self.n_threads is not None and self.n_threads > MOST_THREADS:
             raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
-        for name in ("resident", "checkpoints"):
-            if (n := getattr(self, name)) is not None and n < 0:
-                raise UsageError(f"{name} must be at least 0, got {n}")
+        if not 0 <= self.resident <= MOST_RESIDENT:
+            raise UsageError(f"resident must be in 0..{MOST_RESIDENT}, got {self.resident}")
+        if self.checkpoints is not None and self.checkpoints < 0:
+            raise UsageError(f"checkpoints must be at least 0, got {self.checkpoints}")
         if not 0 <= self.n_draft < self.n_batch:
             raise UsageError(f"n_draft must be in 0..{self.n_batch - 1}, got {self.n_draft}")

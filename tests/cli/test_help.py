@@ -260,6 +260,7 @@ def test_what_is_suggested_exists():
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
         # with more threads, ggml would end the process
         (["-t", "513"], "--threads must be in 1..512, got 513"),
+        (["--resident", "4294967360"], "--resident must be in 0..1048576, got 4294967360"),
         (["--temp", "-1"], "--temp must be in 0.."),
         (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),
         (["--repeat-penalty", "0"], "--repeat-penalty must be in 0.001..1000, got 0"),

@@ -215,11 +215,12 @@ def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model):
         assert engine.residents.n_repeated
 
 
-def test_a_negative_number_of_residents_is_refused():
+@pytest.mark.parametrize("n", [-1, 2**20 + 1, 2**32 + 64])
+def test_a_number_of_residents_that_cannot_be_is_refused(n):
     from kvtool.engine.settings import Settings
 
-    with pytest.raises(UsageError, match="resident must be at least 0, got -1"):
-        Settings(resident=-1)
+    with pytest.raises(UsageError, match=rf"resident must be in 0\.\.1048576, got {n}$"):
+        Settings(resident=n)
 
 
 @contextmanager
