@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
+from kvtool.config.report import resident_cells
 from kvtool.config.run import RunOptions
 from kvtool.units import format_bytes
 
@@ -245,6 +246,8 @@ def _memory(engine: Engine) -> str:
         state += (
             f", an archive of at most {archive.n_max:,} tokens ({most}) in {archive.file or 'host memory'}"
         )
+    if resident := resident_cells(engine):
+        state += f"; {resident}"
     cells += f"; {spare}" if (spare := spare_line(engine)) else ""
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 

@@ -11,6 +11,7 @@ from kvtool.errors import LibraryError
 from kvtool.options import declared
 
 if TYPE_CHECKING:
+    from kvtool.engine.loop import Engine
     from kvtool.policy import Policy
 
 
@@ -36,6 +37,12 @@ def gpu_note(run: RunOptions) -> str | None:
         return None
     do = "does" if len(given) == 1 else "do"
     return f"{', '.join(given)} {do} nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
+
+
+def resident_note(engine: Engine) -> str | None:
+    """Return the note on residents that an engine cannot have, or None."""
+    why = engine.residents.obstacle
+    return f"--resident {engine.settings.resident} does nothing: {why}" if why else None
 
 
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:

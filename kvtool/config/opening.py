@@ -11,7 +11,7 @@ from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
 from kvtool.config.model import Find, find_model, opened_on_model
-from kvtool.config.notes import context_length, gpu_note, patch_note
+from kvtool.config.notes import context_length, gpu_note, patch_note, resident_note
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
@@ -107,7 +107,8 @@ def open_run(
         n_batch, policy = own_fitted.n_batch, own_fitted.policy
         n_draft = max_draft_tokens(own, model.layers, own_spec.kind, n_batch)
         settings = settings_of(own, n_ctx, n_batch, n_batch if own.scores else n_output, n_draft)
-        return Engine(model, policy, settings), own, [replaced_note, own_fitted.note]
+        engine = Engine(model, policy, settings)
+        return engine, own, [replaced_note, own_fitted.note, resident_note(engine)]
 
     with opened_on_model(
         run,

@@ -78,7 +78,19 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
     newest = "" if brief else f" (the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)})"
     slots = f" for each of {n_slot} requests at once" if n_slot > 1 else ""
     most = f"{format_bytes(archive.max_bytes)}{newest}{slots}"
-    return f"older text goes {place} host memory, at most {most}, and is still used"
+    line = f"older text goes {place} host memory, at most {most}, and is still used"
+    if resident := resident_cells(engine):
+        line += f"; {resident}"
+    return line
+
+
+def resident_cells(engine: Engine) -> str | None:
+    """Return a clause on the number of residents and their bytes; None without residents."""
+    residents = engine.residents
+    if not residents.n_token:
+        return None
+    tokens = f"{residents.n_token:,} archived tokens of each row are resident"
+    return f"{tokens}, for which the cache takes at most {format_bytes(residents.n_bytes)} more"
 
 
 def _where(file: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
-from kvtool.errors import LibraryError, StreamEnd
+from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 
 _MISSED = 0.5
 """A step is repeated if a larger share of a query's attention fell on clusters that should be resident.
@@ -28,11 +28,13 @@ class Residents:
     Attributes
     ----------
     n_token
-        Resident tokens of each row; 0: every step searches the archive on the host.
+        Resident tokens of each row. If it is 0, every step searches the archive on the host.
+    n_bytes
+        Bytes of the residents' cells on the devices once the archive is full.
     n_repeated
         Number of times that a step was decoded again because it missed too much.
-    refusal
-        Reason why steps have no residents although they were asked for; "" if they may have them.
+    obstacle
+        Why the model, its cache or the device cannot have the residents that were asked for; "" if it can.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -41,7 +43,24 @@ class Residents:
         self._n_left = 0
         self.n_token = settings.resident if cache.policy.recall else 0
         self.n_repeated = 0
-        self.refusal = ""
+        self.obstacle = ""
+        try:
+            self.n_bytes = self._bytes_of_all()
+        except LibraryError as error:
+            self.n_token, self.n_bytes, self.obstacle = 0, 0, _why(error)
+
+    def _bytes_of_all(self) -> int:
+        """Raises LibraryError if the model or its cache cannot have residents."""
+        archive = self._cache.context.archive
+        return archive.resident_bytes(_n_mean(archive.n_max), self.n_token) if archive and self.n_token else 0
+
+    @property
+    def refusal(self) -> str:
+        """Why no step has had residents although the user asked for them; "" if that needs no reason."""
+        archive = self._cache.context.archive
+        if self.obstacle or not self.n_token or self._n_mean or not (archive and archive.n):
+            return self.obstacle
+        return "only steps of one token use them, and no such step followed the first eviction"
 
     @property
     def n_now(self) -> int:
@@ -54,21 +73,16 @@ class Residents:
         archive = self._cache.context.archive
         assert archive
         n_archived = archive.n
-        if not n_archived:
+        if not n_archived or not self._n_mean < _n_cluster(n_archived) <= _MOST_MEANS:
             return
-        # one block may be cut at its start, and the next eviction may complete another one
-        n_mean = (n_archived // _N_BLOCK + 2) * _N_CLUSTER
-        if not self._n_mean < n_mean <= _MOST_MEANS:
-            return
-        # room for half as many clusters again, so that cells are moved rarely
-        n_mean = min(-(-n_mean * 3 // 2 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
+        n_mean = _n_mean(n_archived)
         try:
             archive.reside(n_mean, self.n_token)
             self._n_mean = n_mean
         except (LibraryError, StreamEnd) as error:
             if self._n_mean:
                 archive.reside(0, 0)
-            self.n_token, self._n_mean, self.refusal = 0, 0, str(error)
+            self.n_token, self._n_mean, self.obstacle = 0, 0, _why(error)
 
     def misses(self) -> bool:
         """Choose the next residents; True if the last step has to be decoded again with them."""
@@ -79,3 +93,19 @@ class Residents:
         self._n_left -= 1
         self.n_repeated += 1
         return True
+
+
+def _n_cluster(n_archived: int) -> int:
+    """Return how many clusters a row with n_archived tokens may have, until after the next eviction."""
+    # the first block may be cut at its start, and the next eviction may complete another block
+    return (n_archived // _N_BLOCK + 2) * _N_CLUSTER
+
+
+def _n_mean(n_archived: int) -> int:
+    """Return how many cells for means a row with n_archived tokens gets."""
+    # room for half as many clusters again, because every enlargement copies all cells
+    return min(-(-_n_cluster(n_archived) * 3 // 2 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
+
+
+def _why(error: KvtoolError) -> str:
+    return str(error).removeprefix("llama.cpp refused: ")

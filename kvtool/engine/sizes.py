@@ -107,6 +107,7 @@ def open_context(
             # includes padding, so that no gap is left between the live cells and those that a step fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
+            repeats=bool(policy.recall and settings.resident),
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
             n_near=sizes.n_ctx // 2,
             n_archive=settings.archive,

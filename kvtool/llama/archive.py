@@ -172,6 +172,12 @@ class Archive:
         check(n_bytes)
         return n_bytes
 
+    def resident_bytes(self, n_mean: int, n_token: int) -> int:
+        """Return the bytes of the cells that `reside` would add. Raises LibraryError where `reside` does."""
+        n_bytes: int = lib.llama_kvtool_resident_bytes(self._owner.handle, n_mean, n_token)
+        check(n_bytes)
+        return n_bytes
+
     def missed(self) -> float:
         """Choose the residents of the next step, and return how much the last step missed.
 

@@ -40,6 +40,8 @@ class Context(Decoder):
         Number of cells that steps fill from the archive; they follow the live cells. Default: the request's.
     n_draft
         Maximum tokens that `drop` can remove.
+    repeats
+        True if steps with residents may be decoded again: `drop` can then remove one more of their tokens.
     n_defer
         With flash attention: maximum queries that steps store to compute their signals together. 0: each step
         computes its own signals.
@@ -89,6 +91,7 @@ class Context(Decoder):
         archive_type: str = "f16",
         n_filled: int = 0,
         n_draft: int = 0,
+        repeats: bool = False,
         n_defer: int = 0,
         n_near: int = 0,
         n_archive: int | None = None,
@@ -99,7 +102,7 @@ class Context(Decoder):
         request = request or SignalRequest()
         # llama.cpp limits batches to the number of cells at its start; the cells are reduced below
         n_first = max(n_cell, n_batch) if request.recall else n_cell
-        super().__init__(model, n_first, n_batch, ragged=ragged, n_draft=n_draft, **how)
+        super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_draft + repeats, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]

@@ -37,6 +37,8 @@ class Decoder:
         Maximum tokens decoded at once; at most n_cell.
     n_output
         Maximum tokens of a decode that give logits.
+    n_earlier
+        Number of earlier recurrent states that llama.cpp keeps, so that as many tokens can be removed.
     type_k, type_v
         Types of keys and values, by their names in `CACHE_TYPES`.
     flash
@@ -68,7 +70,7 @@ class Decoder:
         *,
         ragged: bool = False,
         n_output: int = 1,
-        n_draft: int = 0,
+        n_earlier: int = 0,
         type_k: str = "f16",
         type_v: str = "f16",
         flash: str = "auto",
@@ -89,8 +91,7 @@ class Decoder:
         params.offload_kqv = kv_offload
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
-        # recurrent states that llama.cpp keeps in addition, so that draft tokens can be removed
-        params.n_rs_seq = n_draft
+        params.n_rs_seq = n_earlier
         params.n_outputs_max = min(n_output, n_batch)
         self._threads = Threads(n_threads or default_threads())
         params.n_threads = params.n_threads_batch = self._threads.n

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 23
+ABI = 24
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -121,6 +121,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_forget", i32, pointer, i64)
     bind("llama_kvtool_stage", i64, pointer, i64)
     bind("llama_kvtool_reside", i64, pointer, i32, i32)
+    bind("llama_kvtool_resident_bytes", i64, pointer, i32, i32)
     bind("llama_kvtool_missed", ctypes.c_float, pointer)
     bind("llama_kvtool_rewind", i32, pointer, i32, i32, i64, i64, i64)
     bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)

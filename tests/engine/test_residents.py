@@ -64,6 +64,8 @@ def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
         ("gemma2", {}, {}, ROUGH),
         ("gpt_oss", {}, {}, ROUGH),
         ("gemma4", {}, {}, ROUGH),
+        ("lfm2", {}, {}, ROUGH),
+        ("qwen35", {}, {}, ROUGH),
     ],
     ids=str,
 )
@@ -109,7 +111,6 @@ def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tin
 @pytest.mark.parametrize(
     ("arch", "settings"),
     [
-        ("lfm2", {}),
         ("deepseek2", {"prefill": "stream"}),
         ("llama", {"flash": "off", "archive_type": "f32", "type_k": "f32", "type_v": "f32"}),
     ],
@@ -171,17 +172,20 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
         assert engine.cache_bytes == n_before
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
-def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_once(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_once(tiny_model, arch):
+    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
     settings = HALF | {"prefill": "exact", "resident": ALL}
     want, _ = written(path, fit(), tokens, resident=ALL)
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
         for token in text(30, seed=5):
             engine.step(np.array([token]))
-        assert engine.rewind(N_PROMPT - 40)
-        engine.read(tokens[N_PROMPT - 40 : N_PROMPT])
+        n_kept = engine.rewind(N_PROMPT - 40)
+        # without a checkpoint, a model with recurrent layers starts again
+        assert n_kept == (N_PROMPT - 40 if arch == "llama" else 0)
+        engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:
             engine.step(np.array([token]))
         assert np.abs(engine.context.logits()[-1] - want[19]).max() < ROUGH
@@ -194,9 +198,20 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
         assert engine.residents.n_token == ALL
 
 
+def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model):
+    # without the setting, no state is kept from which a step could be repeated
+    with open_engine(tiny_model("lfm2", n_ctx_train=2048), fit(), **HALF) as engine:
+        archive = engine.context.archive
+        with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):
+            archive.resident_bytes(256, 64)
+        with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):
+            archive.reside(256, 64)
+
+
+@pytest.mark.parametrize("arch", ["llama", "lfm2", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
-def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model, arch):
+    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
     want, _ = written(path, fit(), tokens, resident=ALL)
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
     with open_engine(path, fit(), **settings) as engine:

@@ -321,7 +321,7 @@ bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
             }
             kvtool->fill_recalled(lctx, 0);
         } else if (kvtool->resides(n_tokens)) {
-            if (!kvtool->place_residents(lctx)) {
+            if (!kvtool->place_residents(lctx, n_tokens)) {
                 LLAMA_LOG_ERROR("the device failed to write archived tokens\n");
                 return false;
             }

@@ -144,13 +144,27 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
 
-int64_t llama_kvtool_reside(llama_context * ctx, int32_t n_mean, int32_t n_token) {
-    auto * kvtool = with_settled_archive(ctx);
-    if (!kvtool) {
+// false, with the error set, if a row cannot have so many means and resident tokens
+static bool can_be_resident(int32_t n_mean, int32_t n_token) {
+    if (n_token < 0 || n_token > most_resident || n_mean < 0 || n_mean > most_resident || n_mean % n_cluster != 0) {
+        fail(format("n_mean must be a multiple of %d, and n_mean and n_token in 0..%d, got %d and %d", n_cluster, most_resident, n_mean, n_token));
+        return false;
+    }
+    return true;
+}
+
+int64_t llama_kvtool_resident_bytes(llama_context * ctx, int32_t n_mean, int32_t n_token) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool || !can_be_resident(n_mean, n_token)) {
         return -1;
     }
-    if (n_token < 0 || n_token > most_resident || n_mean < 0 || n_mean > most_resident || n_mean % n_cluster != 0) {
-        return fail(format("n_mean must be a multiple of %d, and n_mean and n_token in 0..%d, got %d and %d", n_cluster, most_resident, n_mean, n_token));
+    return kvtool->resident_bytes(*ctx, n_mean, n_token);
+}
+
+int64_t llama_kvtool_reside(llama_context * ctx, int32_t n_mean, int32_t n_token) {
+    auto * kvtool = with_settled_archive(ctx);
+    if (!kvtool || !can_be_resident(n_mean, n_token)) {
+        return -1;
     }
     return guarded([&] { return kvtool->reside(*ctx, n_mean, n_token); });
 }

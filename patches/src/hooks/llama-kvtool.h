@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 23
+#define LLAMA_KVTOOL_ABI 24
 
 // error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -332,8 +332,12 @@ LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token
 // that the last queries attended to most. They lie in cells at the end of each row, which are added to the row's own, so
 // that the step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again.
 // n_token 0 ends this. Returns the bytes on devices. Not available without flash attention or synthetic cells, with
-// signals, an index or recurrent layers, if values are a part of the keys (MLA), and where layers lie on a worker.
+// signals or an index, if values are a part of the keys (MLA), and where layers lie on a worker. With recurrent layers,
+// the context's n_rs_seq must be above n_draft.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
+
+// bytes of the cells that llama_kvtool_reside would add; fails where that function is not available
+LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
 // largest share of a query's attention that fell on clusters which are chosen now and were not resident. Attention to

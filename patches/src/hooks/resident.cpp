@@ -89,19 +89,37 @@ bool llama_kvtool::resides(int64_t n_tokens) const {
         n_hidden == 0 && !is_member && archive->n_traced == 0;
 }
 
+std::string llama_kvtool::no_residents(const llama_context & lctx) const {
+    if (const std::string why = resident_cells::unsupported(layers, v_trans, lctx.cparams.flash_attn); !why.empty()) {
+        return why;
+    }
+    if (n_most < INT32_MAX) {
+        return "an index chooses cells of this model, and residents would be among them";
+    }
+    if (!states.empty() && (int) lctx.cparams.n_rs_seq <= params.n_draft) {
+        return "the recurrent layers of this model cannot drop a token, so no step could be repeated with other residents";
+    }
+    if (params.signals != 0 || params.log_n || params.n_made == 0) {
+        return "a policy that reads attention, or scales it by log n, has no residents";
+    }
+    return {};
+}
+
+int64_t llama_kvtool::resident_bytes(const llama_context & lctx, int n_mean, int n_token) const {
+    if (const std::string why = no_residents(lctx); !why.empty()) {
+        return fail(why);
+    }
+    int64_t n_cell = 0;
+    for (const auto & l : layers) {
+        n_cell += (ggml_nbytes(l.k) + ggml_nbytes(l.v))/l.n_cell;
+    }
+    return n_cell*resident_cells::region(n_mean, n_token);
+}
+
 int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
     lctx.synchronize();
 
-    if (params.signals != 0 || params.log_n || params.n_made == 0) {
-        return fail("a policy that reads attention, or scales it by log n, has no residents");
-    }
-    if (!states.empty()) {
-        return fail("recurrent layers cannot drop tokens, so no step could be repeated with other residents");
-    }
-    if (n_most < INT32_MAX) {
-        return fail("an index chooses cells of this model, and residents would be among them");
-    }
-    if (const std::string why = resident_cells::unsupported(layers, v_trans, lctx.cparams.flash_attn); !why.empty()) {
+    if (const std::string why = no_residents(lctx); !why.empty()) {
         return fail(why);
     }
 
@@ -144,10 +162,47 @@ void llama_kvtool::drop_residents() {
     }
 }
 
-bool llama_kvtool::place_residents(llama_context & lctx) {
+// A step writes the states after its last tokens over the first states, so the state before it moves behind them
+bool llama_kvtool::keep_states(llama_context & lctx, int n_tokens) const {
+    const auto * mem = memory::recurrent(lctx);
+    if (!mem || memory::n_dropped(*mem) == n_tokens) {
+        return true;
+    }
+    const int from = memory::n_dropped(*mem);
+
+    std::vector<ggml_tensor *> left = states;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()) && !left.empty(); ++i) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(lctx.get_sched(), i);
+
+        const auto here = std::stable_partition(left.begin(), left.end(),
+                [&](const auto * t) { return !ggml_backend_supports_buft(backend, ggml_backend_buffer_get_type(t->buffer)); });
+        const size_t n = left.end() - here;
+
+        ggml_context_ptr ctx { ggml_init({ 3*n*ggml_tensor_overhead() + ggml_graph_overhead_custom(3*n, false), nullptr, true }) };
+        ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 3*n, false);
+
+        for (auto it = here; it != left.end(); ++it) {
+            ggml_tensor * t = *it;
+            const auto state = [&](int at) { return ggml_view_1d(ctx.get(), t, t->ne[0], at*t->nb[1]); };
+
+            ggml_tensor * copy = ggml_cpy(ctx.get(), state(from), state(n_tokens));
+            for (ggml_tensor * view : { copy->src[0], copy->src[1], copy }) {
+                ggml_backend_view_init(view);
+            }
+            ggml_build_forward_expand(graph, copy);
+        }
+        if (n > 0 && ggml_backend_graph_compute(backend, graph) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+        left.erase(here, left.end());
+    }
+    return true;
+}
+
+bool llama_kvtool::place_residents(llama_context & lctx, int n_tokens) {
     missed(lctx);
     lctx.synchronize();
-    if (!resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version)) {
+    if (!keep_states(lctx, n_tokens) || !resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version)) {
         return false;
     }
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, params.n_recall - 1, params.n_recall);

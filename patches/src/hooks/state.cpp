@@ -381,10 +381,10 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
     } else {
-        // only draft tokens: the attention of other tokens is already in the signals, and llama.cpp keeps earlier
-        // recurrent states of the last step alone
+        // Only draft tokens: the attention of other tokens is already in the signals, and llama.cpp keeps earlier
+        // recurrent states of the last step alone. The state before a step is kept only with residents
         const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
-        n_removable = is_in_signals ? 0 : std::min(n_marked, n_tokens - 1);
+        n_removable = is_in_signals ? 0 : graph.is_resident ? n_tokens : std::min(n_marked, n_tokens - 1);
     }
     mark_drafts(0);
 }

@@ -112,14 +112,22 @@ struct llama_kvtool {
     // true if a step of n_tokens attends to residents
     bool resides(int64_t n_tokens) const;
 
+    // reason why the context cannot have residents; empty if it can
+    std::string no_residents(const llama_context & lctx) const;
+
+    // see llama_kvtool_resident_bytes
+    int64_t resident_bytes(const llama_context & lctx, int n_mean, int n_token) const;
+
     // see llama_kvtool_reside
     int64_t reside(llama_context & lctx, int n_mean, int n_token);
 
     // see llama_kvtool_missed
     float missed(llama_context & lctx);
 
-    // bring the residents' cells up to date before a step; returns false if a device failed
-    bool place_residents(llama_context & lctx);
+    // Prepare a step of n_tokens with residents: bring their cells up to date, and keep the recurrent states before it.
+    // Returns false if a device failed
+    bool place_residents(llama_context & lctx, int n_tokens);
+    bool keep_states(llama_context & lctx, int n_tokens) const;
 
     // the archive's tokens or the cells have changed in a way that residents do not follow
     void drop_residents();
