@@ -482,6 +482,8 @@ def id_of(file: FileIO) -> bytes | None:
 
 def _is_ours(path: Path) -> bool:
     """True if a file is an archive, or empty because a process was killed before its first write."""
+    if path.is_dir():
+        return False
     with path.open("rb") as file:
         return file.read(len(_START)) in (b"", _START)
 
@@ -571,8 +573,10 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
 def with_archive(path: Path, arrays: Mapping[str, np.ndarray]) -> ArchivedArrays:
     """Return the arrays of the session at `path` with the arrays of its archive.
 
-    Raises OSError. Raises SessionError if the archive is missing, damaged, or belongs to another session.
+    Raises OSError. Raises SessionError if the archive is missing or damaged, if it belongs to another
+    session, or if another file is in its place.
     """
+    check_place(path)
     archive = None
     with ExitStack() as stack:
         for place in archive_paths(path):

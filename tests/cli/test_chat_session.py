@@ -423,6 +423,28 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
 
 
 @pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("name", ["chat.kvs.archive", "chat.kvs.archive.next"])
+@pytest.mark.parametrize("own", [RECALL, ("--policy", "h2o", "--budget", "64")], ids=["recall", "h2o"])
+def test_something_else_in_the_archives_place_is_told_before_the_first_turn(
+    talk, tmp_path, is_new, name, own
+):
+    path, archive = tmp_path / "chat.kvs", tmp_path / name
+    line = f"{name} is not an archive of kvtool; rename it, or name another session"
+    if not is_new:
+        talk(TURNS[:3], *own)
+        before = path.read_bytes()
+        archive.unlink(missing_ok=True)
+    archive.mkdir()
+    one_line(talk(TURNS[3:4], *own), 9, line)
+    archive.rmdir()
+    archive.write_bytes(b"my own file")
+    one_line(talk(TURNS[3:4], *own), 9, line)
+    assert archive.read_bytes() == b"my own file"
+    assert path.exists() != is_new
+    assert is_new or path.read_bytes() == before
+
+
+@pytest.mark.parametrize("is_new", [False, True])
 def test_a_file_in_the_archives_place_is_told_before_the_first_turn(talk, tmp_path, is_new):
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     if not is_new:
