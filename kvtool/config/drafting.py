@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.drafts.drafter import MOST, Drafter
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.layers import Layers
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     """
     if not isinstance(run, WriteOptions) or run.draft == _OFF:
         return 0
+    if not run.draft:
+        raise UsageError("--draft is empty; give lookup, mtp, off or a model")
     obstacle = ""
     if not layers.can_drop:
         obstacle = "this model, which cannot drop draft tokens"
@@ -120,7 +122,11 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     if run.rpc:
         # these options count workers as well
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
-    with loaded_model(own, find_model(name).path) as draft_model:
+    with ExitStack() as stack:
+        try:
+            draft_model = stack.enter_context(loaded_model(own, find_model(name).path))
+        except KvtoolError as error:
+            error.args = (f"--draft {name}: {error}",)
+            raise
         check_draft(model, draft_model)
-        with closing(Drafts(draft_model)) as drafts:
-            yield drafts
+        yield stack.enter_context(closing(Drafts(draft_model)))

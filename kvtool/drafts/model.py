@@ -132,6 +132,6 @@ def check_draft(model: Model, draft: Model) -> None:
         for token in range(0, model.n_vocab, 97)
     ):
         raise UsageError(
-            f"{draft.path.name} cannot guess for {model.path.name}: it has another vocabulary; "
+            f"{draft.path.name} cannot draft for {model.path.name}: it has another vocabulary; "
             "choose a smaller model of the same family, or --draft lookup"
         )

@@ -140,6 +140,15 @@ def test_the_full_caches_predictions_are_those_of_the_adapters():
     assert len({grid.reference(each) for each in (common, replace(common, what=what), adapted)}) == 2
 
 
+def test_errors_of_a_draft_model_name_the_option(default_talker, tmp_path):
+    one_line(generate("--draft", "mamba"), 3, "--draft mamba: unknown model 'mamba' (and no such file)")
+    (tmp_path / "text").write_text("text")
+    one_line(
+        generate("--draft", tmp_path / "text"), 3, f"--draft {tmp_path}/text: {tmp_path}/text is not a GGUF"
+    )
+    one_line(generate("--draft", ""), 2, "--draft is empty; give lookup, mtp, off or a model")
+
+
 def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
     run = WriteOptions(draft=str(talker), lora=(str(lora),), override_tensor=(".*=CPU",), cpu_moe=True)
     with closing(Model(talker, adapters=run.adapters)) as model, drafting.opened(run, model) as drafts:
