@@ -65,14 +65,17 @@ class OutOfMemory(KvtoolError):
     """The machine, the process's memory limit, or a GPU has no memory left.
 
     on_gpu: True if a GPU has layers, of which it could have fewer.
+    for_weights: True if the memory was for weights, so that a smaller cache does not help.
     """
 
     exit_code = 8
 
-    def __init__(self, what: str = "out of memory", *, on_gpu: bool = False) -> None:
+    def __init__(
+        self, what: str = "out of memory", *, on_gpu: bool = False, for_weights: bool = False
+    ) -> None:
+        smaller = "" if for_weights else "a smaller --budget, --batch-size or --ctx-size, "
         fewer = "fewer --gpu-layers, " if on_gpu else ""
-        remedy = f"choose a smaller --budget, --batch-size or --ctx-size, {fewer}or a smaller model"
-        super().__init__(f"{what}; {remedy}")
+        super().__init__(f"{what}; choose {smaller}{fewer}{'or ' if smaller or fewer else ''}a smaller model")
 
 
 class SessionError(KvtoolError):

@@ -105,7 +105,7 @@ class Adapters:
                 handle = api.llama_adapter_lora_init(model, os.fsencode(path))
             if not handle:
                 if no_memory():
-                    raise OutOfMemory(f"no memory for {path}{because()}")
+                    raise OutOfMemory(f"no memory for {path}{because()}", for_weights=True)
                 raise ModelError(f"{path} is no adapter for {name}{because()}")
             self._handles[i] = handle
 

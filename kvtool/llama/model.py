@@ -117,7 +117,7 @@ class Model:
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             if no_memory():
-                raise OutOfMemory(f"no memory for {path}{because()}", on_gpu=self.uses_gpu)
+                raise OutOfMemory(f"no memory for {path}{because()}", on_gpu=self.uses_gpu, for_weights=True)
             raise ModelError(f"llama.cpp cannot load {path}{because()}")
         try:
             self._adapters = Adapters(self._model, self.path.name, adapters)

@@ -134,7 +134,7 @@ def read_file(path: Path) -> File:
             metadata, end = reader.header()
     except OSError as error:
         if error.errno == errno.ENOMEM:
-            raise OutOfMemory(f"not enough memory for {path}") from None
+            raise OutOfMemory(f"not enough memory for {path}", for_weights=True) from None
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if size < end:
         raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")

@@ -10,6 +10,7 @@ import pytest
 
 from kvtool.errors import InputError, LibraryError, OutOfMemory, UsageError
 from kvtool.llama import library
+from kvtool.llama import model as llama_model
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
 from kvtool.llama.library import ABI, api, check_library
@@ -798,6 +799,17 @@ def failing_caches(*fails):
 
 
 in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host memory")
+
+
+def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(tiny_model, monkeypatch):
+    monkeypatch.setattr(api, "llama_model_load_from_file", lambda path, params: None)
+    monkeypatch.setattr(llama_model, "no_memory", lambda: True)
+    monkeypatch.setattr(llama_model, "has_gpu", lambda: False)
+    with pytest.raises(OutOfMemory, match="^no memory for .*; choose a smaller model$"):
+        Model(tiny_model(**SHAPE))
+    monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
+    with pytest.raises(OutOfMemory, match="; choose fewer --gpu-layers, or a smaller model$"):
+        Model(tiny_model(**SHAPE))
 
 
 @in_host_memory
