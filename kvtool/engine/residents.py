@@ -18,8 +18,11 @@ _MOST_REPEATS = 3
 _N_BLOCK, _N_CLUSTER = 256, 16
 """Tokens of a block of the archive, and clusters of a block."""
 
-_MOST_MEANS = 4096
-"""Maximum number of cells for means in each row. A longer archive is searched on the host."""
+_MOST_MEANS = 33 * _N_BLOCK
+"""Maximum number of cells for means in each row, enough for 134,656 tokens.
+
+If the archive is longer, steps search it on the host.
+"""
 
 
 class Residents:
@@ -103,8 +106,8 @@ def _n_cluster(n_archived: int) -> int:
 
 def _n_mean(n_archived: int) -> int:
     """Return how many cells for means a row with n_archived tokens gets."""
-    # room for half as many clusters again, because every enlargement copies all cells
-    return min(-(-_n_cluster(n_archived) * 3 // 2 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
+    # room for a quarter more clusters, because every enlargement copies all cells
+    return min(-(-_n_cluster(n_archived) * 5 // 4 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
 
 
 def _why(error: KvtoolError) -> str:

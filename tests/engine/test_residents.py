@@ -159,6 +159,15 @@ def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
         np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
 
 
+# an 8B model has 128 KiB of f16 in the cells of all rows: 672 and 1,376 MiB
+@pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
+def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
+    settings = HALF | {"resident": 2048, "archive": n_archived}
+    with open_engine(tiny_model(n_ctx_train=2048), fit(), **settings) as engine:
+        assert engine.context.archive.n_max == n_archived
+        assert engine.residents.n_bytes == n_cell * (engine.cache_bytes // engine.context.n_cell)
+
+
 def test_the_cells_are_counted_and_given_back(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=2048), fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(text(N_PROMPT))
