@@ -173,22 +173,26 @@ class Engine:
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
         began = time.perf_counter()
-        if self.joint_decoder and self.joint_decoder.is_several:
-            assert isinstance(self.context, Context)
-            self.joint_decoder.decode(self.context, tokens, rows.next_rot, n_output)
-        elif self.residents.n_token and len(tokens) == 1 + n_draft:
+        if self.residents.n_token and len(tokens) == 1 + n_draft:
             self._decode_with_residents(tokens, n_output)
         else:
-            self.context.decode(tokens, rows.next_rot, n_output)
+            self._decode_once(tokens, n_output)
         if self.chunk_size:
             self.chunk_size.note(len(tokens), time.perf_counter() - began)
         if self.after_decode:
             self.after_decode(rows.n_past, len(tokens))
         rows.append(len(tokens))
 
+    def _decode_once(self, tokens: np.ndarray, n_output: int) -> None:
+        if self.joint_decoder and self.joint_decoder.is_several:
+            assert isinstance(self.context, Context)
+            self.joint_decoder.decode(self.context, tokens, self.rows.next_rot, n_output)
+        else:
+            self.context.decode(tokens, self.rows.next_rot, n_output)
+
     def _decode_with_residents(self, tokens: np.ndarray, n_output: int) -> None:
         self.residents.prepare()
-        self.context.decode(tokens, self.rows.next_rot, n_output)
+        self._decode_once(tokens, n_output)
         while self.residents.misses():
             self.context.drop(len(tokens))
             self.context.mark_drafts(len(tokens) - 1)

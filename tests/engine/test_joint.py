@@ -41,7 +41,7 @@ def distinct(n, seed):
 
 
 def lives(model, policy, tokens, said, *, make_batcher, **settings):
-    """Return each stream's positions, numbers of live cells, signals, and logits of its last tokens.
+    """Return each stream's positions, live cells, signals, logits of its last tokens, and repeated steps.
 
     Stream i reads all but its last said[i] tokens, then decodes these one by one. make_batcher: makes a
     StepBatcher.
@@ -91,6 +91,7 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
                 engine.rows.live.copy(),
                 engine.signals.read() if read else {},
                 np.array(own),
+                engine.residents.n_repeated,
             )
             for engine, own in zip(engines, logits, strict=True)
         ]

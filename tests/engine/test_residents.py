@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -15,8 +15,11 @@ from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import log
 from kvtool.llama.archive import Archive
 from kvtool.llama.library import api
+from kvtool.llama.model import Model
+from kvtool.serve.batching import StepBatcher
 from lab.benchmarks import gpu_rows
 from tests.engine.running import ON_CUDA, open_engine, text
+from tests.engine.test_joint import Counting, lives
 
 N_PROMPT, N_LATER = 700, 40
 ROUGH = 0.1 if ON_CUDA else 5e-2
@@ -237,6 +240,27 @@ def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model, arch):
             engine.drop_drafts(len(step) - n_right)
             at += n_right
         assert engine.residents.n_repeated
+
+
+@pytest.mark.usefixtures("always_repeated")
+def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
+    settings = HALF | {"prefill": "exact", "resident": ALL, "n_batch": 256}
+    tokens, n_written, batchers = [text(600 + 40 * i, seed=i) for i in range(3)], (40, 30, 40), []
+
+    def several(lock):
+        batchers.append(Counting(lock, 3))
+        return batchers[0]
+
+    with closing(Model(tiny_model(n_head_kv=2, n_ctx_train=2048))) as model:
+        one_by_one, together = (
+            lives(model, fit(), tokens, n_written, make_batcher=batcher, **settings)
+            for batcher in (lambda lock: StepBatcher(lock, 1), several)
+        )
+    assert batchers[0].sizes == [3] * 30 + [2] * 10
+    for alone, joint in zip(one_by_one, together, strict=True):
+        assert np.abs(alone[3] - joint[3]).max() < ROUGH
+        # the first step is repeated, since it has no residents yet
+        assert 1 <= joint[4] < 20
 
 
 @pytest.mark.parametrize("n", [-1, 2**20 + 1, 2**32 + 64])

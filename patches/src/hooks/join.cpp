@@ -272,7 +272,6 @@ public:
         lctx.synchronize();
 
         for (const auto & m : members) {
-            m.lctx->kvtool->is_member = false;
             if (m.pos_0 >= 0 && !is_done) {
                 llama_memory_seq_rm(llama_get_memory(m.lctx), 0, m.pos_0, -1);
             }
@@ -289,7 +288,6 @@ public:
 
     void add(llama_context * lctx, int first, int n) {
         members.push_back({ lctx, first, n, -1, nullptr });
-        lctx->kvtool->is_member = true;
     }
 
 private:

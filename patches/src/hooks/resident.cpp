@@ -86,7 +86,7 @@ ggml_tensor * llama_kvtool_resident(
 bool llama_kvtool::resides(int64_t n_tokens) const {
     // prompts are read in longer steps, and lose more than written tokens if a cluster is missing
     return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
-        n_hidden == 0 && !is_member && archive->n_traced == 0;
+        n_hidden == 0 && archive->n_traced == 0;
 }
 
 std::string llama_kvtool::no_residents(const llama_context & lctx) const {

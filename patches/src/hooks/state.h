@@ -76,8 +76,7 @@ struct llama_kvtool {
 
     std::unique_ptr<kvtool::resident_cells> resident; // null: no residents
 
-    int  n_resident = 0;     // cells for residents, among the n_recall last ones
-    bool is_member  = false; // the context's tokens are computed in a joint step
+    int n_resident = 0; // cells for residents, among the n_recall last ones
 
     // version of the tensors that graphs view, unique over all contexts; a graph with views of an older version is
     // invalid
