@@ -90,10 +90,13 @@ def open_run(
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
     # imported here, so that errors in options are reported without loading llama.cpp
+    from kvtool.engine import residents
     from kvtool.engine.loop import Engine
 
     patch = patch_note({spec.name: spec.kind})
     n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
+    if run.resident and spec.kind.recalls():
+        n_cell += residents.n_cells(run.resident, n_ctx)
     placed_notes: list[str] = []
 
     def open_on(model: Model) -> tuple[Engine, RunOptions, list[str | None]]:

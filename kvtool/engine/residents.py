@@ -18,6 +18,9 @@ _MOST_REPEATS = 3
 _N_BLOCK, _N_CLUSTER = 256, 16
 """Tokens of a block of the archive, and clusters of a block."""
 
+_N_UNCLUSTERED = 3 * _N_BLOCK // 2
+"""Cells for tokens that have no cluster yet."""
+
 _MOST_MEANS = 33 * _N_BLOCK
 """Maximum number of cells for means in each row, enough for 134,656 tokens.
 
@@ -96,6 +99,12 @@ class Residents:
         self._n_left -= 1
         self.n_repeated += 1
         return True
+
+
+def n_cells(n_token: int, n_archived: int) -> int:
+    """Return how many cells a row with n_token residents gets for them, for an archive of n_archived tokens."""
+    n = _n_mean(n_archived) + n_token + _N_UNCLUSTERED + 1
+    return -(-n // _N_BLOCK) * _N_BLOCK
 
 
 def _n_cluster(n_archived: int) -> int:

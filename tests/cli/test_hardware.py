@@ -233,6 +233,15 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert Full.tried[4:] == [2]
 
 
+def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
+    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
+    assert "room" not in generate("--raw").stderr
+    # 1,024 tokens, 384 without a cluster, and 256 means
+    FakeGpu(monkeypatch, talker, n_cell=1000 + 1792).has_room_for(1)
+    assert "room for 1 of 3 layers" not in generate("--raw").stderr
+    assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr
+
+
 def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, talker, monkeypatch):
     open_context, models = loop.open_context, []
 

@@ -169,6 +169,7 @@ def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n
     with open_engine(tiny_model(n_ctx_train=2048), fit(), **settings) as engine:
         assert engine.context.archive.n_max == n_archived
         assert engine.residents.n_bytes == n_cell * (engine.cache_bytes // engine.context.n_cell)
+        assert residents.n_cells(2048, n_archived) == n_cell
 
 
 def test_the_cells_are_counted_and_given_back(tiny_model):
