@@ -102,7 +102,7 @@ class Residents:
 
 
 def n_cells(n_token: int, n_archived: int) -> int:
-    """Return how many cells a row with n_token residents gets for them, for an archive of n_archived tokens."""
+    """Return how many cells a row gets for n_token residents of an archive of n_archived tokens."""
     n = _n_mean(n_archived) + n_token + _N_UNCLUSTERED + 1
     return -(-n // _N_BLOCK) * _N_BLOCK
 
