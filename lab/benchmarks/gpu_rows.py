@@ -380,14 +380,15 @@ def hybrid(args: Args) -> Iterator[Row]:
     """Cost of checkpoints and of draft states, for a model with recurrent layers.
 
     Reading takes read_s with checkpoints and plain_s without, one after the other. copy_ms: time of one more
-    checkpoint. A step of one token takes step_ms with room for so many draft tokens, and none_ms without.
+    checkpoint. A step of one token takes step_ms with room for draft tokens or with residents, and none_ms
+    without.
     """
     model = Model(args.model)
-    way = WAYS["recall"]
     n = 4096 if args.small else 16384
     tokens = np.resize(depths.text(model), n)
 
-    def opened(checkpoints: int | None, n_draft: int = 0) -> Engine:
+    def opened(checkpoints: int | None, n_draft: int = 0, name: str = "recall") -> Engine:
+        way = WAYS[name]
         settings = settings_of(model, way, n + 1024)
         settings = replace(settings, n_batch=1024, checkpoints=checkpoints, n_draft=n_draft)
         return Engine(model, policies.fit(way.policy, way.budget), settings)
@@ -424,18 +425,23 @@ def hybrid(args: Args) -> Iterator[Row]:
     for engine in engines.values():
         engine.close()
 
-    for n_draft in (4, 15):
-        engines = {"none_ms": opened(0), "step_ms": opened(0, n_draft)}
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("a token with 4 draft states", 1024, {"n_draft": 4}),
+        ("a token with 15 draft states", 1024, {"n_draft": 15}),
+        ("a token with residents", n, {"name": "resident"}),
+    ]
+    for what, n_read, how in cases:
+        engines = {"none_ms": opened(0), "step_ms": opened(0, **how)}
         taken = {name: [] for name in engines}
         for engine in engines.values():
-            engine.read(tokens[:1024])
+            engine.read(tokens[:n_read])
         for at in range(8 + N_STEP):
             for name, engine in engines.items():
                 taken[name].append(seconds(engine, engine.step, tokens[at][None]))
         yield {
-            "what": "a token with draft states",
-            "draft": n_draft,
+            "what": what,
             **{name: 1e3 * statistics.median(each[8:]) for name, each in taken.items()},
+            "repeated": engines["step_ms"].residents.n_repeated,
         }
         for engine in engines.values():
             engine.close()
