@@ -143,9 +143,9 @@ LLAMA_API int32_t      llama_kvtool_abi(void);
 LLAMA_API const char * llama_kvtool_digest(void); // digest of the patch files in this library
 LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
 
-// Set what a crash does (an abort of ggml, an uncaught exception, a bad access): write this message to stderr and end
-// the process with exit_code, without a core dump. If `verbose` is true, the reports of ggml and C++ are printed first.
-// A null message restores the previous handlers.
+// Install crash handlers. After a crash (an abort of ggml, an uncaught exception, a bad access), they write this
+// message to stderr and end the process with exit_code, without a core dump. If `verbose` is true, the reports of ggml
+// and C++ are printed first. A null message restores the previous handlers.
 LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose);
 
 // let a device report at most this many bytes as its total memory and as its free memory
@@ -209,7 +209,7 @@ LLAMA_API bool llama_kvtool_can_drop(const struct llama_model * model);
 // them. A context of type LLAMA_CONTEXT_TYPE_MTP runs them
 LLAMA_API bool llama_kvtool_has_mtp(const struct llama_model * model);
 
-// make later decodes keep the hidden states that MTP layers read. all: keep those of all tokens, else only those of
+// make later decodes keep the hidden states that MTP layers read: if `all`, the states of all tokens, else only of
 // tokens with logits
 LLAMA_API int32_t llama_kvtool_output_hidden(struct llama_context * ctx, bool all);
 
@@ -257,12 +257,12 @@ LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * o
 // restore the recent signal from in[n_query][n_row][n_cell]; its values for all later cells become 0
 LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
-// Predict logits: those that the last n_last queries would give each row's first n_cell cells if they came again soon.
-// Each query is rotated to the mean of the positions pos .. pos + n_future - 1, where pos is the position that the next
-// token is rotated to. For each head of a row's group, this writes the mean and the variance of the logits over the
-// queries, each as [n_row][n_head][n_cell]. n_head is the number of heads of the largest group, counted over all layers
-// that read a row's cells. Entries are 0 for heads that a smaller group does not have, and for cells beyond a layer's
-// cells. The logits have no soft cap and no ALiBi
+// Compute the logits that the last n_last queries would give each row's first n_cell cells if these queries came again
+// soon. Each query is rotated to the mean of the positions pos .. pos + n_future - 1, where pos is the position that
+// the next token is rotated to. For each head of a row's group, this writes the mean and the variance of the logits
+// over the queries, each as [n_row][n_head][n_cell]. n_head is the number of heads of the largest group, counted over
+// all layers that read a row's cells. Entries are 0 for heads that a smaller group does not have, and for cells beyond
+// a layer's cells. The logits have no soft cap and no ALiBi
 LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);
@@ -363,11 +363,11 @@ LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
-// Rewind the stream. The archive deletes its tokens from position `end` on. Of the remaining tokens, the newest n_cell
-// return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
+// Rewind the stream. The archive deletes its tokens from position `end` on. The newest n_cell of the remaining archived
+// tokens return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
 // rotated to their position minus base. This call rotates the returned keys; the caller edits all other cells.
-// next: when the newest token that is still archived was archived, the stream's next token had this position. Archived
-// tokens more than n_near before this position are treated as beyond n_near.
+// next: position that the stream's next token had at the time when the newest of the remaining archived tokens was
+// archived. Archived tokens more than n_near before this position are treated as beyond n_near.
 LLAMA_API int32_t llama_kvtool_rewind(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
