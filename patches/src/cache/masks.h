@@ -7,8 +7,8 @@
 
 namespace kvtool {
 
-// Mask [n_kv, n_tokens, n_head]: 0 if a query sees a cell, otherwise a number below any logit. limit: F32 [1, n_tokens,
-// n_head], the last cell that each query sees. n_head is 1 if all rows have equal lengths
+// Mask [n_kv, n_tokens, n_head]: 0 if a query sees a cell, otherwise a number below any logit. limit: F32
+// [1, n_tokens, n_head], the last cell that each query sees. n_head is 1 if all rows have equal lengths
 inline ggml_tensor * mask_below(ggml_context * ctx, int64_t n_kv, ggml_tensor * limit) {
     ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, n_kv, 1), n_kv, limit->ne[1], limit->ne[2], 1);
     return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, limit)), -1e30f);

@@ -27,8 +27,9 @@ public:
     // seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
-    // Signal s [n_kv, 1, n_head_kv] of one layer. The recent signal and squares have a value per query: [n_kv, n,
-    // n_head_kv]. For squares, the values of all layers that read a cell must be added before they are squared
+    // Signal s [n_kv, 1, n_head_kv] of one layer. The recent signal and squares have a value per query:
+    // [n_kv, n, n_head_kv]. For squares, the values of all layers that read a cell must be added before they are
+    // squared
     ggml_tensor * signal(int s) const;
 
     // compute signal s from t, which is its sum over layers: squares are squared and summed over the queries; other

@@ -105,8 +105,8 @@ bool llama_kvtool_store(
     return true;
 }
 
-// Mask of ragged rows: 0 if a query sees a cell, otherwise a number below any logit. The shape is [n_cell, n_tokens,
-// n_head], or [n_cell, n_tokens, 1] if all rows of the layer have equal lengths
+// Mask of ragged rows: 0 if a query sees a cell, otherwise a number below any logit. The shape is
+// [n_cell, n_tokens, n_head], or [n_cell, n_tokens, 1] if all rows of the layer have equal lengths
 static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
     const auto * rows = find_rows(graph, i);
     GGML_ASSERT(rows);
