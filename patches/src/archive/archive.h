@@ -62,7 +62,8 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // oldest token that an archive with the tokens begin .. end - 1 keeps after the leaving tokens are added
+    // The archive has the tokens begin .. end - 1, and the leaving tokens are added to it. Returns the oldest token
+    // that the archive keeps
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -332,8 +333,8 @@ private:
 
     void move_far(int64_t end);
 
-    // Update the clusters: cluster the blocks that have become complete, cluster the blocks that are now beyond n_near
-    // again, and remove the clusters of deleted blocks.
+    // Update the clusters. Blocks that have become complete are clustered, blocks that are now beyond n_near are
+    // clustered again, and the clusters of deleted blocks are removed.
     void seal(int n_thread);
     void seal_row(int row);
 
@@ -342,7 +343,7 @@ private:
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // remove the tokens before `begin`; their slabs have been taken away before
+    // remove the tokens before `begin`, which no longer have slabs
     void forget(int64_t begin);
 };
 

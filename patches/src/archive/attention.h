@@ -42,7 +42,7 @@ struct attention_memory {
     struct piece {
         int64_t begin;
         int     n;
-        int     at; // index of the first of them in the batch
+        int     at; // index of the piece's first token in the batch
     };
 
     std::vector<piece> pieces;

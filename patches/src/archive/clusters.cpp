@@ -11,7 +11,7 @@
 
 namespace kvtool {
 
-// when memory is full, it grows by the size of this many blocks
+// when a list has no room left, it grows by the size of this many blocks
 static constexpr size_t n_more = 16;
 
 // Resize a list to n entries of n_each elements. Its capacity grows in small steps, because by default it might double

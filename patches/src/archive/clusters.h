@@ -88,7 +88,7 @@ public:
 
     // Compute the clusters of an existing block or of the next block. keys: [256 - first][n_embd_k], rotated as `to`
     // describes. values: [256 - first][n_embd_v]. known: the cluster of each token, or null to compute it. Afterwards
-    // the caller must store the block's tokens in the block's `order`.
+    // the caller must store the block's tokens in the order that the block's `order` gives.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
     // allocate memory for the clusters of these blocks at once, because growing in small steps takes longer than

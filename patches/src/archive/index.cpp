@@ -21,7 +21,7 @@ float to_bytes(const float * x, int64_t n, int8_t * out) {
     const float scale = most/127.0f;
     const float by    = most > 0.0f ? 1.0f/scale : 0.0f;
     for (int64_t j = 0; j < n; ++j) {
-        // with this offset all numbers are positive, so that truncating them rounds correctly
+        // with this offset all numbers are positive, and truncating them rounds to the nearest integer
         const float y = x[j]*by + 128.5f;
         out[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
     }

@@ -42,7 +42,7 @@ static void solve(const std::vector<double> & root, double * b, int n) {
 // afterwards.
 static constexpr double ridge = 1e-4;
 
-// number of corrections of this error; each of them reduces the error by about the factor `ridge`
+// number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
 static constexpr int n_mend = 3;
 
 // Improvement of quantized keys, see made_cells::nudge. n_nudge: number of rounds over all elements. weight_elsewhere:

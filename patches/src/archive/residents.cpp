@@ -342,7 +342,7 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
     for (int q = 0; q < n_query; ++q) {
         float * x = power.data() + q*n;
 
-        // blocks whose keys have the same rotation
+        // find consecutive blocks whose keys have the same rotation
         for (int64_t block = own.begin(), end; block < own.end(); block = end) {
             for (end = block + 1; end < own.end() && own[end].to == own[block].to; ++end) {}
 

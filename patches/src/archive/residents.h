@@ -31,7 +31,7 @@ public:
     // number of cells of a row: first the means, then the tokens without clusters, then the resident tokens
     int n_cell() const { return n_mean + n_tail + n_token; }
 
-    // Reason why the cells cannot stand for the archive; empty if they can
+    // Reason why the cells cannot represent the archive; empty if they can
     std::string unfit() const;
 
     // Forget the contents of all cells
@@ -48,8 +48,9 @@ public:
     // Call this before `update` of the layers. rot: position that the next query is rotated to
     void begin(int64_t rot);
 
-    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are too many for
-    // one call: the caller must write these cells and call this again. Several layers may be updated at the same time
+    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are too many cells
+    // for one call: the caller must write the collected cells and call this again. Several layers may be updated at the
+    // same time
     bool update(size_t layer, cells & out);
 
     // The number that is added to the logit of each cell: [n_head][n_cell]. It is 0 for a token, log n for the mean of
@@ -70,13 +71,13 @@ private:
         std::vector<bearing> bearings; // rotation of the block's keys when the block's means were written
         std::vector<int64_t> anchors;  // value of `anchor` when the block's means were written
 
-        std::vector<float>    score;  // per cluster
-        std::vector<uint16_t> sizes;  // tokens
+        std::vector<float>    score;  // score of each cluster
+        std::vector<uint16_t> sizes;  // number of tokens in each cluster
         // mean squared distance of the cluster's keys from their mean, divided by n_embd_k
         std::vector<float>    spread;
-        std::vector<uint8_t>  wanted; // chosen
-        std::vector<uint8_t>  is_here; // resident
-        std::vector<uint8_t>  is_new;  // no query has scored it yet
+        std::vector<uint8_t>  wanted; // true if the cluster is chosen
+        std::vector<uint8_t>  is_here; // true if the cluster is resident
+        std::vector<uint8_t>  is_new;  // true if no query has scored the cluster yet
 
         struct slot {
             int32_t cluster = -1; // -1 if the cell is free

@@ -84,7 +84,7 @@ struct search_memory {
     std::vector<int>          looked; // items that are attended to exactly
     std::vector<weighted_row> some;   // the mean values that are added to the estimate, with their weights
 
-    // values: only for steps with many queries: the mean values that are added, [value][columns(n_embd_v)].
+    // values (only for steps with many queries): the mean values that are added, [value][columns(n_embd_v)].
     // powers: first the exponentials of the sets. Later, for steps with many queries, the weights of the values,
     // [query][value]
     std::vector<float> values;

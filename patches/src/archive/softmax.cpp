@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// so many numbers are processed at once; the compiler maps them to the CPU's vectors
+// number of floats that are processed at once; the compiler maps them to the CPU's vectors
 #if defined(__GNUC__)
 static constexpr int n_wide   = 16;
 static constexpr int n_narrow = 8;

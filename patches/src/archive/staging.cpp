@@ -77,7 +77,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             if (!d.buffers[b]) {
                 throw no_device_memory(2*n_bytes);
             }
-            // clear the rows that are never written: they could hold NaN, and attention would propagate it
+            // clear all rows: rows that are never written could hold NaN, and attention would propagate it
             ggml_backend_buffer_clear(d.buffers[b].get(), 0);
 
             d.bytes[b] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_I8, n_bytes);

@@ -36,7 +36,7 @@ public:
     void clear();
 
 private:
-    const int     fd; // -1: no file
+    const int     fd; // -1 if there is no file
     const size_t  size; // bytes of a slab
     const int64_t n_region; // slabs that are mapped together
 
@@ -71,7 +71,7 @@ public:
     // allocate the memory that `fit` will need; throws no_room
     void reserve(int64_t begin, int64_t end);
 
-    // return unused slabs to the system, except those in a file
+    // return unused slabs to the system; slabs in a file are kept
     void trim();
 
     // free all slabs

@@ -60,7 +60,7 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
 }
 
 // Copy a recurrent layer's state after the newest token to out or from in. If both are null, copy nothing. Returns the
-// bytes of the state. t has one state in each row. `out` is copied from row i, and `in` is copied to row 0
+// bytes of the state. t has one state in each row. The state is copied from row i to `out`, or from `in` to row 0
 static int64_t copy_state(ggml_tensor * t, int i, uint8_t * out, const uint8_t * in) {
     const size_t size = t->nb[1];
     if (out) {

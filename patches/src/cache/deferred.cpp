@@ -4,7 +4,7 @@
 // operations in each layer, too many to repeat for every single token. Several steps therefore share these operations.
 // Cells are only appended between two edits. For this reason the signals of several steps equal the signals of one
 // batch with all their tokens. Steps store their queries here. The signals are computed when they are read, or when
-// there is no room for more queries. Rejected draft tokens are removed before that.
+// there is no room for more queries. Before the signals are computed, rejected draft tokens are removed.
 
 #include "devices.h"
 #include "graphs.h"

@@ -1,4 +1,4 @@
-// Devices of a process: limits of the memory that they report, and spare copies of them.
+// Devices of a process: limits of the memory that they report, and spares, which are second handles of devices.
 
 #pragma once
 

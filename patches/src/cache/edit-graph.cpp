@@ -21,7 +21,7 @@ struct graph_inputs {
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
 
-// offsets of a layer's parts of the inputs
+// offsets at which a layer's parts of the inputs begin
 struct layer_inputs {
     size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;

@@ -155,7 +155,7 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // the decode need not have finished: a worker executes the commands for all its devices one after the other
+    // this need not wait for the decode, because a worker executes the commands for all its devices one after the other
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -185,7 +185,7 @@ bool graphs::compute(
     ggml_context * ctx = ctx_ptr.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
-    // the same backends as the decode's scheduler
+    // use the same backends as the decode's scheduler
     std::vector<ggml_backend_t>             backends;
     std::vector<ggml_backend_buffer_type_t> bufts;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {

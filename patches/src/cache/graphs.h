@@ -88,7 +88,7 @@ struct part {
 // one part with all these layers, for the scheduler
 part all_of(const std::vector<layer> & layers);
 
-// one part per device, for the scheduler, so that lists are sent to each device once
+// one part per device, for the scheduler; a list is then sent to each device only once
 std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {
@@ -108,7 +108,7 @@ public:
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const read_t & read = {});
 
-    // drop the kept graphs, as the tensors of the layers have changed
+    // drop the kept graphs, because the tensors of the layers have changed
     void clear();
 
 private:

@@ -23,7 +23,7 @@ static const llama_kvtool_input::rows * find_rows(const llm_graph_context & grap
     return it == all.end() ? nullptr : &*it;
 }
 
-// store new keys and values at each row's own end
+// store new keys and values at the end of each row
 static void store_rows(const llm_graph_context & graph, const layer & l, int i, bool v_trans, ggml_tensor * k_cur, ggml_tensor * v_cur) {
     ggml_context * ctx = graph.ctx0;
 

@@ -276,7 +276,7 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
 //
 
 // Copy the keys of live cells after an edit. Keys of tokens that were added after this copy are missing. Without them a
-// query's sum is too low, so at worst a step is repeated that need not be
+// query's sum is too low, so a step may be repeated although it is good enough
 void resident_cells::copy_live(int n_live) {
     if (n_copied > 0) {
         return;

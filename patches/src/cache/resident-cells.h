@@ -49,10 +49,11 @@ public:
     // cap: soft cap of logits
     float choose(int n_live, float cap);
 
-    // note that the keys of live cells have changed, except the first n cells
+    // note that the keys of live cells have changed, but not the keys in the first n cells
     void forget_live(int n = 0) { n_copied = std::min(n_copied, n); }
 
-    // mask of a layer's device: F16 [n_filled + n_region, 1, 1, rows on the device], and the layer's first row there
+    // the mask on a layer's device, F16 [n_filled + n_region, 1, 1, rows on the device], and the index of the layer's
+    // first row in it
     ggml_tensor * mask(size_t layer) const { return devices[homes[layer].device].mask; }
     int           first_row(size_t layer) const { return homes[layer].row; }
 
@@ -62,7 +63,7 @@ public:
     const int n_region;
 
     int  n_asked = 0;    // number of stored queries that `choose` has not used yet
-    bool is_fit  = true; // the cells can stand for the archive
+    bool is_fit  = true; // the cells can represent the archive
 
 private:
     // a layer's input tensors on a device: keys and values, and the cells to write them to

@@ -21,7 +21,7 @@ bool rope::has_pair(int i) const {
 struct rope_walk {
     const ggml_tensor * found = nullptr;
 
-    int first = 0; // index in a key of the first rotated element
+    int first = 0; // index of a key's first rotated element
 
     ggml_tensor * scale = nullptr; // weights applied after the rotation
 
@@ -57,7 +57,7 @@ struct rope_walk {
         }
     }
 
-    // offset: index in a key of the first element of t
+    // offset: index that t's first element has in a key
     void visit(const ggml_tensor * t, int offset) {
         switch (t->op) {
             case GGML_OP_ROPE:

@@ -11,7 +11,7 @@ namespace kvtool {
 struct rope {
     bool is_known = false; // `read` has succeeded
 
-    bool is_mapped = false; // quantized keys are stored multiplied by a Hadamard matrix
+    bool is_mapped = false; // true if quantized keys are multiplied by a Hadamard matrix before they are stored
 
     // number of elements of a key that are rotated, in pairs; 0 if the layer has no RoPE
     int n_dims = 0;
@@ -28,7 +28,7 @@ struct rope {
 
     int sections[GGML_MROPE_SECTIONS] = {};
 
-    // tensor of the model: one divisor of the angle per pair
+    // tensor of the model: for each pair, the number that its angle is divided by
     ggml_tensor * factors = nullptr;
     // tensor of the model: weights of a norm. A rotated key is multiplied by them element by element
     ggml_tensor * scale   = nullptr;

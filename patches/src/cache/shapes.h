@@ -26,7 +26,7 @@ struct merge {
     int64_t n_term;
 };
 
-// merges that these terms form, sorted by number of terms, the most first
+// merges that these terms form, sorted by number of terms, the longest first
 std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
 // lengths of a layer's lists
@@ -37,7 +37,7 @@ struct layer_shape {
 
     std::array<int64_t, n_level> n_merged = {}; // for each level, the number of merged values with terms on it
 
-    bool shared = false; // values move by the same list as the keys
+    bool shared = false; // true if keys and values use the same list of moves
 };
 
 layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);

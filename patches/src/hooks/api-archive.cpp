@@ -43,7 +43,7 @@ static llama_kvtool * with_settled_archive(llama_context * ctx) {
     return status < 0 ? nullptr : kvtool;
 }
 
-// true if the archives of all layers have the same tokens; otherwise the error is set
+// True if the archives of all layers have the same tokens. Otherwise, set the error and return false
 static bool same_tokens(const llama_kvtool & kvtool) {
     const auto & all = kvtool.archive->tokens;
     for (size_t i = 1; i < all.n_layer(); ++i) {

@@ -49,7 +49,7 @@ struct llama_kvtool_graph {
 
     llama_kvtool_input * input = nullptr;
 
-    // set in a joint step, whose members have separate signals
+    // set only in a joint step; each of its members has separate signals
     kvtool::joint_input * joint = nullptr;
 };
 
@@ -122,8 +122,8 @@ void llama_kvtool_build(
                 int   il);
 
 // True if n_tokens more tokens can be decoded: the context is usable, and every row has free cells for these tokens in
-// addition to the cells for recalled tokens. llama.cpp cannot check this. It does not know how long ragged rows are,
-// and that the cells for recalled tokens are reserved
+// addition to the cells for recalled tokens. llama.cpp cannot check this. It does not know how long ragged rows are, or
+// that the cells for recalled tokens are reserved
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

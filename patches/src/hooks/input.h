@@ -38,8 +38,9 @@ public:
 
     llama_kvtool & kvtool;
 
-    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: tokens that each query has seen, itself included
-    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the tokens that each query has seen
+    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: number of tokens that each query has seen, including its own
+                                   // token
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of this number
 
     ggml_tensor * slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
 

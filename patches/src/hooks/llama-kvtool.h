@@ -57,7 +57,8 @@ enum llama_kvtool_group {
 struct llama_kvtool_params {
     uint32_t signals; // bits of llama_kvtool_signal that every later decode computes
     uint32_t group;
-    int32_t  n_query; // queries of the recent signal, at least 1; each takes one float per row and cell
+    // number of queries that the recent signal covers, at least 1; each query needs one float per row and cell
+    int32_t  n_query;
 
     // `llama_kvtool_read_future` looks ahead this many positions. The context stores its last n_query queries for this.
     // 0: it stores no queries
@@ -67,8 +68,8 @@ struct llama_kvtool_params {
     int32_t n_draft;
 
     // Maximum number of queries that steps store, so that their signals can be computed together later. 0: each step
-    // computes its own signals at once. Without flash attention and on a worker, each step always does so. Steps with
-    // draft tokens always store their queries
+    // computes its own signals at once. Without flash attention, or if layers lie on a worker, steps always do so.
+    // Steps with draft tokens always store their queries
     int32_t n_defer;
 
     // archive
@@ -101,7 +102,7 @@ struct llama_kvtool_move {
     int32_t row;
     int32_t dst;
     int32_t src;
-    int32_t delta; // positions to rotate the key by; 0 copies its bytes
+    int32_t delta; // number of positions by which the key is rotated; if 0, its bytes are copied
 };
 
 // V[row, dst] = sum of weight * V[row, src] over all terms with this (row, dst). These terms must be neighbours in the
@@ -175,10 +176,10 @@ enum llama_kvtool_layer_kind {
 };
 
 struct llama_kvtool_layer {
-    int32_t il;   // number of the layer in the model
+    int32_t il;   // index of the layer in the model
     int32_t kind; // llama_kvtool_layer_kind
 
-    // number of the layer whose cells this layer reads: this layer or an earlier layer
+    // index of the layer whose cells this layer reads: this layer or an earlier layer
     int32_t owner;
 
     int32_t n_head;   // KV heads
@@ -219,16 +220,16 @@ LLAMA_API int32_t llama_kvtool_get_hidden(struct llama_context * ctx, int32_t fi
 // empty the cache and enable kvtool with these parameters; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
-// write the number of each row's layer (counted among all layers of the model); returns the number of rows
+// write the index of each row's layer among all layers of the model; returns the number of rows
 LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int32_t * layers, int32_t n_row);
 
 // number of elements of the longest key
 LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
-// bytes of the K and V tensors, sliding layers included, and of recurrent states
+// bytes of all K and V tensors (also in sliding layers) and of recurrent states
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
-// bytes of the queries that steps store to compute their signals later; 0 if each step computes its own
+// bytes of the queries that steps store to compute their signals later; 0 if each step computes its own signals at once
 LLAMA_API int64_t llama_kvtool_deferred_bytes(const struct llama_context * ctx);
 
 // Turn the signals on or off for later decodes; at first they are on. The queries of decodes with signals off are not
@@ -254,7 +255,7 @@ LLAMA_API int32_t llama_kvtool_write(struct llama_context * ctx, uint32_t signal
 // layer's cells, and for all cells of a query that has not happened yet
 LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell);
 
-// restore the recent signal from in[n_query][n_row][n_cell]; its values for all later cells become 0
+// restore the recent signal from in[n_query][n_row][n_cell]; values of the cells from n_cell on become 0
 LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // Compute the logits that the last n_last queries would give each row's first n_cell cells if these queries came again
@@ -315,10 +316,10 @@ LLAMA_API int32_t llama_kvtool_decode_joint(
         struct llama_context * ctx, struct llama_batch batch, struct llama_context ** members, const int32_t * n_tokens,
         int32_t n_member);
 
-// Remove the last n tokens: their cells become free, and their attention leaves the signals. n is at most n_draft, or
-// n_draft + 1 with residents. Tokens before the last edit cannot be removed. With signals or recurrent layers, only
-// draft tokens of the last decode can be removed. With recurrent layers, n is at most the context's n_rs_seq, and
-// another decode must come before the next removal.
+// Remove the last n tokens: their cells become free, and their attention is removed from the signals. n is at most
+// n_draft, or n_draft + 1 with residents. Tokens before the last edit cannot be removed. With signals or recurrent
+// layers, only draft tokens of the last decode can be removed. With recurrent layers, n is at most the context's
+// n_rs_seq, and another decode must come before the next removal.
 LLAMA_API int32_t llama_kvtool_drop(struct llama_context * ctx, int32_t n);
 
 // Read the keys of cells first[row] .. first[row] + n_cell - 1 into out[n_row][n_cell][n_dim]. Each key is rotated by
@@ -385,15 +386,15 @@ LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t l
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
-// Report which blocks are clustered in all rows. A block is the tokens of a slab (see llama_kvtool_archive_slab). The
-// tokens span[0] .. span[1] - 1 are clustered as tokens beyond n_near, and span[2] .. span[3] - 1 as tokens within
+// Report which blocks are clustered in all rows. A block has the tokens of one slab (see llama_kvtool_archive_slab).
+// The tokens span[0] .. span[1] - 1 are clustered as tokens beyond n_near, and span[2] .. span[3] - 1 as tokens within
 // n_near. Returns the bytes of one block's clusters; 0 if the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
 // Copy the cluster numbers of the tokens from position begin to end - 1, for blocks that are clustered as beyond n_near
-// (is_far) or as within n_near. The order is block by block and row by row, with two tokens per byte. Set them after
-// the layers and before the table. If clusters are not set, or do not fit the blocks, they are computed again. Both
-// functions return the number of bytes; if the buffer is null, they do nothing else.
+// (is_far) or as within n_near. The order is block by block and row by row, with two tokens per byte. Set the cluster
+// numbers after the layers and before the table. If clusters are not set, or do not fit the blocks, they are computed
+// again. Both functions return the number of bytes; if the buffer is null, they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_clusters(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far);
 LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 

@@ -332,7 +332,7 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
         cells.reset();
     }
     for (int i = stay ? n - 1 : 0; i < n; ++i) {
-        // pos_0 + i may be negative for hidden cells. Any position serves for them, because no query sees them
+        // pos_0 + i may be negative for hidden cells. Their positions do not matter, because no query sees these cells
         cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
     }

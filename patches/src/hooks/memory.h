@@ -96,9 +96,9 @@ struct llama_kvtool_memory {
     // tables
     //
 
-    // Set two tables of cells: that of the rows' cache and that of the index's cache. n cells are in use. The last of
-    // them has position pos_0 + n - 1, and the cells before it have lower positions. The first n_hidden cells belong to
-    // a second sequence, so no query sees them.
+    // Set two tables of cells: the table of the rows' cache and the table of the index's cache. n cells are in use. The
+    // last of them has position pos_0 + n - 1, and the cells before it have lower positions. The first n_hidden cells
+    // belong to a second sequence, so no query sees them.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already

@@ -1,5 +1,5 @@
-// Recall in the decode's graph. Each layer attends to its archive and writes the result to its rows' last cells:
-// synthetic cells, or the tokens with the most attention. Attention over the cache then includes them.
+// Recall in the decode's graph. Each layer attends to its archive and writes the result to the last cells of its rows:
+// synthetic cells, or the tokens with the most attention. Attention over the cache then includes these cells.
 
 #include "hooks.h"
 #include "input.h"

@@ -1,5 +1,5 @@
-// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the
-// device while the previous layer is computed. The live cells are written in front of them, and a single attention
+// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the device
+// while the previous layer is computed. The live cells are written in front of these rows, and a single attention
 // operation reads both.
 
 #include "hooks.h"

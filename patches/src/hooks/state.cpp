@@ -194,7 +194,7 @@ void llama_kvtool::make_archive(const llama_kv_cache & kv) {
 
     std::vector<archive_shape> shapes;
     for (const auto & l : layers) {
-        // llama.cpp multiplies quantized values by such a matrix, just as it multiplies quantized keys
+        // llama.cpp multiplies quantized values by a Hadamard matrix, just as it multiplies quantized keys
         const bool has_mapped_values = l.v && ggml_is_quantized(l.v->type);
         shapes.push_back({ l.n_head, l.n_embd_k, l.n_embd_v, rotation(l, memory::key_map(kv)), has_mapped_values });
     }

@@ -40,12 +40,12 @@ struct llama_kvtool {
     // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads no cells
     std::vector<int> index_of_il;
 
-    int  n_most  = INT32_MAX; // cells that a model's index chooses; decoding fails if a layer has more cells
+    int  n_most  = INT32_MAX; // number of cells that a model's index chooses; decoding fails if a layer has more cells
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
     bool defers_all = false; // the signals of all steps are deferred, not only of steps with draft tokens
 
-    int n_own       = 0; // cells in use in each row, unless rows are ragged
+    int n_own       = 0; // number of cells in use in each row; not for ragged rows
     int n_marked    = 0; // draft tokens at the end of the next batch
     int n_removable = 0; // number of newest tokens that `drop` can remove now
 
@@ -68,13 +68,13 @@ struct llama_kvtool {
     kvtool::graphs  graphs;
     kvtool::places  places; // used with ALiBi only
 
-    std::vector<std::vector<float>> mean_turns; // mean rotation over n_future positions, for each layer; computed by
-                                                // the first read_future
+    // for each layer, the mean rotation over n_future positions; the first read_future computes it
+    std::vector<std::vector<float>> mean_turns;
 
-    std::unique_ptr<kvtool::recaller> archive; // null: no archive
-    std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
+    std::unique_ptr<kvtool::recaller> archive; // null if there is no archive
+    std::unique_ptr<kvtool::staging>  staging; // null if steps recall from the archive on the host
 
-    std::unique_ptr<kvtool::resident_cells> resident; // null: no residents
+    std::unique_ptr<kvtool::resident_cells> resident; // null if there are no residents
 
     int  n_resident = 0;     // how many of the last n_recall cells are for residents
     bool is_member  = false; // the context's tokens are computed in a joint step
@@ -83,7 +83,7 @@ struct llama_kvtool {
     // older version
     uint64_t version = 0;
 
-    std::unique_ptr<kvtool::joint> joint; // null: the context decodes its own tokens
+    std::unique_ptr<kvtool::joint> joint; // null if the context decodes its own tokens
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
@@ -92,7 +92,7 @@ struct llama_kvtool {
     // see llama_kvtool_enable; joint: not null if the context computes steps of other contexts
     static int32_t enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint = nullptr);
 
-    // null, with the error set, if kvtool is not enabled or the context is unusable
+    // Return the state of a context. If kvtool is not enabled or the context is unusable, set the error and return null
     static llama_kvtool * get(const llama_context * ctx);
 
     //
@@ -109,7 +109,7 @@ struct llama_kvtool {
     // cells that a step fills from the archive
     int n_filled() const { return params.n_recall - n_resident; }
 
-    // true if a step of n_tokens attends to residents
+    // true if a step of n_tokens tokens attends to residents
     bool resides(int64_t n_tokens) const;
 
     // see llama_kvtool_reside
@@ -155,7 +155,7 @@ struct llama_kvtool {
     int64_t n_bytes() const;
     int32_t n_dim()   const;
 
-    // entries of the table of copy_fixed_state
+    // number of entries of the table that copy_fixed_state copies
     int32_t n_fixed_state() const;
 
     // true if the signals of a batch are computed later: see deferred.cpp
