@@ -272,8 +272,8 @@ public:
     std::vector<frame> frames;
 
     // All tokens, as ranges. Each range has the number of positions by which queries are rotated for its keys. The
-    // tokens before far_end are one range, and its number is far_turn: their keys lose their own rotation when they are
-    // read.
+    // tokens before far_end are one range with the number far_turn, because the rotation of their keys is undone when
+    // the keys are read.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i

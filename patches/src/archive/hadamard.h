@@ -9,8 +9,8 @@
 
 namespace kvtool {
 
-// Multiply every n_size consecutive elements of x by the Hadamard matrix of that size, which is a power of two. 0: do
-// nothing. The matrix is orthogonal and its own inverse
+// Multiply every n_size consecutive elements of x by the Hadamard matrix of that size, which is a power of two. If
+// n_size is 0, do nothing. The matrix is orthogonal and its own inverse
 void hadamard(float * x, int64_t n, int n_size);
 
 // Size of the matrix for heads of n_embd elements that are archived in a format. 0 for formats of 8 bits or more, which

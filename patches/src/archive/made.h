@@ -60,8 +60,8 @@ private:
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Improve k, the quantized key of cell c. Each element of k lies next to the exact value, on one side of it. The
-    // element moves to the neighbouring quantized value on the other side if k's products with the queries then come
+    // Improve k, the quantized key of cell c. Each element of k is a quantized value on one side of the exact value. It
+    // is replaced by the neighbouring quantized value on the other side if this brings k's products with the queries
     // closer to the products of the exact key. The scales do not change, so the cache quantizes k without further
     // rounding
     void nudge(float * k, const std::vector<double> & key, int c) const;

@@ -57,8 +57,8 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     if (!own.v) {
         return;
     }
-    // In a transposed cache, each element of all cells is stored together, so the values are transposed before they are
-    // written
+    // A transposed cache stores the first element of all cells, then the second element of all cells, and so on. The
+    // values are therefore transposed before they are written
     const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
     const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
 

@@ -119,8 +119,8 @@ int archive::n_row() const {
 
 archive::row_span archive::span_of(int row) const {
     // Each row is clustered a little later than the row before it, so that no step waits for the clustering of all
-    // rows. The delay is at most a quarter of a block. A longer delay would take time, because a step attends exactly
-    // to all tokens without clusters
+    // rows. The delay is at most a quarter of a block. A longer delay would make steps slower, because a step attends
+    // exactly to all tokens without clusters
     const int64_t late = (int64_t) row*(n_block/4)/n_row();
 
     return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };

@@ -113,8 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // The matrix is uploaded only once. As an output it keeps its memory, which would otherwise be given to other
-        // tensors
+        // The matrix is uploaded only once. Because it is marked as an output, its memory is not given to other tensors
         ggml_set_output(rot);
     }
 

@@ -34,8 +34,8 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values can use the keys' list unless they are transposed, which changes the indices, or some keys are rotated.
-    // Rotated keys are in a separate list, so their values would be missing
+    // Values can use the keys' list, with two exceptions. Transposed values need other indices. Rotated keys are in a
+    // separate list, so their values would be missing
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;

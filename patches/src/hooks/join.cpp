@@ -204,7 +204,7 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     }
 
     // With quantized cells, llama.cpp would multiply queries, keys and values by Hadamard matrices before the members'
-    // attention. A member whose own cells are quantized multiplies them itself, so they would be multiplied twice
+    // attention. A member with quantized cells does this again, so the multiplication would be done twice
     if (const ggml_type type = type_of_cells(lctx); type != GGML_TYPE_F16) {
         return fail(format("the cells of a context for joint steps must be f16, got %s", ggml_type_name(type)));
     }
