@@ -68,8 +68,9 @@ struct llama_kvtool_params {
     int32_t n_draft;
 
     // Maximum number of queries that steps store, so that their signals can be computed together later. 0: each step
-    // computes its own signals at once. Without flash attention, or if layers lie on a worker, steps always do so.
-    // Steps with draft tokens always store their queries
+    // computes its own signals at once. Steps always do so without flash attention, with an archive, or if layers lie
+    // on a worker. Steps with draft tokens are an exception: they always store their queries. Draft tokens are not
+    // possible with both signals and an archive
     int32_t n_defer;
 
     // archive
