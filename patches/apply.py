@@ -1,7 +1,7 @@
 """Apply hooks.patch to a source tree: `python apply.py PATCH TREE`. apply.cmake calls it.
 
-Every old line must be exactly at the line that the patch names, or nothing is changed. git and patch(1) are
-not used: a machine may lack them, and `git apply` exits 0 without a change inside another work tree.
+Nothing is changed unless every old line is exactly where the patch expects it. git and patch(1) are not used
+for two reasons: a machine may lack them, and inside another work tree `git apply` exits 0 without a change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class PatchError(Exception):
-    """The patch is damaged, or it was made for another tree."""
+    """Raised if the patch is damaged or was made for another tree."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Hunk:
     Attributes
     ----------
     old_start, new_start
-        First line before and after the change, counted from 0.
+        Number of the first line before and after the change, counted from 0.
     old, new
-        Lines before and after, with their line ends.
+        The lines before and after the change, including their line ends.
     """
 
     old_start: int
@@ -37,12 +37,15 @@ class Hunk:
 
 
 def _lines(text: bytes) -> list[bytes]:
-    # splitlines() would also split at a lone carriage return
+    # splitlines() is not used because it would also split at a lone carriage return
     return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
 def parse(patch: bytes) -> dict[str, list[Hunk]]:
-    """Return the hunks of each changed file. Raises PatchError if it adds, deletes or renames a file."""
+    """Return the hunks of each changed file.
+
+    Raises PatchError if the patch adds, deletes or renames a file.
+    """
     files: dict[str, list[Hunk]] = {}
     lines = _lines(patch)
     hunks: list[Hunk] = []
@@ -81,7 +84,7 @@ def parse(patch: bytes) -> dict[str, list[Hunk]]:
 
 
 def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | None:
-    """Return the first line, counted from 1, that is not as expected; None if all are."""
+    """Return the number of the first unexpected line, counted from 1. None if all lines are as expected."""
     for hunk in hunks:
         start, expected = (hunk.new_start, hunk.new) if applied else (hunk.old_start, hunk.old)
         for offset, line in enumerate(expected):
@@ -93,7 +96,7 @@ def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | N
 def apply(patch: bytes, tree: Path) -> bool:
     """Change the tree's files. Returns False if the patch was applied before.
 
-    Raises PatchError, with nothing changed, if the patch does not fit.
+    If the patch does not fit, raises PatchError and changes nothing.
     """
     files = parse(patch)
     contents = {}

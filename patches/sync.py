@@ -35,7 +35,10 @@ OURS = "src/kvtool"
 
 
 def header(patch: str) -> str:
-    """Return the text before the first file's changes. Raises PatchError for a missing or empty field."""
+    """Return the header, which is the text before the first file's changes.
+
+    Raises PatchError if one of its fields is empty or missing.
+    """
     head, found, _ = patch.partition("diff --git ")
     fields = dict(line.split(":", 1) for line in head.splitlines() if ":" in line)
     missing = [field for field in FIELDS if not fields.get(field[:-1], "").strip()]
@@ -45,7 +48,7 @@ def header(patch: str) -> str:
 
 
 def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # neither the user's git configuration nor a repository around the tree may change the bytes
+    # the bytes must not depend on the user's git configuration or on a repository around the tree
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -68,11 +71,11 @@ def _git(tree: Path, *arguments: str) -> bytes:
 
 
 def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
-    """Unpack llama.cpp from a source distribution into `tree`: all files, or those in `only`."""
+    """Unpack llama.cpp from a source distribution into `tree`: all files, or only the files in `only`."""
     with tarfile.open(archive) as tar:
         for member in tar:
             top, _, name = member.name.partition("/vendor/llama.cpp/")
-            # the distribution contains a .git with another llama.cpp
+            # skip the .git in the distribution: it belongs to another llama.cpp
             if "/" in top or name in ("", ".git") or not member.isfile() or (only and name not in only):
                 continue
             path = tree / name
@@ -94,7 +97,7 @@ def commit(tree: Path) -> None:
 
 
 def exported(tree: Path, head: str) -> bytes:
-    """Return the hooks.patch of this work tree: the same bytes on every machine."""
+    """Return the contents of hooks.patch for this work tree. They are the same bytes on every machine."""
     diff = _git(
         tree,
         *("diff", "-U2", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"),
@@ -108,9 +111,9 @@ def _source() -> Path:
 
 
 def merge(patch: bytes, tree: Path, before: Path) -> list[str]:
-    """Merge each file's changes into another llama.cpp; `before` is the tree that the patch was made for.
+    """Merge each file's changes into another llama.cpp. `before` is the tree that the patch was made for.
 
-    Returns the changes that need work by hand. Conflicts are marked in the files as git marks them.
+    Returns the changes that must be completed by hand. In the files, conflicts have git's conflict markers.
     """
     for name in apply.parse(patch):
         _git(tree, "hash-object", "-w", str(before / name))
@@ -131,7 +134,10 @@ def merge(patch: bytes, tree: Path, before: Path) -> list[str]:
 
 
 def import_(tree: Path, archive: Path | None = None) -> str:
-    """Make a patched work tree of the archive's (or UPSTREAM's) llama.cpp; returns the remaining work."""
+    """Make a patched work tree of the archive's llama.cpp (by default UPSTREAM's).
+
+    Returns a message that lists the remaining work.
+    """
     if tree.exists() and any(tree.iterdir()):
         raise apply.PatchError(f"{tree} is not empty")
     tree.mkdir(parents=True, exist_ok=True)
@@ -175,7 +181,10 @@ def export(tree: Path) -> str:
 
 
 def check() -> str:
-    """Raise PatchError unless the patch fits UPSTREAM and export would write the same bytes."""
+    """Raise PatchError if the patch does not fit UPSTREAM, or if export would write other bytes.
+
+    Returns a message for the user.
+    """
     patch = PATCH.read_bytes()
     head = header(patch.decode("ascii"))
     git = shutil.which("git")

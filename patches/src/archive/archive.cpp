@@ -92,7 +92,7 @@ int64_t archive::start(const leaving & some) {
     memory.fit(first, some.end());
 
     if (size() == 0) {
-        // another stream, whose positions may be lower than the previous one's
+        // another stream begins; its positions may be lower than the positions of the previous stream
         frames.assign(1, { first, base() });
         far = first;
         clear_clusters();
@@ -116,7 +116,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
 void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v) {
     auto & l = layers[layer];
 
-    // buffers of each thread
+    // each thread has its own buffers
     thread_local std::vector<float> key, value;
     key  .resize(l.n_head*l.n_embd_k);
     value.resize(l.n_head*l.n_embd_v);
@@ -141,7 +141,7 @@ void archive::finish(const leaving & some, int64_t first, int n_thread) {
 
 void archive::set_base(int64_t base) {
     if (frames.empty() || frames.back().base != base) {
-        // a run without archived tokens is not needed
+        // remove a run that has no archived tokens
         if (size() == 0) {
             frames.clear();
         } else if (!frames.empty() && frames.back().first == end()) {
@@ -219,7 +219,7 @@ void archive::expect(int64_t begin, int64_t end) {
     for (auto & l : layers) {
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
-            // set_table will set both
+            // set_table will set `frames` and `far`
             frames.clear();
             far = begin;
         }
@@ -232,7 +232,7 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     auto & l = layers[layer];
     l.set_span(begin, end);
 
-    // a slab per call, so that threads share the time that the first access to new memory takes
+    // fill one slab per call. The first access to new memory takes time, and this lets the threads share it
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);

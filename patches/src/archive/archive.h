@@ -20,8 +20,8 @@
 
 namespace kvtool {
 
-// A run of tokens whose keys are rotated to their positions minus `base`. A long stream starts another run whenever
-// its positions start over at the end of the context.
+// A run of tokens whose keys are rotated to their positions minus `base`. In a long stream, positions start over when
+// they reach the end of the context. Each time this happens, another run begins.
 struct frame {
     int64_t first; // position of its first token
     int64_t base;
@@ -37,7 +37,7 @@ struct archive_params {
     int32_t n_made;
     int32_t n_exact;
 
-    bool is_plain = false; // no Hadamard matrices
+    bool is_plain = false; // true if archived keys and values are not multiplied by Hadamard matrices
 };
 
 // shape of one layer
@@ -48,7 +48,7 @@ struct archive_shape {
 
     rotation turns;
 
-    bool has_mapped_values = false; // the cache's values are already multiplied by a Hadamard matrix
+    bool has_mapped_values = false; // true if the cache's values are already multiplied by a Hadamard matrix
 };
 
 // tokens that leave the cache for the archive
@@ -56,13 +56,14 @@ struct leaving {
     const int32_t * cells;
 
     int32_t n_cell;
-    int64_t pos_0; // position of the first of them
-    int64_t n_max; // maximum size of the archive; the newest tokens stay
+    int64_t pos_0; // position of the first of these tokens
+    int64_t n_max; // maximum size of the archive; only the newest tokens are kept
     int64_t next;  // position that the cache's next token will be rotated to
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // oldest token that stays in an archive of the tokens begin .. end - 1 when these tokens are added to it
+    // The archive has the tokens begin .. end - 1, and the leaving tokens are added to it. Returns the oldest token
+    // that the archive keeps
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -89,23 +90,24 @@ public:
     // set the range of tokens that the layer holds; `memory` must already have slabs for them
     void set_span(int64_t begin, int64_t end);
 
-    // store token i: the keys and the values of all heads, which are changed
+    // store token i. k and v have the keys and the values of all heads; both buffers are overwritten
     void put(int64_t i, float * k, float * v);
 
-    // reorder a complete block: place first + i gets the token of place from[first + i]
+    // reorder a complete block: the token at place from[first + i] moves to place first + i
     void sort(int head, int64_t block, int first, const uint8_t * from);
 
     size_t token_bytes() const { return n_head*size; }
 
-    // Below, i is a token's place: clustered blocks are stored in the order of their clusters, see archive::place_of
+    // In the functions below, i is the place of a token, not its position: clustered blocks are stored in the order of
+    // their clusters, see archive::place_of
 
-    // keys i .. i + n - 1 of a head as f32; all lie in one block
+    // n keys of a head as f32, from place i on; all of them lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
 
-    // the same for values
+    // n values of a head as f32, from place i on
     void values(int head, int64_t i, int n, float * out) const;
 
-    // a key and a value in their stored format, multiplied by Hadamard matrices
+    // a key and a value in their stored format; they may be multiplied by Hadamard matrices
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
     const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
 
@@ -125,13 +127,13 @@ public:
     const ggml_type type_k;
     const ggml_type type_v;
 
-    // sizes of the Hadamard matrices that stored keys and values are multiplied by; 0: none
+    // sizes of the Hadamard matrices that stored keys and values are multiplied by; 0 if they are not
     const int n_map_k;
     const int n_map_v;
 
     const size_t size_k; // bytes of a key
     const size_t size_v;
-    const size_t size;   // bytes of a key together with its value, which follows it
+    const size_t size;   // bytes of a key and the value stored after it
 
     static constexpr int n_block = store::n_block;
 
@@ -154,12 +156,12 @@ struct archive_part {
     int64_t         first;
 };
 
-// archived tokens whose keys have the same rotation
+// consecutive archived tokens whose keys have the same rotation
 struct stretch {
     int64_t begin;
     int64_t end;
 
-    int64_t delta; // positions by which a query is rotated before it is multiplied with their keys
+    int64_t delta; // number of positions by which a query is rotated before it is multiplied with these keys
 };
 
 class archive {
@@ -167,15 +169,16 @@ public:
     // create empty layers of these shapes
     void make(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // put the archive into a new file at that path; nothing may be archived yet. Throws std::runtime_error on
-    // failure.
+    // Keep the archive in a new file at that path. Nothing may be archived yet. Throws std::runtime_error on failure.
     void open(const std::string & path) { memory.open(path); }
 
     bool has_file() const { return memory.has_file(); }
 
-    // Archiving takes four steps: `reserve` allocates the memory (throws no_room); `start` deletes tokens that
-    // are too old and returns the oldest token that stays; `put` stores a layer's tokens from pos on; `finish`
-    // completes the archive, clusters included.
+    // Archiving takes four steps:
+    // 1. `reserve` allocates the memory. It throws no_room.
+    // 2. `start` deletes tokens that are too old. It returns the oldest token that the archive keeps.
+    // 3. `put` stores a layer's tokens, from position pos on.
+    // 4. `finish` completes the archive and its clusters.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
     int64_t start(const leaving & some);
     void put    (size_t layer, int64_t pos, const gathered & cells);
@@ -184,15 +187,15 @@ public:
     // store one token: keys and values of all heads
     void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
 
-    // oldest token of the archive after it has received these tokens
+    // the oldest token of the archive after these tokens are added
     int64_t first_of(const leaving & some) const {
         const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
         return whole(begin, some.first(begin, end()), some.end());
     }
 
-    // While clustering is deferred, `finish` computes no clusters; instead `seal_layer` clusters the complete
-    // blocks of one head of a layer. Several heads may be clustered at the same time, but nothing else may read
-    // or change the layer. Ending the deferral clusters the remaining blocks.
+    // While clustering is deferred, `finish` computes no clusters. Instead, `seal_layer` clusters the complete blocks
+    // of one head of a layer. Several heads may be clustered at the same time, but nothing else may read or change the
+    // layer meanwhile. When the deferral ends, the remaining blocks are clustered.
     void defer_seal(bool on, int n_thread);
     void seal_layer(size_t layer, int head);
 
@@ -207,38 +210,38 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from `end` on. The archive then has the state that it had when its last remaining token had
-    // just been archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have
-    // been removed.
+    // Delete the tokens from `end` on. The archive then has the state from the time when its last remaining token had
+    // just been archived; the stream's next position was `next` at that time. The caller must call `set_base`
+    // afterwards, because runs may have been removed.
     void cut(int64_t end, int64_t next);
 
     void clear();
 
-    // Prepare for `fill` with the tokens begin .. end - 1: provide their memory, and empty the layers that hold other
-    // tokens. Throws no_room, leaving everything unchanged.
+    // Prepare for `fill` with the tokens begin .. end - 1: allocate their memory, and empty the layers that hold other
+    // tokens. If there is no memory, throws no_room and leaves everything unchanged.
     void expect(int64_t begin, int64_t end);
 
-    // copy a layer's keys and values in their stored format, token by token; each token has token_bytes bytes
+    // copy a layer's keys and values to `out` in their stored format, token by token; each token has token_bytes bytes
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // set a layer's tokens begin .. end - 1 from consecutive parts
+    // set a layer's tokens begin .. end - 1. The parts must be consecutive
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
-    // Clusters of blocks in a saved archive: see llama_kvtool_clusters. They are set after the layers and before
-    // the table. `get_clusters` returns false if some row lacks such clusters.
+    // Clusters of blocks in a saved archive, see llama_kvtool_clusters. They are set after the layers and before the
+    // table. `get_clusters` returns false if any row lacks clusters of this kind.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
     bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
     void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 
-    // Compute clusters that are missing after `set_table`, for a few rows; returns how many rows are left. n_max:
-    // maximum size of the archive
+    // Compute clusters that are missing after `set_table`, for a few rows per call. Returns the number of rows that are
+    // left. n_max: maximum size of the archive
     int seal_some(int64_t n_max, int n_thread);
 
-    // see llama_kvtool_get_archive_table. If set_table fails, it returns the reason; otherwise it marks all rows as not
-    // clustered and returns an empty string
+    // See llama_kvtool_get_archive_table. On success, set_table marks all rows as not clustered and returns an empty
+    // string. Otherwise it returns the reason
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
 
@@ -246,7 +249,8 @@ public:
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
 
-    // bytes of the archive, and of one slab, with their clusters. These lie in host memory even if slabs lie in a file
+    // Bytes of the archive and of one slab, including their clusters. The clusters lie in host memory even if the slabs
+    // lie in a file
     int64_t bytes()      const;
     int64_t slab_bytes() const;
 
@@ -254,21 +258,22 @@ public:
 
     const archived_layer & operator[](size_t i) const { return layers[i]; }
 
-    // place of token i of a row: clustered blocks are stored in another order
+    // place where a row stores token i. It differs from i in clustered blocks, which are stored in another order
     int64_t place_of(size_t layer, int head, int64_t i) const;
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Far tokens are the tokens before this position: they are farther than n_near from the stream's next token. A query
-    // attends to a far token as if it were at distance n_near. A clustered block has its own flag, bearing::is_far. The
-    // flag changes only when the block is clustered again.
+    // Far tokens are the tokens before this position. They are farther than n_near from the stream's next token. A
+    // query attends to a far token as if its distance were n_near. For clustered blocks, bearing::is_far is used
+    // instead. It changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
-    // runs of the archived tokens, the oldest first; the newest run may have no tokens yet
+    // runs of the archived tokens, the oldest first; the newest run may not have any tokens yet
     std::vector<frame> frames;
 
-    // All tokens, in ranges. A range has the number of positions by which queries are rotated for its keys. The tokens
-    // before far_end are one range, with far_turn: their keys lose their own rotation when they are read.
+    // All tokens, as ranges. Each range has the number of positions by which queries are rotated for its keys. The
+    // tokens before far_end are one range with the number far_turn, because the rotation of their keys is undone when
+    // the keys are read.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i
@@ -279,16 +284,17 @@ public:
     // clusters of a row's keys; only if n_exact > 0
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
-    // positions by which the key of token i is rotated before its block is clustered
+    // number of positions by which the key of token i is rotated before its block is clustered
     int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
-    // positions by which a query at position rot is rotated for keys without rotation (beyond n_near)
+    // number of positions by which a query at position rot is rotated for keys without rotation (keys beyond n_near)
     int64_t far_turn(int64_t rot) const { return n_near - rot; }
 
-    // positions by which a query at position rot is rotated for the keys of a clustered block
+    // number of positions by which a query at position rot is rotated for the keys of a clustered block
     int64_t query_turn(const bearing & to, int64_t rot) const { return to.is_far ? far_turn(rot) : base() - to.base; }
 
-    // positions by which the key of token i is rotated so that it has the right distance from a query at position rot
+    // number of positions by which the key of token i is rotated, so that it gets the right distance from a query at
+    // position rot
     int64_t turn_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_turn(rot) : base()); }
 
     // limit of positions, so that no computed value overflows
@@ -303,7 +309,8 @@ private:
     int64_t far    = 0;
     int64_t n_most = most; // maximum size of the archive
 
-    // first token that stays if the tokens before `to` are deleted: a clustered block is deleted as a whole
+    // The first token that is kept if the tokens before `to` should be deleted. It may be later than `to`, because a
+    // clustered block can only be deleted as a whole
     int64_t whole(int64_t begin, int64_t to, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
@@ -311,13 +318,13 @@ private:
     // after set_table: the last n_unsealed rows have no clusters yet
     int n_unsealed = 0;
 
-    // clusters given to `set_clusters`: (block, is_far) -> [row]
+    // clusters that were passed to `set_clusters`: (block, is_far) -> [row]
     std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
 
     int n_row() const;
 
-    // Blocks of a row that are clustered: from the archive's first block to block to - 1. Those before block `far` are
-    // clustered as beyond n_near
+    // The blocks of a row that should be clustered: from the archive's first block to block to - 1. The blocks before
+    // `far` are clustered as beyond n_near
     struct row_span {
         int64_t far;
         int64_t to;
@@ -326,17 +333,17 @@ private:
 
     void move_far(int64_t end);
 
-    // Cluster the blocks that have become complete, cluster those again that are now beyond n_near, and remove
-    // the clusters of deleted blocks.
+    // Update the clusters. Blocks that have become complete are clustered, blocks that are now beyond n_near are
+    // clustered again, and the clusters of deleted blocks are removed.
     void seal(int n_thread);
     void seal_row(int row);
 
     bool is_deferred = false;
-    // keys, values: buffers for a block
+    // cluster one block of a row; keys, values: buffers for a block
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // remove the tokens before `begin`, whose memory is gone
+    // remove the tokens before `begin`, which no longer have slabs
     void forget(int64_t begin);
 };
 

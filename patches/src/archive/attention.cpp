@@ -1,40 +1,42 @@
 // Attention of a step's queries to one layer's archive, on the host.
 //
-// In the decode's graph each layer has a custom operation (hooks/recall.cpp adds it, recaller.cpp implements it) between
-// the computation of the layer's queries and attention over the cache. All threads of ggml's CPU backend run it together
-// and meet at barriers. Its result is written to the last cells of the cache, so attention over the cache, with any
-// kernel on any device, includes the archive. The code below computes, for each query, what exact attention to the
-// archive would give: a value, and the logarithm of the softmax's denominator, with which the value can be weighted
-// against the live cells. It does so in this order:
+// In the decode's graph each layer has a custom operation between the computation of the layer's queries and attention
+// over the cache. (hooks/recall.cpp adds this operation, recaller.cpp implements it.) All threads of ggml's CPU backend
+// run it together and meet at barriers. Its result is written to the last cells of the cache. Attention over the cache,
+// with any kernel on any device, then includes the archive. For each query, the code below computes the result of exact
+// attention to the archive: a value, and the logarithm of the softmax's denominator. With the denominator, the value
+// can be weighted against the live cells. The steps are:
 //
 // 1. make_room (one thread): buffers for the results, which all threads share.
 //
 // 2. find (one thread per row): search.cpp decides which tokens the row's queries attend to exactly. These are all
-//    tokens without clusters (the newest ones), and n_exact tokens of the clusters with the highest attention per
-//    token. All other clusters are estimated from their mean keys and values; the estimate is stored as one more
-//    partial sum of the row. As most attention is on few tokens, the work depends little on the archive's length.
+//    tokens without clusters (the newest tokens), and n_exact tokens of the clusters with the highest attention per
+//    token. All other clusters are estimated from their mean keys and values. The estimate is stored as one more
+//    partial sum of the row. Most attention is on few tokens, so the work depends little on the archive's length.
 //
 // 3. attend (each thread has some parts): the row's exact tokens are divided into n_span parts of equal size. read_part
 //    reads a part in batches of n_together tokens:
 //    - read multiplies the batch's keys with the queries. A key is stored with the rotation (RoPE) that it had in the
-//      cache, so key and query first have to get the right distance. The search has rotated the queries once per base
-//      ("way"), which suits all keys archived under that base. Keys beyond n_near, and keys of a block in which the
-//      base changes, are rotated as well. The fastest case is a step of few queries (is_few), as in decoding: keys are
-//      multiplied in their stored format, without a converted copy. For many queries (a chunk of a prompt) keys are
-//      converted once and multiplied as matrices.
+//      cache, so key and query must first be rotated to the right distance. The search has rotated the queries once per
+//      base. Each such rotation is called a "way", and it fits all keys that were archived under that base. Two kinds of
+//      keys are rotated in addition: keys beyond n_near, and keys of a block in which the base changes. The fastest case
+//      is a step of few queries (is_few), as when tokens are generated: keys are multiplied in their stored format,
+//      without a converted copy. For many queries (a chunk of a prompt), keys are converted once and multiplied as
+//      matrices.
 //    - add turns the products into exponentials and adds them to the part's sums. This is the online softmax: a part
-//      stores the maximum logit, the sum of the exponentials relative to it, and the sum of the values weighted by
-//      them. When the maximum rises, the earlier sums are scaled down.
-//    - add_values reads only values whose exponential exceeds `least`; smaller ones would hardly change the result.
+//      stores the maximum logit, the sum of the exponentials relative to this maximum, and the sum of the values weighted
+//      by the exponentials. When the maximum rises, the earlier sums are scaled down.
+//    - add_values reads only values whose exponential exceeds `least`; other values would hardly change the result.
 //
-// 4. result (any thread, after a barrier): combines the sums of the parts and of the estimate, again relative to the
-//    common maximum. made.cpp computes synthetic cells from these results.
+// 4. result (any thread, after a barrier): combines the sums of the parts and of the estimate, relative to their common
+//    maximum. made.cpp computes synthetic cells from these results.
 //
-// 5. weigh and most_attended (only if tokens are recalled or traced): with the denominator over archive and live cells,
-//    which set_sum receives, each exact token gets its attention probability, and the tokens with the most are chosen.
+// 5. weigh and most_attended (only if tokens are recalled or traced): set_sum receives the denominator over archive and
+//    live cells. With it, the attention probability of each exact token is computed, and the tokens with the most
+//    attention are chosen.
 //
-// The division into parts depends on the archive and the row count only, so that results do not depend on the number
-// of threads.
+// The division into parts depends only on the archive and the number of rows, so that results do not depend on the
+// number of threads.
 
 #include "attention.h"
 
@@ -48,11 +50,11 @@
 
 namespace kvtool {
 
-// approximate number of parts of a layer's work: enough for many threads, and few enough that their sums take little
-// memory
+// Approximate number of parts of a layer's work. There are enough parts for many threads, but few enough that their
+// sums take little memory
 static constexpr int n_parts = 16;
 
-// tokens of a batch
+// number of tokens of a batch
 static constexpr int n_together = 64;
 
 // number of ranges that are prefetched ahead of the range that is read
@@ -84,8 +86,8 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// multiply the keys of n tokens, from place `begin` on, with the queries. In the batch these are the tokens at ..
-// at + n - 1
+// Multiply the keys of n tokens, from place `begin` on, with the queries. In the batch these tokens have the indices at
+// .. at + n - 1
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
@@ -112,8 +114,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
-        // the queries are rotated once, for the key of the block's last token. Each key is rotated by its distance to
-        // that token while it is multiplied
+        // The queries are rotated only once: for the key of the block's last token. While a key is multiplied, it is
+        // rotated by its distance to that token
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -164,7 +166,7 @@ void attention::add_values(int head, float * to) {
 }
 
 // If there is a soft cap, replace n products by scaled and capped logits. Returns the scale that the softmax still has
-// to apply: 1 after a soft cap.
+// to apply, which is 1 after a soft cap.
 static float softened(float * x, int n, const logit_params & logits) {
     if (!(logits.cap > 0.0f)) {
         return logits.scale;
@@ -236,14 +238,14 @@ void attention::read_part(int head, int span, F && done) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column); // enough for [query][n_together] as well
+    powers.resize(n_together*n_column); // this is also enough for [query][n_together]
 
     const auto & row = work.rows[head];
 
     const int64_t begin = row.n_looked*span/n_span;
     const int64_t end   = row.n_looked*(span + 1)/n_span;
 
-    // prefetched, as clusters are far apart in memory
+    // prefetch a range, because clusters are far apart in memory
     const auto ask = [&](size_t r) {
         if (r < row.looked.size()) {
             prefetch(l.raw_key(head, row.looked[r].begin), row.looked[r].n*l.size);
@@ -308,7 +310,8 @@ double attention::result(int head, int query, float * value) const {
             kvtool::add(value, part(i) + 2, l.n_embd_v, w);
         }
     }
-    // values and mean values were added in their stored format
+    // values and mean values were added in their stored format, so the sum must still be multiplied by the Hadamard
+    // matrix
     hadamard(value, l.n_embd_v, l.n_map_v);
     bool is_number = std::isfinite(most) && std::isfinite(sum) && sum > 0.0;
     for (int64_t e = 0; e < l.n_embd_v; ++e) {
@@ -346,7 +349,7 @@ void attention::weigh(int part) {
             }
         }
         for (int j = 0; j < n; ++j) {
-            // a sum that is NaN, from a key that is not finite, becomes 0
+            // a sum is NaN if a key is not finite; it becomes 0
             to[j] = to[j] > 0.0f ? to[j] : 0.0f;
         }
         to += n;

@@ -1,4 +1,5 @@
-// Attention to archived tokens on the host: per query a value, and the logarithm of the softmax's denominator.
+// Attention to archived tokens on the host. For each query it computes a value, and the logarithm of the softmax's
+// denominator.
 
 #pragma once
 
@@ -16,12 +17,12 @@ class attention_work : public meeting {
 public:
     std::vector<searched_row> rows;
 
-    // partial softmax sums [row][part of the row's tokens][query]: maximum logit, sum of the exponentials relative to
-    // it, and sum of the values weighted by them
+    // Partial softmax sums: [row][part of the row's tokens][query]. Each has the maximum logit, the sum of the
+    // exponentials relative to this maximum, and the sum of the values weighted by these exponentials
     std::vector<float> parts;
 
-    // sums: logarithm of the softmax's denominator per row and query; attn: per row, the attention of each token
-    // that is attended to exactly
+    // sums: for each row and query, the logarithm of the softmax's denominator. attn: for each row, the attention to
+    // each token that is attended to exactly
     std::vector<double>             sums;
     std::vector<std::vector<float>> attn;
 };
@@ -30,7 +31,8 @@ public:
 struct attended_token {
     int64_t pos;
     int64_t place;
-    int64_t turn; // positions by which its key is rotated to have the right distance from the first query
+    // number of positions by which the token's key is rotated, so that it has the right distance from the first query
+    int64_t turn;
 
     float attn; // summed over the row's queries
 };
@@ -40,7 +42,7 @@ struct attention_memory {
     struct piece {
         int64_t begin;
         int     n;
-        int     at; // index of the first one in the batch
+        int     at; // index of the piece's first token in the batch
     };
 
     std::vector<piece> pieces;
@@ -50,7 +52,7 @@ struct attention_memory {
 
     std::vector<float> keys;   // [token][n_embd_k]
     std::vector<float> values; // [token][n_value]
-    std::vector<float> powers; // exponentials of the logits: [token][n_column]; with few queries [query][n_together]
+    std::vector<float> powers; // exponentials of the logits: [token][n_column], or [query][n_together] with few queries
 
     std::vector<float> most, factor, sum; // per query
 };
@@ -58,33 +60,37 @@ struct attention_memory {
 // one thread's share of a layer's attention; attention.cpp describes the order of calls
 class attention : used_again<attention_memory> {
 public:
-    // rot: position that the first query is rotated to; n_query: queries of each row; n_exact: see search
+    // rot: position that the first query is rotated to. n_query: number of queries of each row. n_exact: see class
+    // search
     attention(
             const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
-    // called by one thread before all else
+    // called by one thread before anything else
     void make_room();
 
-    // choose the tokens that a row attends to exactly; called by one thread per row, before any thread calls
+    // Choose the tokens that a row attends to exactly. One thread calls this for each row, before any thread calls
     // attend. queries: [n_query][n_embd_k]
     void find(int head, const float * queries);
 
-    // Number of parts that the work is divided into; each is done by one thread. The division depends on the
-    // numbers of rows and tokens only, so that sums do not depend on the number of threads.
+    // Number of parts that the work is divided into; each part is done by one thread. The division depends only on the
+    // numbers of rows and tokens, so that sums do not depend on the number of threads.
     int n_part() const { return l.n_head*n_span; }
 
     void attend(int part);
 
-    // Combine all parts: value[n_embd_v] of a query; returns the logarithm of its softmax's denominator. Keys that
-    // are NaN add nothing. If a result is not finite nevertheless, value becomes 0 and -INFINITY is returned.
+    // Combine all parts. Writes the value[n_embd_v] of a query, and returns the logarithm of its softmax's denominator.
+    // Keys that are NaN add nothing. If a result is still not finite, value becomes 0 and the function returns
+    // -INFINITY.
     double result(int head, int query, float * value) const;
 
-    // Compute the attention of each token that is attended to exactly: call set_sum for all queries, then weigh for
-    // all parts. sum: logarithm of the denominator over live cells and archive; -INFINITY: the query is ignored
+    // Compute the attention to each token that is attended to exactly: call set_sum for all queries, and then weigh for
+    // all parts. sum: logarithm of the denominator over live cells and archive; if it is -INFINITY, the query is
+    // ignored
     void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
     void weigh(int part);
 
-    // after weigh: the k tokens with the most attention, the oldest first; among equals the newer is chosen
+    // Call this after weigh: returns the k tokens with the most attention, the oldest first. If tokens have equal
+    // attention, newer tokens are chosen first
     std::vector<attended_token> most_attended(int head, int k) const;
 
 private:
@@ -93,10 +99,10 @@ private:
     const turns          & rope;
 
     const int  n_query;
-    const bool is_few;   // few queries: keys and values are multiplied in their stored format
+    const bool is_few;   // true for few queries: keys and values are then multiplied in their stored format
     const int  n_column; // padded number of queries
     const int  n_value;  // padded length of a value
-    const int  n_span;   // parts of a row
+    const int  n_span;   // number of parts of a row
 
     const float least;   // minimum exponential for which a token's value is added
 
@@ -106,16 +112,16 @@ private:
 
     search looking;
 
-    // block and query rotation that `turned` was made for
+    // block and index of the query rotation that `turned` was made for
     int64_t turned_block = -1;
     int     turned_way   = -1;
 
-    // partial sums of a row's parts; index n_span holds the search's estimate
+    // partial sums of a part of a row; part n_span is the search's estimate
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }
 
-    // read the tokens of a part of a row in batches; done(n) is called when n tokens have been read
+    // read the tokens of a part of a row in batches; call done(n) after each batch of n tokens
     template <typename F>
     void read_part(int head, int span, F && done);
 

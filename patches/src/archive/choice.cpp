@@ -4,7 +4,7 @@
 
 namespace kvtool {
 
-// total size of the items with this score or more
+// total size of the items whose score is at least `least`
 static inline KVTOOL_INLINE int64_t size_above(const int32_t * score, const int32_t * size, int n, int32_t least) {
     int32_t sum = 0;
     for (int i = 0; i < n; ++i) {
@@ -48,7 +48,7 @@ KVTOOL_AVX2 static void choose_avx2(const int32_t * score, const int32_t * size,
 #endif
 
 void choose(const float * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen) {
-    // the bits of non-negative floats have the order of their values
+    // non-negative floats have the same order as their bits read as integers
     const auto * bits = (const int32_t *) score;
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN) {

@@ -11,10 +11,10 @@
 
 namespace kvtool {
 
-// when memory is full, it grows by room for this many blocks
+// when a list has no room left, it grows by the size of this many blocks
 static constexpr size_t n_more = 16;
 
-// resize a list to n entries of n_each elements. Its capacity grows in small steps: by default it might double
+// Resize a list to n entries of n_each elements. Its capacity grows in small steps, because by default it might double
 template <typename T>
 static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     if (list.capacity() < n*n_each) {
@@ -192,7 +192,7 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    // all clusters have the same weight, so that a cluster of one token ends up in a set of similar clusters
+    // all clusters have the same weight; otherwise a cluster of one token might not end up in a set of similar clusters
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;

@@ -1,5 +1,5 @@
-// Clusters of a row's archived keys. A search ranks their means, and the means represent tokens that are not attended
-// to exactly.
+// Clusters of a row's archived keys. A search ranks the mean keys of clusters. The means also represent all tokens that
+// are not attended to exactly.
 
 #pragma once
 
@@ -14,28 +14,28 @@
 
 namespace kvtool {
 
-// n_cluster: clusters of a block of archived tokens. n_grouped: blocks of a group. The clusters of a group are
-// divided into n_set sets of n_side clusters each.
+// n_cluster: number of clusters in a block of archived tokens. n_grouped: number of blocks in a group. The clusters of
+// a group are divided into n_set sets, with n_side clusters in each set.
 constexpr int n_cluster = 16;
 constexpr int n_set     = n_side;
 constexpr int n_grouped = n_set*n_side/n_cluster;
 
-// rotation that a block's keys get before they are clustered
+// the rotation that a block's keys have while they are clustered
 struct bearing {
-    bool    is_far; // true for tokens beyond n_near: their keys are rotated back to what they were before RoPE
-    int64_t base;   // if not is_far: keys are rotated to their positions minus this base
+    bool    is_far; // true for tokens beyond n_near: their keys are rotated to position 0, which undoes RoPE
+    int64_t base;   // only if not is_far: keys are rotated to their positions minus this base
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
 
-// cluster of each token of a block, two tokens a byte; 0 for tokens before the archive's first. The rest of a clustered
-// block can be computed from this and from the block's keys and values.
+// Cluster of each token of a block, two tokens per byte; 0 for tokens before the archive's first token. Everything else
+// in a clustered block can be computed from this, together with the block's keys and values.
 using membership = std::array<uint8_t, store::n_block/2>;
 
 // a clustered block: its tokens are stored in the order of their clusters
 struct sealed_block {
     bearing to;
-    int     first; // index of its first token; not 0 if the archive begins inside the block
+    int     first; // index of the block's first token; not 0 if the archive begins inside the block
 
     std::array<uint8_t,  store::n_block> order; // index of the token stored at each place
     std::array<uint16_t, n_cluster + 1> start; // first place of each cluster
@@ -44,10 +44,10 @@ struct sealed_block {
 };
 
 // Summaries of clusters or of sets of clusters: mean keys in 8 bits (in sides), numbers of tokens, and mean values. If
-// archived values are multiplied by a Hadamard matrix, mean values are, too, and have 4 bits; otherwise they have 8 bits if
-// the value length allows it
+// archived values are multiplied by a Hadamard matrix, mean values are multiplied by it and have 4 bits. Otherwise mean
+// values have 8 bits, or are F16 if the value length does not allow 8 bits
 struct means {
-    // n_map_v: size of the matrix; 0: none
+    // n_map_v: size of the Hadamard matrix; 0 if there is no matrix
     means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v);
 
     std::vector<uint8_t>  sides;
@@ -56,7 +56,7 @@ struct means {
 
     void resize (size_t n);
     void reserve(size_t n);
-    void erase  (size_t n); // removes the first n
+    void erase  (size_t n); // remove the first n summaries
 
     // a mean value in its stored format
     const uint8_t * value(size_t i) const { return values.data() + i*size_v; }
@@ -71,26 +71,28 @@ struct means {
     size_t    size_v; // bytes of a value
 };
 
-// Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places, one per
-// cluster. When all blocks of a group have keys with the same rotation, the group's clusters are reordered by set.
+// Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places, one place
+// per cluster. Once all blocks of a group have keys with the same rotation, the group's clusters are reordered set by
+// set.
 class row_clusters {
 public:
-    // n_map_v: as in means
+    // n_map_v: see `means`
     row_clusters(int64_t n_embd_k, int64_t n_embd_v, int n_map_v = 0)
         : clusters(n_embd_k, n_embd_v, n_map_v), sets(n_embd_k, n_embd_v, n_map_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
-    // number of the first block, and of the block after the last one; both 0 if there are no blocks
+    // index of the first block, and index after the last block; both are 0 if there are no blocks
     int64_t begin() const { return first; }
     int64_t end()   const { return first + (int64_t) blocks.size(); }
 
     const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
-    // Compute the clusters of an existing block or of the next one. keys: [256 - first][n_embd_k], rotated as
-    // `to` describes; values: [256 - first][n_embd_v]; known: the cluster of each token, or null. Afterwards the
-    // caller has to store the block's tokens in the order given by the block.
+    // Compute the clusters of an existing block or of the next block. keys: [256 - first][n_embd_k], rotated as `to`
+    // describes. values: [256 - first][n_embd_v]. known: the cluster of each token, or null to compute it. Afterwards
+    // the caller must store the block's tokens in the order that the block's `order` gives.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
-    // allocate memory for clusters of these blocks at once: growing in small steps takes longer than clustering
+    // allocate memory for the clusters of these blocks at once, because growing in small steps takes longer than
+    // clustering
     void reserve(int64_t block, int64_t end);
 
     // remove the blocks before `block`
@@ -104,14 +106,14 @@ public:
     // first place of a block
     size_t place(int64_t block) const { return (block - first)*n_cluster; }
 
-    // block of the cluster at a place, and the cluster's number in that block
+    // the block of the cluster at a place, and the index of the cluster in this block
     int64_t block_at(size_t place) const {
         const int64_t block = first + (int64_t) place/n_cluster;
         return is_grouped(block) ? block/n_grouped*n_grouped + member[place]/n_cluster : block;
     }
     int     cluster_at(size_t place) const { return member[place] % n_cluster; }
 
-    // true if the block's group is ordered by set, and its sets have summaries
+    // true if the block's group is ordered set by set; its sets then have summaries
     bool is_grouped(int64_t block) const { return grouped[block/n_grouped - first/n_grouped]; }
 
     // first place of the clusters of a set
@@ -139,8 +141,8 @@ private:
 
     std::vector<sealed_block> blocks;
 
-    // number of the cluster at each place: its number in the group if the group is ordered by set, otherwise its
-    // number in the block
+    // Index of the cluster at each place: its index in the group if the group is ordered set by set, otherwise its
+    // index in the block
     std::vector<uint8_t> member;
 
     std::vector<uint8_t> grouped; // one flag per group
@@ -148,7 +150,7 @@ private:
     void group  (int64_t block);
     void ungroup(int64_t block);
 
-    // reorder the clusters of a group: place i gets the cluster of place from[i]
+    // reorder the clusters of a group: the cluster at place from[i] moves to place i
     void permute(size_t at, const std::vector<uint8_t> & from);
 };
 

@@ -1,4 +1,4 @@
-// Rows of q8_0, q5_0, q4_1 and q4_0 as floats, one group at a time. The floats are ggml's, bit for bit.
+// Reads rows of q8_0, q5_0, q4_1 and q4_0 as floats, one group at a time. The floats are equal to ggml's, bit for bit.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace kvtool {
 
-// numbers that share a scale in each of them
+// in all of these formats, this many numbers share a scale
 constexpr int n_group = 32;
 
 #ifdef KVTOOL_X86
@@ -40,15 +40,15 @@ struct of_q8_0 {
     }
 };
 
-// Formats whose elements are scale*code + least. The low bits of the last n_group/2 bytes of a group hold the low bits of
-// the first half of its codes
+// Formats whose elements are scale*code + least. Each of the last n_group/2 bytes of a group holds the low four bits of
+// two codes: its low bits belong to a code in the first half of the group, its high bits to a code in the second half
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     const __m128i both = _mm_loadu_si128((const __m128i *) from);
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
 }
 
-// scale, least; for a format without a minimum, in which zero is the code of 0
+// return scale and least, for a format that stores no minimum. zero: the code of the number 0
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * from, float zero) {
     uint16_t d;
     memcpy(&d, from, sizeof(d));
@@ -68,7 +68,7 @@ struct q4_0 {
 // a scale and a minimum in half precision, codes of 4 bits
 struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
-    static constexpr char    zero    = 0; // no code always stands for 0
+    static constexpr char    zero    = 0; // no code always means 0, because the minimum varies
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
 
@@ -80,7 +80,7 @@ struct q4_1 {
     }
 };
 
-// a scale in half precision, the fifth bits of all codes, the other bits
+// a scale in half precision, the fifth bits of all codes, then the lower four bits of all codes
 struct q5_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + sizeof(uint32_t) + n_group/2;
     static constexpr char    zero    = 16; // the code of 0
@@ -88,7 +88,7 @@ struct q5_0 {
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
         uint32_t bits;
         memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
-        // each byte gets the byte that holds its bit
+        // copy to each byte the byte that holds this code's fifth bit
         const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
         const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
@@ -101,7 +101,8 @@ struct q5_0 {
 
 template <typename Q>
 struct of_codes {
-    // codes: already reduced by Q::zero. In formats with a zero the sum would lose the sign of a 0, which is the scale's in ggml
+    // codes: Q::zero is already subtracted. In formats that have a zero, adding `least` would lose the sign of a 0. In
+    // ggml a 0 has the sign of the scale
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
         return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);

@@ -1,4 +1,5 @@
-// Vector instructions of this CPU. libllama is built for the oldest CPU; faster instructions are chosen at run time.
+// Vector instructions of this CPU. libllama is built for old CPUs; faster instructions are chosen at run time if the
+// CPU has them.
 
 #pragma once
 

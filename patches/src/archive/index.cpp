@@ -21,7 +21,7 @@ float to_bytes(const float * x, int64_t n, int8_t * out) {
     const float scale = most/127.0f;
     const float by    = most > 0.0f ? 1.0f/scale : 0.0f;
     for (int64_t j = 0; j < n; ++j) {
-        // the offset makes all numbers positive, so that truncation rounds
+        // with this offset all numbers are positive, and truncating them rounds to the nearest integer
         const float y = x[j]*by + 128.5f;
         out[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
     }
@@ -43,7 +43,8 @@ size_t side_bytes(int64_t n_embd) {
 }
 
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
-    // the value farthest from 0 becomes -128: 8-bit numbers reach farther below 0 than above it
+    // the element with the largest absolute value becomes -128, because 8-bit numbers reach farther below 0 than above
+    // it
     float most = 0.0f;
     for (int64_t j = 0; j < n_embd; ++j) {
         most = std::fabs(key[j]) > std::fabs(most) ? key[j] : most;
@@ -53,7 +54,7 @@ void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
     for (int64_t j = 0; j < n_embd; j += 4) {
         uint8_t four[4];
         for (int e = 0; e < 4; ++e) {
-            // equals lround, which would take longer than everything else here; NaN becomes 0
+            // This gives the same result as lround, which would take longer than everything else here. NaN becomes 0
             const float x     = key[j + e]/scale;
             const float y     = std::fabs(x) < 1e6f ? x : 0.0f;
             const int   whole = (int) y;
@@ -137,8 +138,8 @@ static void multiply_avx2(const uint8_t * sides, int n, const small_query & quer
             for (int64_t group = 0; group < n_embd/4; ++group) {
                 const __m256i q = _mm256_set1_epi32(query.fours[group]);
                 const __m256i x = _mm256_loadu_si256((const __m256i *) (sides + group*64 + half*32));
-                // a sum of two 8-bit products does not fit into 16 bits, so even and odd bytes are
-                // multiplied separately
+                // Even and odd bytes are multiplied separately, because a sum of two 8-bit products does not fit into
+                // 16 bits
                 const __m256i xe = _mm256_and_si256(x, _mm256_set1_epi16(0xFF));
                 const __m256i xo = _mm256_srli_epi16(x, 8);
                 const __m256i qe = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8);

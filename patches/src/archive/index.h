@@ -1,5 +1,5 @@
-// Keys in 8 bits, interleaved so that 16 of them are multiplied with a query at once. Such a pack of 16 keys is
-// called a side.
+// Keys in 8 bits. 16 keys are interleaved, so that a query is multiplied with all of them at once. Such a pack of 16
+// keys is called a side.
 
 #pragma once
 
@@ -9,15 +9,15 @@
 
 namespace kvtool {
 
-// keys of a side
+// number of keys in a side
 constexpr int n_side = 16;
 
-// Convert numbers to 8 bits; returns their scale. NaN and values out of range become 0.
+// Convert numbers to 8 bits and return their scale. NaN and values out of range become 0.
 float to_bytes(const float * x, int64_t n, int8_t * out);
 
 // a query in 8 bits
 struct small_query {
-    std::vector<int32_t> fours; // four 8-bit numbers in each
+    std::vector<int32_t> fours; // each entry holds four 8-bit numbers
 
     float   scale = 0.0f;
     int32_t sum   = 0;
@@ -31,10 +31,10 @@ size_t side_bytes(int64_t n_embd);
 // set key i of a side
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd);
 
-// read key i of a side, with the precision that the side has
+// read key i of a side; the result has a precision of 8 bits
 void get_key(const uint8_t * side, int i, float * key, int64_t n_embd);
 
-// copy key j of one side to key i of another
+// copy key j of the side `from` to key i of `side`
 void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd);
 
 // out[n*n_side]: products of n sides with a query

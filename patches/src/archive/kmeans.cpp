@@ -16,8 +16,9 @@ static constexpr int n_round = 4;
 // iterations of the power method
 static constexpr int n_turn = 3;
 
-// Initial means: the point farthest from the mean, then repeatedly the point farthest from all chosen ones. An
-// unusual point, such as a number in a text, thus gets a separate cluster and is found by the search.
+// Choose the initial means. The first is the point farthest from the mean of all points. Each next one is the point
+// farthest from all points chosen so far. In this way an unusual point, such as a number in a text, gets a separate
+// cluster, and the search finds it.
 static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_some) {
     std::vector<float> res(n_some*d);
     std::vector<float> from(d, 0.0f);
@@ -29,7 +30,7 @@ static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_som
         }
     }
     for (int c = 0; c < n_some; ++c) {
-        // squared distances to one point, up to rounding: x.x - 2 x.p + p.p
+        // squared distance between each point x and one point p: x.x - 2 x.p + p.p
         float own = 0.0f;
         for (const float e : from) {
             own += e*e;
@@ -55,7 +56,7 @@ std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
     std::vector<int>   size(n_cluster);
 
     for (int round = 0; round <= n_round; ++round) {
-        // the nearest mean m of x has the highest x.m - m.m/2
+        // the mean m that is nearest to x has the highest x.m - m.m/2
         for (int c = 0; c < n_cluster; ++c) {
             float square = 0.0f;
             for (int64_t e = 0; e < d; ++e) {
@@ -104,7 +105,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
             rest[i*d + e] = x[some[i]*d + e] - mean[e];
         }
     }
-    // several sums at once, so that none waits for the previous addition
+    // compute several sums at once, so that an addition need not wait for the previous one
     constexpr int n_sum = 8;
     for (int begin = 0; begin < n; begin += n_sum) {
         const int n_own = std::min(n - begin, n_sum);
@@ -118,7 +119,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
         std::copy_n(sums, n_own, far.begin() + begin);
     }
 
-    // power method, started from the farthest point
+    // power method; it starts with the point farthest from the mean
     const float * farthest = rest.data() + (std::max_element(far.begin(), far.end()) - far.begin())*d;
     std::vector<float> direction(farthest, farthest + d);
     std::vector<float> at(n);

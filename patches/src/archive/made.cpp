@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// Cholesky factorization: a [n][n], positive definite, becomes its lower factor
+// Cholesky factorization: replace a [n][n], which is positive definite, by its lower factor
 static void factor(std::vector<double> & a, int n) {
     for (int r = 0; r < n; ++r) {
         for (int c = 0; c <= r; ++c) {
@@ -21,7 +21,7 @@ static void factor(std::vector<double> & a, int n) {
     }
 }
 
-// solve a x = b, where root is the Cholesky factor of a; b becomes x
+// solve a x = b, where root is the Cholesky factor of a; x replaces b
 static void solve(const std::vector<double> & root, double * b, int n) {
     for (int r = 0; r < n; ++r) {
         for (int e = 0; e < r; ++e) {
@@ -37,20 +37,21 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// Number that is added to the diagonal of the queries' Gram matrix, as a share of the diagonal's mean. It keeps keys
-// short if queries of a row are nearly equal. The error that it causes in the logits is corrected afterwards.
+// A ridge is added to the diagonal of the queries' Gram matrix. This is its size as a share of the diagonal's mean. The
+// ridge keeps keys short if the queries of a row are nearly equal. It causes an error in the logits, which is corrected
+// afterwards.
 static constexpr double ridge = 1e-4;
 
-// number of these corrections; each reduces the error by about the factor `ridge`
+// number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// Improvement of quantized keys, see made_cells::nudge. n_nudge: rounds over all elements; weight_elsewhere: weight of
-// errors in products with the queries of other heads (the weight is 1 for the cell's own head)
+// Improvement of quantized keys, see made_cells::nudge. n_nudge: number of rounds over all elements. weight_elsewhere:
+// weight of errors in products with the queries of other heads; the weight for the cell's own head is 1
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// intended share of a head's sum in each other head's cell: a smaller share would need longer keys, whose logits have
-// larger rounding errors
+// Intended share of a head's sum in the cell of each other head. A smaller share would need longer keys, and the logits
+// of longer keys have larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }
@@ -73,7 +74,7 @@ double made_cells::logit(double product) const {
 }
 
 static double dot(const float * a, const float * b, int64_t n) {
-    // independent sums, so that none waits for the previous addition
+    // the sums are independent, so that an addition need not wait for the previous one
     double sum[4] = {};
     for (int64_t e = 0; e < n; e += 4) {
         for (int64_t i = e; i < std::min(e + 4, n); ++i) {
@@ -99,7 +100,7 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
 }
 
 void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // off: error of the product of k with each head's query; by: change of this error
+    // off: error of k's product with each head's query; by: change of this error if an element moves
     std::vector<double> off(n_head), by(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {
@@ -111,12 +112,12 @@ void made_cells::nudge(float * k, const std::vector<double> & key, int c) const 
     for (int64_t first = 0; first < n_nudge*n_embd_k; first += n_block) {
         const int64_t begin = first % n_embd_k;
 
-        // all types of caches store the scale at the start of a block
+        // every type of cache stores the scale at the start of a block
         ggml_fp16_t scale;
         memcpy(&scale, bytes.data() + ggml_row_size(type_k, begin), sizeof(scale));
         const float step = std::fabs(ggml_fp16_to_fp32(scale));
 
-        // the cache computes the scale from the extremes, so these elements stay
+        // the smallest and the largest element stay, because the cache computes the scale from them
         const auto  ends  = std::minmax_element(k + begin, k + begin + n_block);
         const float least = *ends.first;
         const float most  = *ends.second;
@@ -175,11 +176,11 @@ void made_cells::make(const float * queries, const double * given, const float *
 
     std::copy_n(queries, g*n_embd_k, rounded.begin());
     if (type_k == GGML_TYPE_F16) {
-        // attention to keys in F16 rounds queries to F16
+        // if keys are F16, attention rounds the queries to F16
         round(rounded.data(), rounded.size(), type_k);
     }
 
-    // a head without archived attention gets a very low logit
+    // a head that pays no attention to the archive gets a very low logit
     std::vector<double> sums(given, given + g);
     const double most = *std::max_element(sums.begin(), sums.end());
     double least = std::isfinite(most) ? most : 0.0;
@@ -214,8 +215,8 @@ void made_cells::make(const float * queries, const double * given, const float *
         solve(root, products, g);
     }
 
-    // The ridge shifts a head's logits on all cells by about the same amount, which changes the head's sum. Adding
-    // one combination of queries to all keys corrects the sums of all heads
+    // The ridge shifts a head's logits on all cells by about the same amount, so the head's sum becomes wrong. To
+    // correct the sums of all heads, one combination of queries is added to all keys
     for (int n = 0; n < n_mend; ++n) {
         find_shares(sums, [&](int head, int cell) {
             double x = 0.0;
@@ -258,9 +259,9 @@ void made_cells::make(const float * queries, const double * given, const float *
 void made_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
-    // The values, weighted by a head's shares, must add up to the head's attention output. So the values are
-    // share^-1*found, and `to` is this inverse. Nearly equal queries make `share` nearly singular: the solution is
-    // therefore regularized towards the inverse of the intended shares
+    // The values, weighted by a head's shares, must add up to the head's attention output. Therefore the values are
+    // share^-1*found. `to` is this inverse. If queries are nearly equal, `share` is nearly singular, so the solution is
+    // regularized towards the inverse of the intended shares
     std::vector<double> square(g*g), to(g*g), off(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {

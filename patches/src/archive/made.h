@@ -1,5 +1,5 @@
-// Synthetic cells. For one token and one row there is one synthetic cell per query head of the row. Their keys and
-// values are computed such that attention to the live cells and the synthetic ones equals attention to the live cells
+// Synthetic cells. For each token and each row, there is one synthetic cell per query head of the row. Its keys and
+// values are computed so that attention to the live cells and the synthetic cells equals attention to the live cells
 // and the whole archive.
 
 #pragma once
@@ -13,17 +13,21 @@
 
 namespace kvtool {
 
-// Keys and values of a token's synthetic cells in one row. Each key is a combination of the row's queries. Keys are
-// chosen such that the exponentials of a head's logits on the cells add up to the archive's softmax sum of that head,
-// most of it on the head's own cell. The values are the solution of a linear system: weighted by these
-// exponentials they give each head's attention output over the archive.
+// Computes the keys and values of a token's synthetic cells in one row.
+//
+// Each key is a combination of the row's queries. For each head, the exponentials of its logits on the cells must add
+// up to the archive's softmax sum of that head. Most of this sum should be on the head's own cell. The keys are chosen
+// to fulfil both.
+//
+// The values are the solution of a linear system: the sum of the values, weighted by these exponentials, must be the
+// head's attention output over the archive.
 class made_cells {
 public:
-    // n_head: query heads of the row; type_k: type of the cache's keys, to which keys are rounded
+    // n_head: number of query heads of the row. type_k: type of the cache's keys; the synthetic keys are rounded to it
     made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits);
 
-    // queries: [n_head][n_embd_k]; sums[n_head]: logarithm of the archive's softmax sum, -INFINITY if it adds
-    // nothing; found: [n_head][n_embd_v], attention output over the archive
+    // queries: [n_head][n_embd_k]. sums: [n_head], logarithm of the archive's softmax sum; -INFINITY if the archive
+    // adds nothing. found: [n_head][n_embd_v], attention output over the archive
     void make(const float * queries, const double * sums, const float * found);
 
     std::vector<float> keys;   // [n_head][n_embd_k]
@@ -37,31 +41,33 @@ private:
     const ggml_type    type_k;
     const logit_params logits;
 
-    std::vector<float>       rounded; // queries, rounded as the cache's attention rounds them
+    std::vector<float>       rounded; // queries, rounded in the same way as attention to the cache rounds them
     std::vector<ggml_fp16_t> halves;
     std::vector<uint8_t>     bytes;   // buffer of the last quantization
     std::vector<double>      gram;    // Gram matrix of the queries [n_head][n_head]
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus a ridge
     std::vector<double>      weights; // [cell][n_head]: a cell's key is the sum of the queries with these weights
     std::vector<double>      target;  // [n_head]: correction of each head's products
-    std::vector<double>      share;   // [head][cell]: share of the head's sum in each cell
+    std::vector<double>      share;   // [head][cell]: share of the head's sum that the cell has
 
     // conversions between a logit and a product (query . key)
     double product(double logit) const;
     double logit(double product) const;
 
-    // set `share` for keys with these products
+    // set `share` from the products of keys and queries
     template <typename F> void find_shares(const std::vector<double> & sums, F && product_of);
 
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Improve k, the quantized form of the key of cell c. An element of k moves to the neighbouring quantized value on
-    // the other side of the exact value if that brings k's products with the queries closer to the exact key's. The
-    // scales stay, so the cache quantizes k without further change
+    // Improve k, the quantized key of cell c. Each element of k is a quantized value on one side of the exact value. It
+    // is replaced by the neighbouring quantized value on the other side if this brings k's products with the queries
+    // closer to the products of the exact key. The scales do not change, so the cache quantizes k without further
+    // rounding
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
-    // own: intended share of a head's sum in its own cell; elsewhere: intended share in each other head's cell
+    // own: intended share of a head's sum in the head's own cell. elsewhere: intended share in the cell of each other
+    // head
     void set_values(const float * found, double elsewhere, double own);
 };
 

@@ -1,4 +1,4 @@
-// Error of an archive that finds no memory or no disk space.
+// Error that is thrown if there is no memory or disk space for an archive.
 
 #pragma once
 

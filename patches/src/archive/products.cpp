@@ -7,7 +7,7 @@
 namespace kvtool {
 
 #if defined(__GNUC__)
-// a vector of floats that may lie at any float's address
+// a vector of floats that needs only the alignment of a float
 typedef float lanes __attribute__((vector_size(8*sizeof(float)), aligned(sizeof(float)), may_alias));
 static constexpr int n_lane = 8;
 #else
@@ -15,7 +15,7 @@ typedef float lanes;
 static constexpr int n_lane = 1;
 #endif
 
-// one block of c: n_row rows, n_vector vectors of columns
+// compute one block of c: n_row rows, and n_vector vectors of columns
 template <int n_row, int n_vector>
 static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int k) {
     lanes sum[n_row][n_vector];
@@ -45,7 +45,7 @@ static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float *
 
 template <int n_vector>
 static inline KVTOOL_INLINE void multiply_columns(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k) {
-    // enough independent sums that none waits for the previous addition
+    // so many independent sums that an addition need not wait for the previous one
     constexpr int n_row = n_vector < 8 ? 8/n_vector : 1;
 
     int i = 0;

@@ -4,13 +4,13 @@
 
 namespace kvtool {
 
-// number of columns computed together; rows of b and c are padded to a multiple of it
+// number of columns that are computed together. Rows of b and c are padded to a multiple of this number
 constexpr int n_column = 8;
 
 inline int columns(int n) { return (n + n_column - 1)/n_column*n_column; }
 
-// c[m][n] += a[m][k] b[k][n]. n: a multiple of n_column. as, bs, cs: distance between rows; ak: distance between the
-// elements of a row of a
+// c[m][n] += a[m][k] b[k][n]. n is a multiple of n_column. as, bs, cs: distance between the rows of a, b and c. ak:
+// distance between the elements of a row of a
 void multiply_add(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n);
 
 } // namespace kvtool

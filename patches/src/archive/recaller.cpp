@@ -33,7 +33,7 @@ struct gathering {
     static void from(const float * x, ggml_fp16_t * y, int64_t n) { to_half(x, y, n); }
     static void from(const float * x, float       * y, int64_t n) { std::copy_n(x, n, y); }
 
-    // write the tokens of a head, filled up with zeros to k tokens
+    // write the tokens of a head; if there are fewer than k, fill the rest with zeros
     void copy(int head, const std::vector<attended_token> & some) {
         const int n = some.size();
 
@@ -77,11 +77,13 @@ struct gathering {
     }
 };
 
-// Each of a step's first n_apart tokens adds n_exact tokens to those attended to exactly; further tokens add none
+// In a step of several tokens, each of the first n_apart tokens adds n_exact to the number of tokens that are attended
+// to exactly. Further tokens add nothing
 static constexpr int n_apart = 5;
 
-// An archive longer than this has more tokens similar to the query: with an archive 16 times as long, a step of several
-// tokens attends exactly to twice as many. A step of one token does not, as its time depends on their number.
+// A longer archive has more tokens that are similar to the query. If an archive is longer than this, a step of several
+// tokens attends exactly to more tokens: twice as many if the archive is 16 times as long. A step of one token does
+// not, because its time depends on their number.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
@@ -89,7 +91,7 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
 
     const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
 
-    // at least as many as are recalled
+    // attend exactly to at least as many tokens as are recalled
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
@@ -99,7 +101,7 @@ struct some_tokens {
     int n;
 };
 
-// queries of a row, token by token, rounded as attention to the live cells rounds them
+// queries of a row, token by token, rounded in the same way as attention to the live cells rounds them
 static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, int head, int n_gqa, ggml_type type_q) {
     std::vector<float> res;
     for (int64_t t = some.first; t < some.first + some.n; ++t) {
@@ -116,7 +118,7 @@ static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, in
     return res;
 }
 
-// attention of a layer; each thread creates one, and they share layer.all->attending
+// create the attention of a layer. Each thread creates a separate object; the objects share layer.all->attending
 static attention attention_of(const ggml_tensor * dst, some_tokens some, recalled_layer & layer) {
     const ggml_tensor * q = dst->src[0];
 
@@ -152,8 +154,8 @@ static void attend(attention & one, const ggml_tensor * dst, some_tokens some, r
     all.meet(nth);
 }
 
-// Attention of each archived token, relative to live cells and archive together. Called by all threads after attend;
-// each sets the sums of its rows.
+// Compute the attention to each archived token, as a share of the attention to live cells and archive together. All
+// threads call this after `attend`; each thread sets the sums of some rows.
 static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
@@ -257,7 +259,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         const int head = i/some.n;
         const int t    = i % some.n;
 
-        // first token of this thread in this row
+        // compute the queries at the first token of this thread in this row
         if (t < nth) {
             queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }
@@ -328,11 +330,11 @@ void recaller::trace(int32_t n) {
 }
 
 void recaller::push(const gatherer & gather, const leaving & some, int n_thread, kvtool::staging * staging) {
-    // copies of this many cells of all layers fit on a device at once
+    // a device has room for copies of this many cells of all layers at once
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {
-        // few tokens are stored in less time than threads take to start
+        // storing few tokens takes less time than starting threads
         n_thread = 1;
     }
 
@@ -344,7 +346,7 @@ void recaller::push(const gatherer & gather, const leaving & some, int n_thread,
 
     tokens.reserve(some);
     const int64_t first = tokens.start(some);
-    // tokens that would be deleted at once are not stored
+    // do not store tokens that would be deleted at once
     for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
         const auto keep = [&](size_t i, gathered && cells) { found[i] = std::move(cells); };
         if (!gather(some.cells + c, std::min(n_most, some.n_cell - c), keep)) {

@@ -12,12 +12,13 @@ namespace kvtool {
 // A cluster's score falls by this factor with each step
 static constexpr float decay = 0.9f;
 
-// The tokens of a cluster get more attention than their mean key, the more their keys differ: exp is convex. Normal logits
-// would add half of their variance to the mean's logit. This is a part of it, for a variance that is the same in all
-// directions, as the keys differ most in directions that few queries have
+// The tokens of a cluster get more attention than their mean key would, because exp is convex. The difference grows
+// with the spread of their keys. If logits were normally distributed, half of their variance would have to be added to
+// the mean's logit. Here the variance is computed as if it were the same in all directions, and less than half of it is
+// added: keys differ most in directions that few queries have
 static constexpr float spread_share = 0.35f;
 
-// maximum of a logit's variance
+// upper limit for a logit's variance
 static constexpr float most_variance = 16.0f;
 
 static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
@@ -96,7 +97,7 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
     get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, out.keys.data() + at_k, l.n_embd_k);
     own.clusters.get_value(place, out.values.data() + at_v);
 
-    // the mean is rotated in place of the queries, in the opposite direction
+    // the mean is rotated instead of the queries, so it is rotated in the opposite direction
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
 }
 
@@ -113,7 +114,7 @@ float residents::spread_of(size_t layer, int head, size_t place) const {
     get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, mean.data(), l.n_embd_k);
     l.keys(head, block*n_block + start[c], n, keys.data());
 
-    // mean square of the keys minus square of their mean: a rotation changes neither
+    // the mean square of the keys minus the square of their mean; a rotation changes neither of the two
     float sum = 0.0f;
     for (const float x : keys) {
         sum += x*x/n;
@@ -140,7 +141,7 @@ void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, i
 }
 
 void residents::begin(int64_t rot) {
-    // keys beyond n_near are rotated again when they are a 64th too far away
+    // keys beyond n_near are rotated again once their distance is too large by a 64th of n_near
     if (anchor < 0 || rot < anchor || 64*(rot - anchor) >= tokens.n_near) {
         anchor = rot;
     }
@@ -152,7 +153,7 @@ bool residents::update(size_t layer, cells & out) {
         if (r.base != tokens.base()) {
             clear(r, masks[layer].data() + (size_t) head*n_cell());
         }
-        std::vector<uint8_t> gone(n_mean, 0); // resident clusters that leave
+        std::vector<uint8_t> gone(n_mean, 0); // resident clusters that are removed
         update_means(r, layer, head, gone, out);
         update_tail (r, layer, head, out);
         choose_slots(r, layer, head, gone, out);
@@ -238,7 +239,7 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
             leaving.push_back(i);
         }
     }
-    // those with the lowest scores make room
+    // remove the clusters with the lowest scores until there is room
     std::sort(leaving.begin(), leaving.end(), [&](int a, int b) { return r.score[a] != r.score[b] ? r.score[a] > r.score[b] : a < b; });
     for (; !leaving.empty() && n_free < n_arriving; leaving.pop_back()) {
         const int i = leaving.back();
@@ -257,7 +258,7 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
         }
     }
 
-    // positions by which the key of the token at a place is rotated
+    // number of positions by which the key of the token at a place is rotated
     const auto turn_of = [&](int64_t place) {
         const auto &  block = own[place/n_block];
         const int64_t i     = place - place % n_block + block.order[place % n_block];
@@ -298,7 +299,7 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
 struct choice_memory {
     std::vector<float> power;  // [query][cluster]: attention to the tokens of each cluster
     std::vector<float> turned; // a rotated query
-    small_query        small;  // the same in 8 bits
+    small_query        small;  // the rotated query in 8 bits
 
     // arrays over the clusters
     std::vector<int>     number;
@@ -341,7 +342,7 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
     for (int q = 0; q < n_query; ++q) {
         float * x = power.data() + q*n;
 
-        // blocks whose keys have the same rotation
+        // find consecutive blocks whose keys have the same rotation
         for (int64_t block = own.begin(), end; block < own.end(); block = end) {
             for (end = block + 1; end < own.end() && own[end].to == own[block].to; ++end) {}
 
@@ -374,14 +375,14 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
         for (int q = 0; q < n_query && size[i] > 0; ++q) {
             sum += power[q*n + i]/size[i];
         }
-        // a new cluster gets the score that it would have if all earlier queries had been like these
+        // a new cluster gets the score that it would have if all earlier queries had been like the queries of this step
         r.score[number[i]] += r.is_new[number[i]] ? sum/(1.0f - decay) : sum;
         r.is_new[number[i]] = 0;
         score[i] = r.score[number[i]];
     }
     kvtool::choose(score.data(), size.data(), n, n_token, chosen.data());
 
-    // the tokens of all chosen clusters must fit
+    // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
     int64_t n_chosen = 0;
     for (int i = 0; i < n; ++i) {
         n_chosen += chosen[i] ? size[i] : 0;

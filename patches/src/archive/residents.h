@@ -1,9 +1,10 @@
-// Cells of a row that stand for its archive while tokens are written on a device: the mean of every cluster, the tokens
-// that have no cluster yet, and the resident tokens. These are the tokens of the clusters that the last queries attended
-// to most. The cell of a resident cluster's mean is masked.
+// Cells of a row that represent its archive while tokens are generated on a device. There are cells for three things:
+// the mean of every cluster, the tokens that have no cluster yet, and the resident tokens. The resident tokens are the
+// tokens of those clusters that the last queries attended to most. If a cluster is resident, the cell of its mean is
+// masked.
 //
-// Which clusters are resident is chosen from the queries of earlier steps. A step whose queries attended strongly to other
-// clusters has to be repeated: see `choose`.
+// The queries of earlier steps choose which clusters are resident. If the queries of a step attended strongly to other
+// clusters, the step has to be repeated: see `choose`.
 
 #pragma once
 
@@ -20,17 +21,17 @@ namespace kvtool {
 
 class residents {
 public:
-    // n_mean: cells for means, a multiple of n_cluster; n_token: cells for resident tokens
+    // n_mean: number of cells for means, a multiple of n_cluster. n_token: number of cells for resident tokens
     residents(const archive & tokens, int n_mean, int n_token);
 
-    // Cells for tokens without clusters. Blocks are clustered as much as a quarter of a block late, and a step may end
-    // with tokens that are archived only after the next one.
+    // Number of cells for tokens without clusters. A block may be clustered up to a quarter of a block late. Also, a
+    // step may end with tokens that are archived only after the next step.
     static constexpr int n_tail = 3*(int) n_block/2;
 
-    // cells of a row: first the means, then the tokens without clusters, then the resident tokens
+    // number of cells of a row: first the means, then the tokens without clusters, then the resident tokens
     int n_cell() const { return n_mean + n_tail + n_token; }
 
-    // Reason why the cells cannot stand for the archive; empty if they can
+    // Reason why the cells cannot represent the archive; empty if they can
     std::string unfit() const;
 
     // Forget the contents of all cells
@@ -44,46 +45,48 @@ public:
         std::vector<float> values; // [cell][n_embd_v]
     };
 
-    // Before `update` of the layers. rot: position that the next query is rotated to
+    // Call this before `update` of the layers. rot: position that the next query is rotated to
     void begin(int64_t rot);
 
-    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are many: then write
-    // these cells, and call this again. Several layers may be updated at the same time
+    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are too many cells
+    // for one call: the caller must write the collected cells and call this again. Several layers may be updated at the
+    // same time
     bool update(size_t layer, cells & out);
 
-    // Number that is added to the logit of each cell: [n_head][n_cell]. 0 for a token, log n for the mean of n tokens,
-    // -INFINITY for a cell that holds nothing
+    // The number that is added to the logit of each cell: [n_head][n_cell]. It is 0 for a token, log n for the mean of
+    // n tokens, and -INFINITY for an empty cell
     const ggml_fp16_t * mask(size_t layer) const { return masks[layer].data(); }
 
-    // Choose the clusters of a row that become resident at the next update: those to which queries attended most per
-    // token, recent queries counting more. queries: [n_query][n_embd_k], of the step that was computed last; live[n_query]:
-    // logarithm of each query's softmax sum over the live cells. Returns the largest share of a query's attention that fell
-    // on chosen clusters which are not resident yet
+    // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
+    // token. Recent queries have more weight. queries: [n_query][n_embd_k], from the step that was computed last. live:
+    // [n_query], logarithm of each query's softmax sum over the live cells. Returns the largest share of a query's
+    // attention that fell on chosen clusters which are not resident yet
     float choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live);
 
 private:
-    // Blocks have places in a ring. A cluster's number is n_cluster*(place of its block) + its number in the block; it
-    // is also the cell of the cluster's mean
+    // Blocks have places in a ring. The index of a cluster is n_cluster*(place of its block) + its index in the block.
+    // The cell of the cluster's mean has the same index
     struct row {
-        std::vector<int64_t> held;     // block at each place of the ring; -1: none
-        std::vector<bearing> bearings; // rotation of its keys when its means were written
-        std::vector<int64_t> anchors;  // `anchor` when its means were written
+        std::vector<int64_t> held;     // block at each place of the ring; -1 if there is no block
+        std::vector<bearing> bearings; // rotation of the block's keys when the block's means were written
+        std::vector<int64_t> anchors;  // value of `anchor` when the block's means were written
 
-        std::vector<float>    score;  // per cluster
-        std::vector<uint16_t> sizes;  // tokens
-        std::vector<float>    spread; // mean squared distance of its keys from their mean, divided by n_embd_k
-        std::vector<uint8_t>  wanted; // chosen
-        std::vector<uint8_t>  is_here; // resident
-        std::vector<uint8_t>  is_new;  // no query has scored it yet
+        std::vector<float>    score;  // score of each cluster
+        std::vector<uint16_t> sizes;  // number of tokens in each cluster
+        // mean squared distance of the cluster's keys from their mean, divided by n_embd_k
+        std::vector<float>    spread;
+        std::vector<uint8_t>  wanted; // true if the cluster is chosen
+        std::vector<uint8_t>  is_here; // true if the cluster is resident
+        std::vector<uint8_t>  is_new;  // true if no query has scored the cluster yet
 
         struct slot {
-            int32_t cluster = -1; // -1: the cell is free
-            int64_t place   = 0;  // of its token
-            int64_t anchor  = -1; // `anchor` when it was written
+            int32_t cluster = -1; // -1 if the cell is free
+            int64_t place   = 0;  // place of the cell's token
+            int64_t anchor  = -1; // value of `anchor` when the cell was written
         };
         std::vector<slot> slots; // [n_token]
 
-        int64_t tail = 0;  // tokens before this one were written
+        int64_t tail = 0;  // the tokens before this position have been written
         int64_t base = -1; // base of the keys in all cells
     };
 
@@ -93,7 +96,7 @@ private:
     const int n_token;
     const int n_ring; // blocks
 
-    // position of a query for which keys beyond n_near have the right distance
+    // keys beyond n_near are rotated so that they have the right distance from a query at this position
     int64_t anchor = -1;
 
     std::vector<std::vector<row>>         rows;  // [layer][head]
@@ -109,11 +112,11 @@ private:
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
 
-    // keys and values of many cells take much memory as floats
+    // Maximum number of cells per update, because their keys and values take much memory as floats
     static constexpr size_t n_most = 1024;
     static bool is_full(const cells & out) { return out.at.size() >= n_most; }
 
-    // number of the cluster at a place of a row's clusters
+    // index of the cluster at a place of a row's clusters
     int number_of(const row_clusters & own, size_t place) const {
         return own.block_at(place) % n_ring*n_cluster + own.cluster_at(place);
     }

@@ -15,7 +15,7 @@ void archive::cut(int64_t end, int64_t next) {
         return;
     }
 
-    // `far` gets the value that it had when the stream's next position was `next`
+    // restore the value that `far` had when the stream's next position was `next`
     far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {
@@ -31,7 +31,7 @@ void archive::cut(int64_t end, int64_t next) {
     seal(1);
 }
 
-// copy tokens first .. first + n - 1 of a layer into its cells from `cell` on
+// copy the tokens first .. first + n - 1 of a layer to its cells, from cell `cell` on
 static void fill_cells(const archive & all, size_t i, const layer & own, bool v_trans, int32_t cell, int32_t n, int64_t first, int64_t base) {
     const auto & l = all[i];
 
@@ -57,7 +57,8 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     if (!own.v) {
         return;
     }
-    // a transposed cache holds each element of all cells together: values are transposed before they are written
+    // A transposed cache stores the first element of all cells, then the second element of all cells, and so on. The
+    // values are therefore transposed before they are written
     const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
     const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
 

@@ -11,8 +11,8 @@
 
 namespace kvtool {
 
-// archives whose maximum size is below this have no clusters: all their tokens are attended to exactly, and old
-// tokens are deleted one by one
+// Archives with a smaller maximum size have no clusters. All their tokens are attended to exactly, and old tokens are
+// deleted one by one
 static constexpr int64_t n_few = 4*n_block;
 
 int64_t archive::bytes() const {
@@ -46,7 +46,8 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    // each block is clustered in the first row before the other rows: if it has no clusters there, no row has any
+    // A block is clustered in the first row before it is clustered in the other rows. If it has no clusters in the
+    // first row, it has no clusters in any row
     const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
     return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);
@@ -62,7 +63,7 @@ void archived_layer::sort(int head, int64_t block, int first, const uint8_t * fr
     }
 }
 
-// place of each token of a block
+// for each token of a block, its place in the block
 static std::array<uint8_t, n_block> places_of(const sealed_block & block) {
     std::array<uint8_t, n_block> res;
     for (int i = 0; i < n_block; ++i) {
@@ -91,7 +92,7 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, 
     const bearing to    = { is_far, is_far ? 0 : base_of((block + 1)*n_block - 1) };
 
     if (!is_new) {
-        // back to the order of the stream
+        // return the tokens to the order of the stream
         l.sort(head, block, first, places_of(own[block]).data());
     }
 
@@ -117,8 +118,9 @@ int archive::n_row() const {
 }
 
 archive::row_span archive::span_of(int row) const {
-    // Each row is clustered a little later than the row before it, so that no step waits for all rows. The delay is at
-    // most a quarter of a block, because a step attends to all tokens without clusters, which takes time
+    // Each row is clustered a little later than the row before it, so that no step waits for the clustering of all
+    // rows. The delay is at most a quarter of a block. A longer delay would make steps slower, because a step attends
+    // exactly to all tokens without clusters
     const int64_t late = (int64_t) row*(n_block/4)/n_row();
 
     return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };
@@ -138,7 +140,7 @@ void archive::seal_row(int row) {
     const auto [near, to] = span_of(row);
 
     own.forget(begin()/n_block);
-    // after a rewind a block may be incomplete: its tokens return to the order of the stream
+    // after a rewind a block may be incomplete; return its tokens to the order of the stream
     for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
         layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
     }
@@ -200,7 +202,8 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // rows are clustered in order: blocks with the same kind of clusters in the first and last row have it in all rows
+    // rows are clustered in order, so if a block has the same kind of clusters in the first and in the last row, it has
+    // this kind in all rows
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 
@@ -218,7 +221,7 @@ bool archive::get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_fa
     for (int64_t block = begin/n_block; block < end/n_block; ++block) {
         for (const auto & rows : clusters) {
             for (const auto & own : rows) {
-                // before all rows are clustered, a block may have clusters of other tokens
+                // until all rows are clustered, a block may still have the clusters of other tokens
                 if (n_unsealed > 0 || block < own.begin() || block >= own.end() || own[block].to.is_far != is_far) {
                     return false;
                 }

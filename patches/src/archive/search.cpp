@@ -10,11 +10,11 @@
 
 namespace kvtool {
 
-// minimum share of the softmax sum for which a cluster's value is added
+// a cluster's mean value is added only if the cluster has at least this share of the softmax sum
 static constexpr float least_part = 3e-4f;
 
-// Clusters are ranked one by one only in the best sets: these hold n_ranked tokens for each token that is attended to
-// exactly
+// Single clusters are ranked only in the best sets. These sets together hold n_ranked tokens for each token that is
+// attended to exactly
 static constexpr int n_ranked = 16;
 
 // logarithms and inverses of all possible numbers of tokens
@@ -74,7 +74,7 @@ void search::look_into_unsealed(int head, searched_row & row) {
     }
 }
 
-// logits of the runs from `first` on, whose items begin at `item`
+// compute the logits of the runs from `first` on; the items of these runs begin at `item`
 void search::multiply_runs(size_t first, size_t item) {
     const auto * own_logs = numbers().logs.data();
     const auto * inverses = numbers().inverses.data();
@@ -84,8 +84,8 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // a set counts as n_side tokens or more, as pick_sets replaces it by n_side clusters: this limits how many
-            // sets are picked, and with them n_room
+            // A set is counted as at least n_side tokens, because pick_sets replaces it by n_side clusters. This limits
+            // the number of sets that are picked, and with it n_room
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -104,8 +104,8 @@ void search::multiply_runs(size_t first, size_t item) {
     }
 }
 
-// Score of each item: its share of the softmax sums of all queries, per token. With a limited number of tokens, the
-// items with the most attention per token cover the most.
+// Set the score of each item: the item's share of the softmax sums of all queries, divided by its number of tokens. The
+// number of exact tokens is limited, so choosing the items with the most attention per token covers the most attention.
 void search::set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts) {
     std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -168,7 +168,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
-    // score: above 0 for items that are added for at least one query
+    // score becomes greater than 0 for items that are added for at least one query
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -188,7 +188,7 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         if (kept > 0.0f) {
             own[0] = parts[q].most;
             own[1] = std::max(sum, kept);
-            // the weight of dropped items is distributed over the kept ones
+            // the weight of dropped items is distributed over the remaining items
             by[q] = own[1]/kept;
             add(score.data(), own_x, n_item, 1.0f);
         }
@@ -299,8 +299,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // Room for the clusters of picked sets. Each set counts as n_side tokens or more, and sets are picked until they
-    // have n_ranked*n_exact tokens
+    // Make room for the clusters of picked sets. Each set is counted as at least n_side tokens, and sets are picked
+    // until they have n_ranked*n_exact tokens
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

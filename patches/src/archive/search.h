@@ -1,5 +1,4 @@
-// Choice of the archived tokens that a step attends to exactly. All other tokens are represented by their clusters'
-// means.
+// Choice of the archived tokens that a step attends to exactly. The means of clusters represent all other tokens.
 
 #pragma once
 
@@ -17,14 +16,14 @@ namespace kvtool {
 // conversion of a layer's products (query . key) to logits
 struct logit_params {
     float scale = 0.0f;
-    float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0: none
+    float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0 if there is no cap
 };
 
 // consecutive places of a row's archived tokens in one block
 struct token_range {
     int64_t begin; // place of the first token
     int     n;
-    int     way; // index of the query rotation used for them
+    int     way; // index of the query rotation that these tokens need
 
     bool                 is_far;
     const sealed_block * sealed; // null if the block is not clustered
@@ -33,15 +32,16 @@ struct token_range {
 // search results of one row, shared by the threads of a layer
 struct searched_row {
     std::vector<float> turned;  // rotated queries: [way][query][n_embd_k]
-    std::vector<float> columns; // transposed: [way][n_embd_k][query], for steps with many queries
-    std::vector<float> mapped;  // multiplied by the Hadamard matrix, for products with stored keys; if there is one
-    byte_columns       bytes;   // in 8 bits, if search::has_bytes
+    std::vector<float> columns; // the same, transposed: [way][n_embd_k][query]; only for steps with many queries
+    // the same, multiplied by the Hadamard matrix for products with stored keys; only if there is such a matrix
+    std::vector<float> mapped;
+    byte_columns       bytes;   // the same in 8 bits; only if search::has_bytes
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
 };
 
-// Buffers of type T that a thread uses again in each layer, as allocation takes time.
+// Buffers of type T. A thread uses them again in each layer, because allocation takes time.
 template <typename T>
 class used_again : public T {
 public:
@@ -72,8 +72,8 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // Arrays over the items: the clusters and sets of all runs, one after the other. x holds the logits or exponentials
-    // of query q from x[q*n_room] on
+    // Arrays over the items, which are the clusters and sets of all runs, one run after the other. x holds logits or
+    // exponentials; query q has the entries from x[q*n_room] on
     std::vector<float>   x;
     std::vector<float>   logs;
     std::vector<float>   inverse; // 1/number of tokens
@@ -82,32 +82,34 @@ struct search_memory {
     std::vector<uint8_t> chosen;
 
     std::vector<int>          looked; // items that are attended to exactly
-    std::vector<weighted_row> some;   // mean values that are added, with their weights
+    std::vector<weighted_row> some;   // the mean values that are added to the estimate, with their weights
 
-    // values: for steps with many queries, the mean values that are added, [value][columns(n_embd_v)]. powers: first
-    // the exponentials of the sets; later, for steps with many queries, the values' weights [query][value]
+    // values (only for steps with many queries): the mean values that are added, [value][columns(n_embd_v)].
+    // powers: first the exponentials of the sets. Later, for steps with many queries, the weights of the values,
+    // [query][value]
     std::vector<float> values;
     std::vector<float> powers;
 
     std::vector<small_query> small; // [way][query]
 };
 
-// search of one thread in one layer, for the queries of a step
+// one thread's search in one layer, for the queries of a step
 class search : used_again<search_memory> {
 public:
-    // rot: position that the first query is rotated to. n_exact: number of clustered tokens to attend to exactly, in
-    // addition to all tokens without clusters; 0: all tokens
+    // rot: position that the first query is rotated to. n_exact: number of clustered tokens that are attended to
+    // exactly, in addition to all tokens without clusters. If n_exact is 0, all tokens are attended to exactly
     search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
-    // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The other clusters are added
-    // up as if each of their tokens had the mean key and value: estimate + query*stride receives per query the
-    // maximum logit, the sum of the exponentials relative to it, and the sum of the values weighted by them
+    // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The remaining clusters are added
+    // up as if each of their tokens had the mean key and the mean value. The result of each query is written to
+    // `estimate + query*stride`: the maximum logit, the sum of the exponentials relative to this maximum, and the sum
+    // of the values weighted by these exponentials
     void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
 
-    // true if a row's queries are also provided in 8 bits
+    // true if a row's queries are also needed in 8 bits
     bool has_bytes() const { return is_few && n_exact > 0 && can_multiply_bytes(l.type_k, l.n_embd_k); }
 
-    // positions by which the key of a token in a range is rotated before it is multiplied with the range's
+    // number of positions by which the key of a token in a range is rotated before it is multiplied with the range's
     // queries
     int64_t turn_of(const token_range & range, int64_t place) const {
         const int64_t i = pos_of(range, place);
@@ -122,7 +124,8 @@ public:
         return range.sealed ? place - place % l.n_block + range.sealed->order[place % l.n_block] : place;
     }
 
-    // positions by which the key of a token is rotated so that it has the right distance from the first query
+    // number of positions by which the key of a token is rotated, so that it gets the right distance from the first
+    // query
     int64_t turn_back(const token_range & range, int64_t i) const { return all.turn_back(i, range.is_far, rot); }
 
 private:
@@ -133,7 +136,7 @@ private:
 
     const int64_t      rot; // position that the first query is rotated to
     const int          n_query;
-    const bool         is_few; // few queries: keys and values are multiplied in their stored format
+    const bool         is_few; // true for few queries: keys and values are then multiplied in their stored format
     const logit_params logits;
     const int64_t      n_exact;
 

@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// numbers processed at once; the compiler maps them to the CPU's vectors
+// number of floats that are processed at once; the compiler maps them to the CPU's vectors
 #if defined(__GNUC__)
 static constexpr int n_wide   = 16;
 static constexpr int n_narrow = 8;
@@ -34,8 +34,8 @@ typedef int32_t few_ints;
 #define KVTOOL_CONVERT(x, type) (type) (x)
 #endif
 
-// f becomes 2^f = 2^whole * 2^(f - whole). The second factor is a Taylor series around -0.5 with a relative error
-// below 2e-7. f <= 0
+// Replace f by 2^f, for f <= 0. This is computed as 2^whole * 2^(f - whole). The second factor is a Taylor series
+// around -0.5 with a relative error below 2e-7
 template <typename F, typename I>
 static inline KVTOOL_INLINE void power_of_2(F & f) {
     f = f > -126.0f ? f : F {} - 126.0f;
@@ -88,7 +88,7 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         few_floats f, top = few_floats {} - INFINITY;
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
-            // a comparison with NaN is false, so NaN does not become the maximum
+            // comparisons with NaN are false, so NaN never becomes the maximum
             top = f > top ? f : top;
         }
         float lane[n_narrow];
@@ -104,8 +104,8 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
             f = f*scale - top;
-            // NaN (also from -INFINITY - -INFINITY) becomes 2^-126; rounding may leave f slightly above 0
-            // at the maximum
+            // NaN becomes 2^-126, including NaN from -INFINITY - -INFINITY. At the maximum, rounding may make f
+            // slightly greater than 0; f becomes 0 then
             f = f < 1.0f ? f : few_floats {} - 126.0f;
             f = (f < 0.0f ? f : few_floats {})*1.44269504f;
             power_of_2<few_floats, few_ints>(f);

@@ -10,18 +10,18 @@
 
 namespace kvtool {
 
-// Maximum number of copying threads. One thread reads host memory more slowly than a device receives it; eight keep
-// up with PCIe 5.0.
+// Maximum number of copying threads. One thread reads host memory more slowly than a device receives it. Eight threads
+// are fast enough for PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// One thread computes clusters for every four threads of the context: enough to keep up with a device, and few enough
-// to leave processor time to the thread that starts the device's work.
+// For every four threads of the context, one thread computes clusters. More would take processor time from the thread
+// that starts the device's work; fewer could not keep up with a device.
 static constexpr int n_sealer_part = 4;
 
-// Pinned buffers of a thread: it fills one while the device reads the other.
+// Number of pinned buffers of a thread: it fills one buffer while the device reads the other one.
 static constexpr size_t n_bounce = 2;
 
-// Bytes behind the rows, as devices read past a tensor's end.
+// Unused bytes after the rows, because devices read past a tensor's end.
 static constexpr size_t n_padding = 4096;
 
 std::string staging::unsupported(const archive & tokens, const std::vector<layer> & layers) {
@@ -56,7 +56,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
     : tokens(tokens), layers(layers), n_room(n_token), is_apart(!v_trans && lie_apart(layers))
     , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_most_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
-    // for each device: bytes per token of its largest layer
+    // for each device: bytes per token of the device's largest layer
     std::map<ggml_backend_buffer_type_t, size_t> most;
     for (size_t i = 0; i < layers.size(); ++i) {
         size_t & n_bytes = most[ggml_backend_buffer_get_type(layers[i].k->buffer)];
@@ -77,7 +77,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             if (!d.buffers[b]) {
                 throw no_device_memory(2*n_bytes);
             }
-            // rows that are never written could hold NaN, which attention would propagate
+            // clear all rows: rows that are never written could hold NaN, and attention would propagate it
             ggml_backend_buffer_clear(d.buffers[b].get(), 0);
 
             d.bytes[b] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_I8, n_bytes);
@@ -141,7 +141,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
 }
 
 staging::~staging() {
-    // copies into the buffers must end before the buffers are freed
+    // copies to the buffers must end before the buffers are freed
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
@@ -160,7 +160,7 @@ int64_t staging::bytes() const {
 //
 
 void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
-    // a failed step may have left copies under way
+    // wait for copies that a failed step may have started
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
@@ -213,7 +213,7 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
-            // the newest block first: its tokens may have to be stored before they are copied, which takes longer
+            // copy the newest block first. Its tokens may have to be stored before they are copied, so it takes longest
             for (int64_t block; (block = next--) >= 0;) {
                 copy_block(thread, layer, block);
             }
@@ -240,7 +240,8 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     if (b && b->is_used) {
         ggml_backend_event_synchronize(b->done.get());
     }
-    // memory in which each part of all heads is collected; null: whole tokens are copied as they lie in the archive
+    // Memory in which each part is collected for all heads. It is null if whole tokens can be copied directly from the
+    // archive
     std::vector<uint8_t> own(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
     uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.empty() ? nullptr : own.data();
 
@@ -251,7 +252,8 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
         const uint8_t * data   = l.raw_key(0, begin) + from;
         size_t          stride = n_block*l.size;
         if (memory) {
-            const int64_t n = size == l.size ? end - begin : 1; // tokens whose parts are consecutive in the archive
+            // number of tokens whose parts are consecutive in the archive
+            const int64_t n = size == l.size ? end - begin : 1;
             for (int head = 0; head < l.n_head; ++head) {
                 for (int64_t i = begin; i < end; i += n) {
                     std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + from, n*size);
@@ -305,7 +307,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// archive the tokens of the last push that are among the tokens begin .. end - 1
+// archive those tokens of the last push that are among the tokens begin .. end - 1
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

@@ -1,8 +1,9 @@
-// Staging: archived keys and values are copied to a device, and new ones back to the host, while a long text is read.
+// Staging: while a long text is read, archived keys and values are copied to a device, and new keys and values are
+// copied back to the host.
 //
 // The device has two buffers. While attention of one layer reads the first buffer, threads copy the next layer's
-// archived tokens to the second. They also copy the cells of earlier layers to the host, where other threads cluster
-// archived tokens. The device therefore waits only for the first layer's copy.
+// archived tokens to the second buffer. They also copy the cells of earlier layers to the host, where other threads
+// cluster archived tokens. The device therefore waits only for the copy of the first layer.
 
 #pragma once
 
@@ -25,8 +26,8 @@ public:
     // Reason why these layers cannot be staged; empty if they can.
     static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
 
-    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context, which
-    // determines the number of clustering threads. Throws no_room if a device lacks memory.
+    // n_token: number of rows of each head, for archived tokens and live cells together. n_thread: number of threads of
+    // the context; it determines the number of clustering threads. Throws no_room if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
     ~staging();
 
@@ -36,7 +37,7 @@ public:
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 
-    // Sizes of the Hadamard matrices that these rows are multiplied by; 0: none.
+    // Sizes of the Hadamard matrices that these rows are multiplied by; 0 if they are not.
     int key_map  (size_t i) const { return tokens[i].n_map_k; }
     int value_map(size_t i) const { return tokens[i].n_map_v; }
 
@@ -45,31 +46,33 @@ public:
     // Bytes of the buffers on devices.
     int64_t bytes() const;
 
-    // Begin a step. Archived tokens are copied behind the first n_live rows of each head. `marks` has one node of
-    // the graph for each layer that attends, in order: attention reads the layer's rows only after that node.
+    // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
+    // node of the graph for each layer that attends, in the order of the graph. Attention reads the layer's rows only
+    // after that node.
     struct mark {
         const ggml_tensor * node;
         size_t              layer;
     };
     void begin(const std::vector<mark> & marks, int64_t n_live);
 
-    // Callback of the scheduler for each node of the step's graph, see ggml_backend_sched_set_eval_callback. It
-    // stops at marked nodes, waits until the layer's archived tokens are copied, and starts to copy the next
-    // layer's.
+    // Callback of the scheduler for each node of the step's graph, see ggml_backend_sched_set_eval_callback. It stops
+    // at marked nodes. There it waits until the layer's archived tokens are copied, and then starts to copy the next
+    // layer's tokens.
     static bool reach(ggml_tensor * node, bool ask, void * self);
 
-    // Archive cells of all layers, as recaller::push does, but store a layer's keys and values only when that layer is
-    // next copied. Returns false if the cells lie on the host or values are transposed: the caller stores them then.
+    // Archive cells of all layers, as recaller::push does. The difference is that a layer's keys and values are stored
+    // later, when that layer is next copied to the device. Returns false if the cells lie on the host or values are
+    // transposed; the caller must then store them.
     bool push(const leaving & some);
 
-    // Wait until the archive holds everything that was pushed and no thread uses it. Throws if a copy failed.
+    // Wait until the archive holds all pushed tokens and no thread uses it. Throws if a copy failed.
     void settle();
 
 private:
-    // Pinned memory that a thread copies through. Copies from other memory are slower and block the device.
+    // Pinned memory through which a thread copies. Copies from other memory are slower and block the device.
     struct bounce {
         ggml_backend_buffer_ptr buffer;
-        ggml_backend_event_ptr  done; // reached when the last copy from it has arrived
+        ggml_backend_event_ptr  done; // reached when the last copy from this buffer has arrived
 
         bool is_used = false;
     };
@@ -77,14 +80,15 @@ private:
     // A thread's queue of copies to one device.
     struct queue {
         ggml_backend_ptr    backend;
-        std::vector<bounce> bounces; // empty: the thread copies directly from the archive's memory
+        std::vector<bounce> bounces; // if empty, the thread copies directly from the archive's memory
 
         size_t next = 0;
     };
 
     struct device {
-        // Rows of keys come before rows of values, as Vulkan's kernels read tensors at aligned offsets only. Otherwise each
-        // key is followed by its value, as in the archive, whose blocks are then copied as they are
+        // true if all rows of keys come before all rows of values. Vulkan needs this, because its kernels read tensors
+        // only at aligned offsets. On other devices, each key is followed by its value. This is the archive's layout,
+        // so blocks are copied without changes
         bool is_split = false;
 
         ggml_backend_buffer_ptr buffers[2];
@@ -93,8 +97,8 @@ private:
         std::vector<queue>      queues;   // [thread]
     };
 
-    // The bytes from .. from + size - 1 of each archived token, which has a key and then a value. In a layer's `bytes` they
-    // are rows, head after head, of which the first begins at `to`.
+    // A part of each archived token, which consists of a key and then a value: the bytes from .. from + size - 1. In a
+    // layer's `bytes` these parts are rows, head after head; the first row begins at `to`.
     struct part {
         size_t from;
         size_t size;
@@ -113,15 +117,15 @@ private:
         std::vector<uint8_t> cells_k;
         std::vector<uint8_t> cells_v;
 
-        bool is_fetched = false; // copying its cells to the host began in this step
-        bool is_stored  = true;  // the cells pushed last are in the archive
+        bool is_fetched = false; // true if a copy of the layer's cells to the host has begun in this step
+        bool is_stored  = true;  // true if the cells that were pushed last are in the archive
     };
 
     archive &                  tokens;
     const std::vector<layer> & layers;
 
     const int64_t n_room;
-    // the cells lie on devices, not on the host, and values are not transposed
+    // true if the cells lie on devices (not on the host) and values are not transposed
     const bool    is_apart;
 
     std::map<ggml_backend_buffer_type_t, device> devices;
@@ -134,7 +138,7 @@ private:
 
     // cells that were pushed last
     std::vector<int32_t> cells;
-    int64_t              cells_pos = 0; // position of the first of them
+    int64_t              cells_pos = 0; // position of the token in the first of these cells
 
     std::atomic<int64_t> next { 0 }; // next block of the layer to copy
 

@@ -96,10 +96,11 @@ static int grow(int fd, off_t n_old, off_t n) {
     return error;
 }
 
-// slabs of a file that are mapped together: a process may have few maps (65,530 on Linux)
+// number of slabs of a file that are mapped together; a process may have only a limited number of maps (65,530 on
+// Linux)
 static constexpr int64_t n_region_of_file = 64;
 
-// bytes of memory that are mapped together; pages without a slab are never touched and thus take no memory
+// bytes of memory that are mapped together. Pages without a slab are never touched, so they take no memory
 static constexpr size_t region_bytes = 64u << 20;
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}
@@ -128,7 +129,7 @@ uint8_t * slab_maps::take() {
     if (n_slab/n_region == (int64_t) regions.size()) {
         regions.reserve(regions.size() + 1);
 
-        // the map may extend past the end of the file, which grows into it later
+        // the map may extend past the end of the file; the file grows later
         void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, has_file() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd,
                 has_file() ? n_slab*size : 0);
         if (p == MAP_FAILED) {
@@ -136,13 +137,13 @@ uint8_t * slab_maps::take() {
         }
 #if defined(MADV_HUGEPAGE)
         if (!has_file()) {
-            // a step reads clusters that are far apart: with small pages, address translation would take longer
-            // than reading
+            // a step reads clusters that are far apart. With small pages, translating their addresses would take longer
+            // than reading them
             madvise(p, n_region*size, MADV_HUGEPAGE);
         }
 #endif
         if (has_file()) {
-            // a step reads few scattered pages: read-ahead would push other pages out of memory
+            // a step reads a few scattered pages. Reading ahead would push other pages out of memory
             posix_madvise(p, n_region*size, POSIX_MADV_RANDOM);
         }
         regions.push_back((uint8_t *) p);

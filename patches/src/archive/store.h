@@ -1,4 +1,5 @@
-// Memory for archived tokens, in slabs of n_block tokens of all layers. It is host memory, or a mapped file.
+// Memory for archived tokens, in slabs. A slab has room for n_block tokens of all layers. The memory is host memory or
+// a mapped file.
 
 #pragma once
 
@@ -10,13 +11,13 @@
 
 namespace kvtool {
 
-// Slabs in mapped memory, anonymous or of a file. If memory is short, the operating system moves seldom used pages of a
-// file to the disk.
+// Slabs in mapped memory, either anonymous or of a file. If the slabs are in a file and memory is short, the operating
+// system moves seldom used pages to the disk.
 class slab_maps {
 public:
     explicit slab_maps(size_t n_bytes);
 
-    // Create a file at that path and unlink it at once, so that nothing is left however the process ends. Throws
+    // Create a file at that path and unlink it at once, so that no file is left, whichever way the process ends. Throws
     // std::runtime_error on failure.
     slab_maps(const std::string & path, size_t n_bytes);
     ~slab_maps();
@@ -35,7 +36,7 @@ public:
     void clear();
 
 private:
-    const int     fd; // -1: no file
+    const int     fd; // -1 if there is no file
     const size_t  size; // bytes of a slab
     const int64_t n_region; // slabs that are mapped together
 
@@ -49,7 +50,7 @@ class store {
 public:
     static constexpr int n_block = 256;
 
-    // number of slabs that the tokens begin .. end - 1 lie in
+    // number of slabs that hold the tokens begin .. end - 1
     static int64_t n_slab(int64_t begin, int64_t end) { return begin < end ? (end - 1)/n_block - begin/n_block + 1 : 0; }
 
     store() = default;
@@ -60,17 +61,17 @@ public:
     // set the bytes of a slab; no slab may exist yet
     void make(size_t n_bytes);
 
-    // Put slabs into a new file at that path; no slab may exist yet. Throws std::runtime_error on failure.
+    // Allocate slabs in a new file at that path; no slab may exist yet. Throws std::runtime_error on failure.
     void open(const std::string & path);
 
-    // Provide slabs for exactly the tokens begin .. end - 1. Slabs that hold some of these tokens already
-    // are unchanged; all other slabs are used again. Throws no_room, and nothing has changed then.
+    // Provide slabs for exactly the tokens begin .. end - 1. Slabs that already hold some of these tokens stay
+    // unchanged. All other slabs are used again. If there is no memory, throws no_room and changes nothing.
     void fit(int64_t begin, int64_t end);
 
     // allocate the memory that `fit` will need; throws no_room
     void reserve(int64_t begin, int64_t end);
 
-    // return unused slabs to the system, except those in a file
+    // return unused slabs to the system; slabs in a file are kept
     void trim();
 
     // free all slabs
@@ -87,7 +88,7 @@ public:
 private:
     size_t size = 0; // bytes of a slab
 
-    int64_t first = 0; // number of the first slab; token i is in slab i/n_block
+    int64_t first = 0; // index of the first slab; token i is in the slab with index i/n_block
 
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;

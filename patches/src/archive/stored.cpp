@@ -17,7 +17,7 @@
 
 namespace kvtool {
 
-// maximum number of rows that are listed and then added together
+// number of rows that are collected in a list before they are added together
 static constexpr int n_listed = 64;
 
 static bool any(const float * w, int64_t wx, int n) {
@@ -29,7 +29,7 @@ static bool any(const float * w, int64_t wx, int n) {
     return false;
 }
 
-// row by row, through a converted copy
+// multiply row by row; each row is converted to floats first
 static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
@@ -126,7 +126,7 @@ struct q8_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
-        // a flipped sign bit adds 128
+        // flipping the sign bit adds 128
         return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
     }
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }
@@ -177,7 +177,7 @@ static void multiply_some_codes(
     }
 }
 
-// HALVES: the elements of a pair are d/2 apart; otherwise they are neighbours
+// HALVES: true if the two elements of a pair are d/2 apart, false if they are neighbours
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_turned_avx2(
         const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
@@ -215,7 +215,7 @@ KVTOOL_AVX2 static void multiply_turned_avx2(
     }
 }
 
-// one group of all rows at a time, so that its sums stay in registers
+// add one group of all rows before the next group, so that the group's sums stay in registers
 template <typename S, int N>
 KVTOOL_AVX2 static void add_avx2(
         const weighted_row * rows, int n, int64_t d, int first, int64_t wx, float * y, int64_t ys) {
@@ -285,7 +285,7 @@ static void add_some(const weighted_row * rows, int n, int64_t d, int64_t wx, in
     }
 }
 
-// run(S()) for the source of rows of a type; false if there is none
+// call run(S()), where S reads rows of this type; returns false if no such S exists
 template <typename F>
 static bool with_source(ggml_type type, const F & run) {
     switch (type) {
@@ -323,7 +323,7 @@ bool can_turn(ggml_type type, int64_t d) {
 }
 
 #ifdef KVTOOL_X86
-// through a copy of each row as floats
+// multiply row by row; each row is converted to floats first
 template <bool HALVES>
 static void multiply_mapped_turned(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by,

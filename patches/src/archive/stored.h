@@ -10,18 +10,19 @@
 
 namespace kvtool {
 
-// maximum number of columns multiplied at once; for more columns it is faster to convert the rows first
+// maximum number of columns that are multiplied at once. With more columns it is faster to convert the rows first
 constexpr int n_few_columns = 8;
 
 // prefetch memory that will be read soon
 void prefetch(const uint8_t * rows, size_t n_bytes);
 
-// out[q*os + i] = row i . x[q*n_embd], for n rows and n_x columns (at most n_few_columns)
+// Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...]
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
-// The same with row i first multiplied by the Hadamard matrix of size n_map, if n_map is not 0, and then rotated by `from
-// - by[i]` positions. turns: the table entry for `from` positions, which is small_turns() + from*2*n_embd of class turns.
-// Only for types and CPUs for which can_turn is true.
+// Multiply rows that are rotated first. Row i is multiplied by the Hadamard matrix of size n_map (unless n_map is 0),
+// then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. turns: the table entry for `from`
+// positions, which is at small_turns() + from*2*n_embd in class turns. Only for types and CPUs for which can_turn is
+// true.
 void multiply_turned_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);
@@ -31,25 +32,26 @@ bool can_turn(ggml_type type, int64_t n_embd);
 struct byte_columns {
     std::vector<int8_t> x;      // [column][n_embd]
     std::vector<float>  scales; // [column][n_embd/32]
-    std::vector<float>  sums;   // of each group's numbers: [column][n_embd/32]
+    std::vector<float>  sums;   // sum of each group's numbers: [column][n_embd/32]
 
     void set(const float * x, int n_x, int64_t n_embd);
 };
 
-// multiply_rows with columns in 8 bits; only for types and CPUs for which can_multiply_bytes is true
+// see multiply_rows; the columns have 8 bits. Only for types and CPUs for which can_multiply_bytes is true
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const byte_columns & x, int first_x, int n_x, float * out, int os);
 bool can_multiply_bytes(ggml_type type, int64_t n_embd);
 
-// a row, and its weights in several sums: its weight in sum q is w[q*wx]
+// a row and its weights in several sums; w[q*wx] is its weight in sum q
 struct weighted_row {
     const uint8_t * row;
     const float   * w;
 };
 
-// y[q*ys] += sum of w[q*wx]*row over n rows, for n_y sums (at most n_few_columns)
+// add n weighted rows to each of n_y sums (at most n_few_columns): y[q*ys] += sum of w[q*wx]*row
 void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t n_embd, int64_t wx, int n_y, float * y, int64_t ys);
 
-// the same for n consecutive rows with consecutive weights w[i + q*wx]; rows whose weights are all 0 are not read
+// the same for n consecutive rows: the weight of row i in sum q is w[i + q*wx]. Rows whose weights are all 0 are not
+// read
 void add_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * w, int64_t wx, int n_y, float * y, int64_t ys);
 

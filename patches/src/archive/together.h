@@ -32,7 +32,7 @@ void together(int n_thread, int n, F && work) {
             others.emplace_back(run, thread);
         }
     } catch (const std::system_error &) {
-        // no more threads can be started: the existing ones do the work
+        // no more threads can be started, so the existing threads do all the work
     }
     run(0);
     for (auto & other : others) {

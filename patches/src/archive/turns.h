@@ -1,4 +1,4 @@
-// RoPE on the host: rotates keys and queries by whole positions.
+// RoPE on the host: it rotates keys and queries by whole numbers of positions.
 
 #pragma once
 
@@ -10,16 +10,16 @@
 
 namespace kvtool {
 
-// rotation of a layer's keys as plain numbers, without tensors of the model
+// the rotation of a layer's keys as plain numbers that need no tensors of the model
 struct rotation {
     rotation() = default;
 
-    // n_map: size of the Hadamard matrix that quantized keys are multiplied by
+    // n_map: size of the Hadamard matrix by which quantized keys are multiplied
     rotation(const layer & l, int n_map);
 
     kvtool::rope rope; // its tensors are null
 
-    int n_map = 0; // 0: no matrix
+    int n_map = 0; // 0 if there is no matrix
 
     std::vector<float> factors; // contents of the tensors factors and scale
     std::vector<float> scale;
@@ -29,42 +29,43 @@ class turns {
 public:
     turns() = default;
 
-    // r: rotation of keys with n_embd elements; tables are made for fewer than n_most positions in either
+    // r: rotation of keys with n_embd elements. Tables are made for rotations by fewer than n_most positions, in either
     // direction
     turns(const rotation & r, int64_t n_embd, int n_most);
 
-    // use the tables of another object if its rotation is the same: separate tables for every layer would not fit in
-    // a processor's cache
+    // Use the tables of another object if its rotation is the same. If every layer had separate tables, they would not
+    // fit in a processor's cache
     void share(const turns & other);
 
     // rotate a key by delta positions
     void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
 
-    // rotate a query so that its product with a key equals the query's product with that key rotated by -delta
+    // Rotate a query by delta positions: its product with a key then equals the product of the unrotated query and the
+    // key rotated by -delta
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
-    // true if all elements are rotated and not scaled, so that keys can be rotated while they are multiplied
+    // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
     bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
     bool are_halves() const { return is_neox; }
 
-    // table of rotations by 0 .. n_small - 1 positions. A rotation's row holds the factor of each element, then
-    // the factor of the other element of its pair
+    // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has the factor of each element,
+    // followed by the factors of the other element of each pair
     const float * small_turns() const { return rows->small.data(); }
 
     static constexpr int n_small = 256;
 
 private:
     bool is_neox = false;
-    int  first   = 0; // first rotated element of a key
-    int  n_pair  = 0; // 0: the layer has no RoPE
+    int  first   = 0; // index of the first rotated element of a key
+    int  n_pair  = 0; // 0 if the layer has no RoPE
     int  n_map   = 0;
 
     int64_t n_embd = 0;
 
     int at(int pair, bool second) const;
 
-    // append the rotation by delta positions to a table: cosines, then sines, which are negative for the first
-    // element of a pair
+    // Append the rotation by delta positions to a table: first the cosines, then the sines. The sine is negative for
+    // the first element of a pair
     void add_row(std::vector<float> & table, int64_t delta) const;
 
     // scale: factor that multiplies each element of a key after its rotation; unscale: 1/scale. Both are empty if keys
@@ -72,12 +73,12 @@ private:
     std::vector<float> scale;
     std::vector<float> unscale;
 
-    // before, after: factors applied before and after the rotation
+    // before, after: factors that are applied before and after the rotation
     void turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
 
     std::vector<double> omega; // [n_pair], radians per position
 
-    // rotations by 0 .. n_small - 1 positions, and by multiples of n_small
+    // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small
     struct tables {
         std::vector<float> small;
         std::vector<float> large;

@@ -41,7 +41,8 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
         return size_k + size_v;
     }
 
-    // V is transposed on the device, but its copy lists values cell by cell, so that it suits any context
+    // V is transposed on the device. Its copy lists values cell by cell, so that it can be restored in a context
+    // without transposed V
     const size_t  one    = ggml_type_size(l.v->type);
     const int64_t n_embd = l.v->ne[0];
 
@@ -58,8 +59,8 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-// Copy the state of a recurrent layer after the newest token to out or from in, or nothing if both are null; returns its
-// bytes. t has one state in each row, and the newest token's is in row i
+// Copy a recurrent layer's state after the newest token to out or from in. If both are null, copy nothing. Returns the
+// bytes of the state. t has one state in each row. The state is copied from row i to `out`, or from `in` to row 0
 static int64_t copy_state(ggml_tensor * t, int i, uint8_t * out, const uint8_t * in) {
     const size_t size = t->nb[1];
     if (out) {

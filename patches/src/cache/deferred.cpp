@@ -1,10 +1,10 @@
 // Signals of several steps computed at once.
 //
-// Flash attention gives no probabilities, so signals need a second product of queries and keys. These are many small
-// operations in each layer, too many for a single token. Several steps therefore share them: as cells are only appended
-// between two edits, the steps' signals equal those of one batch with all their tokens. Steps store their queries here;
-// the signals are computed when they are read, or when there is no room for more queries. Rejected draft tokens are
-// removed first.
+// Flash attention gives no probabilities, so signals need a second product of queries and keys. This takes many small
+// operations in each layer, too many to repeat for every single token. Several steps therefore share these operations.
+// Cells are only appended between two edits. For this reason the signals of several steps equal the signals of one
+// batch with all their tokens. Steps store their queries here. The signals are computed when they are read, or when
+// there is no room for more queries. Before the signals are computed, rejected draft tokens are removed.
 
 #include "devices.h"
 #include "graphs.h"
@@ -33,7 +33,7 @@ namespace {
 // lists that the graph of all layers reads
 struct deferred_inputs {
     input idx    { GGML_TYPE_I32, {}, nullptr }; // slots of the queries
-    input recent { GGML_TYPE_I64, {}, nullptr }; // slots of kvtool::recent that receive their attention
+    input recent { GGML_TYPE_I64, {}, nullptr }; // slots of kvtool::recent that receive the queries' attention
     input seen   { GGML_TYPE_F32, {}, nullptr }; // tokens that each query has seen
     input limit  { GGML_TYPE_F32, {}, nullptr }; // last cell that each query sees, layer by layer
     input keys   { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each key, layer by layer
@@ -159,8 +159,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
                 ggml_tensor * t = reduced.signal(s);
                 sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
                 if (a.il < l.last) {
-                    // added to the graph at once, so that one layer's probabilities are freed before the next
-                    // layer's are computed
+                    // add it to the graph now: the probabilities of this layer can then be freed before the next
+                    // layer's probabilities are computed
                     ggml_build_forward_expand(gf, sums[s]);
                 } else if (s == recent_signal) {
                     ggml_build_forward_expand(gf, kvtool.recent.build(ctx, i, sums[s], in.recent.t));
@@ -179,7 +179,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 
     size_t max_nodes = 16;
     for (const auto & a : waiting.askers) {
-        // number of halvings as in llama_kvtool_n_nodes
+        // see llama_kvtool_n_nodes for the number of halvings
         const auto n_halving = (size_t) std::log2(n*a.n_head/layers[a.i].n_head);
         max_nodes += 40 + n_signal*(24 + 9*n_halving);
     }
@@ -223,11 +223,11 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 }
 
 bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<stored_queries::asker> & all) {
-    // In two cases only steps with draft tokens are deferred. Without flash attention, a step computes the
-    // probabilities anyway. A worker keeps one graph per device: graphs of the decode and of deferred signals would
-    // replace each other there, and both would be sent again and again
+    // In two cases only steps with draft tokens are deferred. The first is a context without flash attention: a step
+    // computes the probabilities anyway. The second is a worker, which keeps one graph per device: the decode's graph
+    // and the graph of deferred signals would replace each other there, so both would be sent again and again
     defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
-    // with an archive no signals are deferred, as recalled cells differ from step to step
+    // with an archive no signals are deferred, because recalled cells differ from step to step
     if (params.signals != 0 && params.n_recall == 0) {
         deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_draft > 0 ? params.n_draft + 1 : 0);
     }

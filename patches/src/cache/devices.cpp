@@ -40,7 +40,7 @@ static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 //
 
 static std::mutex                                  g_spares_mutex;
-static std::map<ggml_backend_dev_t, spare_devices> g_spares; // in a client: spares of each of a worker's devices
+static std::map<ggml_backend_dev_t, spare_devices> g_spares; // in a client: the spares of each device of a worker
 
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     std::lock_guard<std::mutex> lock(g_spares_mutex);
@@ -70,7 +70,7 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // the RPC server asks a backend's device for its memory, and the spare must answer
+        // The RPC server asks a backend's device how much memory it has. The spare must answer, not the device itself
         res->device = spare;
     }
     return res;

@@ -1,4 +1,4 @@
-// Devices of a process: limits of the memory that they report, and spare copies of them.
+// Devices of a process: limits of the memory that they report, and spares, which are second handles of devices.
 
 #pragma once
 
@@ -10,10 +10,11 @@
 
 namespace kvtool {
 
-// spare copies of a device of a worker (an RPC server): one for the graphs of edits, one for graphs that read the cache
+// the two spares of a worker's device (an RPC server): one for the graphs of edits, and one for graphs that read the
+// cache
 using spare_devices = std::array<ggml_backend_dev_t, 2>;
 
-// get the spares of this device; returns false if llama_kvtool_use_spares has set none
+// get the spares of this device; returns false if llama_kvtool_use_spares was not called for it
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
 
 // true if the layer's cells lie on a worker

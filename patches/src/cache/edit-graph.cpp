@@ -21,14 +21,14 @@ struct graph_inputs {
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
 
-// offsets of a layer's parts of the inputs
+// offsets at which a layer's parts of the inputs begin
 struct layer_inputs {
     size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
 };
 
-// call f for each entry, then again for the last one until there are n calls: writing it twice changes nothing
+// call f for each entry, then for the last entry again until there are n calls; writing an entry twice changes nothing
 template <typename T, typename F>
 static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     for (int64_t i = 0; i < n; ++i) {
@@ -145,7 +145,7 @@ static ggml_tensor * build_keys(
 
     ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
 
-    // one gather for all keys, so that every key is read before any is written
+    // gather all keys in one operation, so that every key is read before any key is written
     ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, a.k_src, n_moves + n_turns));
 
     if (n_moves > 0) {
@@ -180,7 +180,8 @@ static ggml_tensor * build_values(
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
-        // merges are sorted by number of terms, the most first: the sums of this level belong to the first n merges
+        // merges are sorted by number of terms, the longest first. The sums of this level therefore belong to the first
+        // n merges
         sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
     }
     if (sum) {
@@ -208,7 +209,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // nothing to compute; a kept graph stays as it is for the next edit
+        // the edit changes nothing here; a kept graph can be used for the next edit
         return true;
     }
 

@@ -24,15 +24,15 @@ bool edit_graph(
 int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
-// Append the positions that a layer's keys are rotated by. With M-RoPE: once per section, and zeros for the last one,
-// whose position is always 0 in text
+// Append the positions that a layer's keys are rotated by. With M-RoPE, the positions are appended once per section;
+// for the last section they are zeros, because its position is always 0 in text
 void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list);
 
-// entries that push_deltas appends for n keys
+// number of entries that push_deltas appends for n keys
 int64_t n_deltas(const layer & l, int64_t n);
 
-// multiply quantized keys by the Hadamard matrix, which is its own inverse; rot: the matrix in the graph, see
-// graphs::build_t
+// multiply quantized keys by the Hadamard matrix, which is its own inverse. rot: the matrix as a tensor of the graph,
+// see graphs::build_t
 ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot);
 
 } // namespace kvtool

@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// Tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements
+// A tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements
 struct host_view {
     ggml_tensor * t;
 
@@ -46,9 +46,9 @@ static void by_row(const std::vector<T> & list, F && f) {
     }
 }
 
-// Access to a row's cells piece by piece: piece i of all cells is read and written before piece i + 1, so that accesses
-// to transposed values stay close together. SIZE: bytes of a piece, 0 if only known at run time. Copying the 2 bytes of
-// a transposed value inline is faster than a call of memcpy
+// Access to a row's cells piece by piece. Piece i of all cells is read and written before piece i + 1, so that accesses
+// to transposed values stay close together. SIZE: bytes of a piece; 0 if they are known only at run time. With a known
+// size the compiler copies the 2 bytes of a transposed value inline, which is faster than a call of memcpy
 template <size_t SIZE>
 struct pieces {
     const host_view & view;
@@ -135,7 +135,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
         raw.resize(src.size()*n_byte);
         x  .resize(src.size()*n_embd);
 
-        // in `raw` the pieces of a value are consecutive, whatever the layout in the cache
+        // in `raw` the pieces of a value are always consecutive; in the cache they may not be
         for (int i = 0; i < view.n; ++i) {
             pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
         }

@@ -16,10 +16,10 @@
 
 namespace kvtool {
 
-// cells whose logits are computed at once
+// number of cells whose logits are computed at once
 static constexpr int64_t n_together = 1024;
 
-// [n_embd, n_embd]: mean of the rotations of a query by 0 .. n - 1 positions
+// mean of the matrices that rotate a query by 0 .. n - 1 positions: [n_embd, n_embd]
 static std::vector<float> mean_turn(const layer & l, int n) {
     const turns own(rotation(l, 0), l.n_embd_k, n);
 
@@ -50,8 +50,8 @@ struct asker_inputs {
     size_t turn  = 0;
 };
 
-// Queries [n_embd, n, n_head], each rotated by `delta` to the next token's position, and then by the matrix `turn`, the
-// mean of the rotations by 0 .. n_future - 1 positions
+// Rotated queries [n_embd, n, n_head]. Each query is first rotated by `delta` to the next token's position. Then it is
+// multiplied by the matrix `turn`, the mean of the rotations by 0 .. n_future - 1 positions
 static ggml_tensor * build_queries(
         ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
         ggml_tensor * rot) {
@@ -64,8 +64,8 @@ static ggml_tensor * build_queries(
         own.scale = nullptr;
 
         q = mapped(ctx, l, q, rot);
-        // Keys are divided by the scale, rotated and multiplied by it again. For queries the order is reversed, so
-        // that rotating the query gives the same product as rotating the key the other way
+        // Keys are divided by the scale, rotated and multiplied by the scale again. For queries the order is reversed:
+        // rotating the query must give the same product as rotating the key in the opposite direction
         if (l.rope.scale) {
             q = ggml_mul(ctx, q, l.rope.scale);
         }
@@ -136,11 +136,11 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    std::vector<int>          first_head(layers.size()); // per layer: query heads of a row, counted over
-                                                         // the askers visited so far
+    // for each layer: number of query heads of a row, counted over the askers visited so far
+    std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 
-    // the last rotation in the list, which a layer with the same rotation uses as well
+    // the last rotation that was added to the list; the next layer uses it again if it has the same rotation
     const std::vector<float> * last = nullptr;
     size_t last_at = 0;
     for (const auto & a : asked.askers) {
@@ -174,7 +174,7 @@ int32_t read_future(
         last = &turn;
     }
 
-    // number of cells to read in a layer, which may have fewer than n_cell
+    // number of cells to read in a layer: n_cell, or all its cells if it has fewer
     const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
@@ -260,8 +260,8 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
     std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
-            // MLA: a value is a part of its key that is normalized and then multiplied by weights. As all values are
-            // about equally long, 1 stands for their length
+            // With MLA, a value is a part of its key that is normalized and then multiplied by weights. All values have
+            // about the same length, so this length is given as 1
             std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
         }
     }

@@ -1,4 +1,5 @@
-// Expected attention of later queries, assumed to resemble the last ones: statistics of logits, and norms of values.
+// Expected attention of later queries, on the assumption that they resemble the last queries: statistics of logits, and
+// norms of values.
 
 #pragma once
 

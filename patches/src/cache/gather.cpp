@@ -50,7 +50,7 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
 // on a device
 //
 
-// view of a tensor's bytes from `offset` on, as n numbers of another type
+// view a tensor's bytes from `offset` on as n numbers of another type
 static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
     ggml_tensor * res = ggml_view_1d(ctx, t, 1, offset);
 
@@ -62,8 +62,8 @@ static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int
     return res;
 }
 
-// A layer's keys or values, copied cell by cell. Cells that are not transposed and consist of whole 32-bit words are
-// copied unchanged, as words. Transposed f16 stays f16. The device converts all other numbers to f32.
+// Copies of a layer's keys or values, cell by cell. Cells that are not transposed and consist of whole 32-bit words are
+// copied unchanged, as words. Transposed f16 stays f16. In all other cases the device converts the numbers to f32.
 struct cell_rows {
     cell_rows(const ggml_tensor * t, bool trans) : t(t), trans(trans), is_words(!trans && t->nb[1] % sizeof(int32_t) == 0) {}
 
@@ -81,7 +81,7 @@ struct cell_rows {
         const int64_t n_cell = t->ne[1];
         if (trans) {
             const size_t one = ggml_type_size(t->type);
-            // each element is a row of cells here; the same cells are read from every row
+            // here each row has one element of all cells, so the same cells are read from every row
             ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
             all->ne[1] = n_embd;
             all->nb[1] = all->nb[2] = all->nb[3] = 0;
@@ -121,7 +121,7 @@ static bool gather_device(
         p.kept->clear();
     }
 
-    // offset of the values behind the keys
+    // offset at which the values begin, after the keys
     const auto begin_v = [&](const layer & l) { return GGML_PAD(n*cell_rows(l.k, false).size(), p.align()); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) {

@@ -13,8 +13,8 @@ struct llama_context;
 
 namespace kvtool {
 
-// Call f(i, contents of these cells of layer i) for each layer. Each device is asked once per layer, and only for
-// these cells. Returns false if a device failed
+// Call f(i, contents) for each layer i, with the contents of these cells. For each layer, one request is sent to its
+// device, and it reads only these cells. Returns false if a device failed
 bool gather(
         graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
         const std::function<void (size_t, gathered &&)> & f);

@@ -113,7 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // the matrix is uploaded only once: as an output, its memory is not given to other tensors
+        // The matrix is uploaded only once. Because it is marked as an output, its memory is not given to other tensors
         ggml_set_output(rot);
     }
 
@@ -121,7 +121,7 @@ static bool keep_graph(
         kept.outputs.push_back(build(ctx, gf, i, rot));
     }
 
-    // No scheduler copies tensors from other devices for a kept graph, so a graph that reads such tensors is not kept
+    // A graph that reads tensors on other devices is not kept, because no scheduler would copy these tensors for it
     for (int i = 0; i < gf->n_leafs; ++i) {
         const auto * buf = gf->leafs[i]->buffer;
         kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);
@@ -131,7 +131,7 @@ static bool keep_graph(
         return true;
     }
 
-    // without the reserve, ggml mistakes a graph with the same number of nodes for the previous one
+    // Without this reserve, ggml would mistake the new graph for the previous one if both have the same number of nodes
     if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
         kept.clear();
         return false;
@@ -139,7 +139,7 @@ static bool keep_graph(
     if (rot && rot->buffer) {
         ggml_backend_tensor_set(rot, memory::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
     }
-    // ggml's RPC client recognizes the graph by this number
+    // ggml's RPC client recognizes the graph by this id
     gf->uid = ++n_made;
     kept.gf = gf;
 
@@ -154,7 +154,7 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // no need to wait for the decode: a worker executes the commands for all its devices one after the other
+    // this need not wait for the decode, because a worker executes the commands for all its devices one after the other
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -184,7 +184,7 @@ bool graphs::compute(
     ggml_context * ctx = ctx_ptr.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
-    // the same backends as the decode's scheduler
+    // use the same backends as the decode's scheduler
     std::vector<ggml_backend_t>             backends;
     std::vector<ggml_backend_buffer_type_t> bufts;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
@@ -192,8 +192,9 @@ bool graphs::compute(
         bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
     }
 
-    // A separate scheduler, as the decode's would have to rebuild the decode's graph after every edit. Its buffers are
-    // separate as well: when they are freed, a worker drops the graphs that use them, but not the decode's graph
+    // Use a separate scheduler. The decode's scheduler would have to rebuild the decode's graph after every edit. The
+    // separate scheduler also has separate buffers: when they are freed, a worker drops the graphs that use them, but
+    // keeps the decode's graph
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
             backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
@@ -211,14 +212,14 @@ bool graphs::compute(
 
         results.push_back(build(ctx, gf, i, rot));
 
-        // Compute on the device that holds the cache. A view stays with the tensor that it views, which may
-        // be an input on the host
+        // Compute on the device that holds the cache. Views are not assigned to it: a view stays with the tensor that
+        // it views, which may be an input on the host
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
         if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
-            // the graph writes the layer's result to this tensor, so it must lie on that device as well
+            // the graph writes the layer's result to this tensor, so this tensor must lie on that device too
             ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
@@ -233,8 +234,8 @@ bool graphs::compute(
         return true;
     }
 
-    // If all layers lie on one device, send whole lists there. Otherwise the scheduler copies each layer's part
-    // separately
+    // If all layers lie on one device, send each list there as a whole. Otherwise the scheduler copies each layer's
+    // part separately
     const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
     for (const input * i : inputs) {
         if (one_home && i->t) {
@@ -263,7 +264,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // limit of an edit's unneeded bytes, per node of the kept graph
+    // limit for the unneeded bytes of an edit: this many per node of the kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;
@@ -280,8 +281,8 @@ void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::v
         n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
     }
 
-    // Every edit fills the kept graph's lists, also with entries that it does not need. Above the limit, sending these
-    // entries costs more than sending a new graph with shorter lists
+    // An edit must fill the kept graph's lists completely, even with entries that it does not need. Above the limit,
+    // sending the unneeded entries costs more than sending a new graph with shorter lists
     const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
 
     if (fits && !large) {

@@ -1,4 +1,4 @@
-// Graphs of kvtool in addition to the decode's: edits, reads of keys, copies.
+// Graphs that kvtool computes in addition to the decode's graph: edits, reads of keys, copies.
 
 #pragma once
 
@@ -25,7 +25,8 @@ struct input {
 
     ggml_tensor * t = nullptr;
 
-    // begin the next layer's part: pad the list to an offset where devices allow a view to begin, and return it
+    // begin the next layer's part: pad the list to an offset at which devices allow a view to begin, and return this
+    // offset
     size_t start(size_t align) {
         data.resize(GGML_PAD(data.size(), align));
         return data.size();
@@ -44,9 +45,9 @@ struct input {
     }
 };
 
-// A graph that a worker (ggml's RPC server) keeps as well: a later request sends only the graph's number. The server
-// keeps one graph for each of its devices. The device with the layers keeps the decode's graph, so a kept graph is
-// computed on a spare
+// A graph that is kept by this process and also by a worker (ggml's RPC server): a later request sends only the graph's
+// id. The server keeps one graph for each of its devices. The device with the layers keeps the decode's graph, so other
+// graphs are computed on a spare
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // buffer type of the device that holds the layers
 
@@ -61,7 +62,7 @@ struct kept_graph {
 
     std::vector<layer_shape> shapes; // lengths of its lists
 
-    // the graph reads a tensor on another device, so it cannot be kept
+    // true if the graph cannot be kept, because it reads a tensor on another device
     bool unfit = false;
 
     void clear() {
@@ -87,16 +88,16 @@ struct part {
 // one part with all these layers, for the scheduler
 part all_of(const std::vector<layer> & layers);
 
-// one part per device, for the scheduler, so that lists are sent to each device once
+// one part per device, for the scheduler; a list is then sent to each device only once
 std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {
 public:
-    // Adds the part's layer i to the graph. Returns its result, or the tensor that the result is written to, or
-    // null if it has none. rot: Hadamard matrix of quantized keys; null without one
+    // Adds the part's layer i to the graph. Returns the layer's result, or the tensor that the graph writes the result
+    // to, or null if there is no result. rot: Hadamard matrix of quantized keys; null if keys are not multiplied by one
     using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot)>;
 
-    // reads the results before their memory is reused
+    // reads the results; called before their memory is reused
     using read_t = std::function<void (const std::vector<ggml_tensor *> & results)>;
 
     // layers grouped by the graph that serves them
@@ -107,7 +108,7 @@ public:
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const read_t & read = {});
 
-    // drop the kept graphs, as the tensors of the layers have changed
+    // drop the kept graphs, because the tensors of the layers have changed
     void clear();
 
 private:
@@ -118,8 +119,8 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// Give an edit's lists the lengths of the kept graph. If they do not fit, drop that graph and choose lengths for a
-// new graph
+// Give an edit's lists the lengths of the kept graph's lists. If they do not fit, drop that graph and choose lengths
+// for a new graph
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

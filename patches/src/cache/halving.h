@@ -6,8 +6,8 @@
 
 namespace kvtool {
 
-// [n, r, h] -> [n, 1, h]: joins the halves of the middle dimension until one element is left. (ggml_sum_rows would
-// need a transpose, which is slow; some devices lack ggml_out_prod)
+// Reduce [n, r, h] to [n, 1, h]: join the two halves of the middle dimension again and again until one element is left.
+// (ggml_sum_rows would need a transpose, which is slow; some devices lack ggml_out_prod)
 template <typename F>
 ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
     ggml_tensor * rest = nullptr;
@@ -41,7 +41,7 @@ inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
     return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return ggml_add(ctx, a, b); });
 }
 
-// maximum of two tensors; with negative values, a - b could lose digits of a
+// Maximum of two tensors of numbers that are not negative. With negative numbers, a - b could lose digits of a
 inline ggml_tensor * max_of(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
     return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
 }

@@ -9,9 +9,9 @@
 namespace kvtool {
 
 struct layer {
-    int il;     // number of the layer in the model
+    int il;     // index of the layer in the model
     int n_head; // KV heads; each is a row
-    int row_0;  // number of its first row
+    int row_0;  // index of the layer's first row
     int n_cell; // number of cells
 
     ggml_tensor * k;
@@ -20,7 +20,7 @@ struct layer {
     int n_embd_k; // elements of a key of one head
     int n_embd_v; // elements of a value of one head; 0 without values
 
-    int last; // number of the last layer of the model that reads its cells
+    int last; // index of the last layer of the model that reads these cells
 
     kvtool::rope rope = {};
 };

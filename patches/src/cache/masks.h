@@ -1,4 +1,5 @@
-// Masks that are computed on the device, as otherwise the host would fill and send one for every head and layer.
+// Masks that are computed on the device. Otherwise the host would have to fill and send a mask for every head and
+// layer.
 
 #pragma once
 
@@ -6,14 +7,14 @@
 
 namespace kvtool {
 
-// 0 if a query sees a cell, otherwise less than any logit: [n_kv, n_tokens, n_head]. limit: F32 [1, n_tokens, n_head],
-// the last cell that each query sees; n_head is 1 if all rows have equal lengths
+// Mask [n_kv, n_tokens, n_head]: 0 if a query sees a cell, otherwise a number below any logit. limit: F32
+// [1, n_tokens, n_head], the last cell that each query sees. n_head is 1 if all rows have equal lengths
 inline ggml_tensor * mask_below(ggml_context * ctx, int64_t n_kv, ggml_tensor * limit) {
     ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, n_kv, 1), n_kv, limit->ne[1], limit->ne[2], 1);
     return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, limit)), -1e30f);
 }
 
-// ALiBi: minus the distance between each key and each query [n_kv, n_tokens, n_head]. keys: positions [n_kv, 1,
+// ALiBi: the negative distance between each key and each query, [n_kv, n_tokens, n_head]. keys: positions [n_kv, 1,
 // n_head]; queries: positions [1, n_tokens]
 inline ggml_tensor * minus_distances(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * queries) {
     ggml_tensor * x = ggml_repeat_4d(ctx, keys, keys->ne[0], queries->ne[1], keys->ne[2], 1);

@@ -36,7 +36,7 @@ void places::move(const std::vector<layer> & layers, const llama_kvtool_edit & e
         return after - layers.begin() - 1;
     };
 
-    // all sources first, as a move may read the cell that another one writes
+    // read all sources first, because a move may read a cell that another move writes
     std::vector<int32_t> res;
     for (int i = 0; i < edit.n_move; ++i) {
         const auto & m  = edit.moves[i];

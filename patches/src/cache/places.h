@@ -1,5 +1,5 @@
-// Positions of the keys, for models in which attention falls with distance (ALiBi). Each row holds different tokens, so
-// each of its cells has a separate position, which llama.cpp's table cannot hold.
+// Positions of the keys, for models in which attention falls with distance (ALiBi). Rows hold different tokens, so each
+// cell needs a separate position in each row. llama.cpp's table has only one position per cell.
 
 #pragma once
 
@@ -13,12 +13,12 @@ namespace kvtool {
 
 class places {
 public:
-    // create positions for these layers' cells, all 0
+    // create the positions of these layers' cells; all of them are 0
     void make(const std::vector<layer> & layers);
 
     bool is_on() const { return !of_layer.empty(); }
 
-    // change layer i's number of cells to n_cell, preserving positions
+    // change layer i's number of cells to n_cell; cells that remain keep their positions
     void resize(size_t i, int n_cell);
 
     // move positions as an edit moves the cells

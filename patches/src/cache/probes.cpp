@@ -66,7 +66,8 @@ reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_te
     }
 }
 
-// the last n queries as [n_kv, n*h, n_head_kv]; h: heads of the group, 1 if t is reduced over them already
+// the last n queries as [n_kv, n*h, n_head_kv], where h is the number of heads in a group, or 1 if t is already reduced
+// over them
 ggml_tensor * reducer::last_queries(ggml_tensor * t, int64_t n) const {
     const int64_t h = t->ne[2]/n_head_kv;
     if (n < n_tokens) {
@@ -167,7 +168,7 @@ void llama_kvtool_build(
 
     const size_t i_layer = &l - kvtool->layers.data();
 
-    // if earlier layers read the same cells, this layer takes over the sums of their signals
+    // if earlier layers read the same cells, this layer continues their sums of signals
     auto & shared = graph.res->kvtool.shared;
 
     const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
@@ -194,8 +195,8 @@ void llama_kvtool_build(
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
         if (il < l.last) {
-            // added to the graph at once, so that one layer's probabilities are freed before the next layer's are
-            // computed
+            // add it to the graph now: the probabilities of this layer can then be freed before the next layer's
+            // probabilities are computed
             sums.t[s] = t;
             ggml_build_forward_expand(graph.gf, t);
             continue;
@@ -212,7 +213,7 @@ void llama_kvtool_build(
             ggml_build_forward_expand(graph.gf, sum);
             continue;
         }
-        // if t is a view, its memory is that of the tensor that it views, which must be kept as well
+        // if t is a view, its memory belongs to another tensor, which must be kept until it is read
         for (ggml_tensor * x = t; x; x = x->view_src) {
             ggml_set_output(x);
         }
@@ -247,21 +248,21 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 
     const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
 
-    // a close bound: ggml and its scheduler allocate about a kilobyte per possible node
+    // the bound must be close, because ggml and its scheduler allocate about a kilobyte per possible node
     uint32_t res = kvtool->joint ? kvtool->joint->n_most*kvtool->joint->n_node : 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
-        // with attention sinks, each KV head gets an operation, with its views
+        // with attention sinks, each KV head gets a separate operation and its views
         const uint32_t n_by_head = 8*hparams.n_head_kv(il);
 
-        // nodes, in the order of the terms: probabilities (with flash attention) and scaled queries, sums of signals
-        // over layers, ragged rows, ALiBi, recall, residents, hits
+        // The terms are the nodes for: probabilities (with flash attention) and scaled queries; sums of signals over
+        // layers; ragged rows; ALiBi; recall; residents; hits
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
             (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
-            // a halving takes two views and a sum, plus a view and a sum for an odd number; in a maximum, three
-            // operations replace each sum
+            // A halving needs two views and a sum. An odd number of elements needs another view and another sum. For a
+            // maximum, three operations replace each sum
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || is_maximum(s);
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;

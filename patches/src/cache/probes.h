@@ -27,11 +27,13 @@ public:
     // seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
-    // Signal s [n_kv, 1, n_head_kv] of one layer. Two signals have a value per query, [n_kv, n, n_head_kv]: the recent
-    // signal and squares. For squares, each query's values are first added over all layers that read a cell
+    // Signal s [n_kv, 1, n_head_kv] of one layer. The recent signal and squares have a value per query:
+    // [n_kv, n, n_head_kv]. For squares, the values of all layers that read a cell must be added before they are
+    // squared
     ggml_tensor * signal(int s) const;
 
-    // Signal s from its sum t over layers: for squares, t is squared and summed over the queries; otherwise t
+    // compute signal s from t, which is its sum over layers: squares are squared and summed over the queries; other
+    // signals are t
     ggml_tensor * finished(int s, ggml_tensor * t) const;
 
 private:
@@ -39,7 +41,7 @@ private:
     const llama_kvtool_params & params;
 
     ggml_tensor * p;
-    ggml_tensor * a   = nullptr; // probabilities per group of heads, or per head if signals sum up the group
+    ggml_tensor * a   = nullptr; // probabilities per group of heads; per head if signals sum up the group later
     ggml_tensor * hit = nullptr; // 1 where a cell is important to a query
 
     int64_t n_kv;

@@ -14,7 +14,8 @@ struct llama_ubatch;
 
 namespace kvtool {
 
-// Queries of each layer, in the form that is multiplied with the keys. They lie on the device of the layer's cache
+// Queries of each layer, in the form in which attention multiplies them with the keys. They lie on the device of the
+// layer's cache
 class stored_queries {
 public:
     // a layer of the model that attends to rows, and its stored queries
@@ -27,7 +28,9 @@ public:
         float         scale = 0.0f;    // scale of its logits, read from its graph
         ggml_tensor * sinks = nullptr; // its attention sinks, read from its graph
 
-        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot]: a slot per query, on the cache's device or the host
+        // F32 [n_embd*n_head, n_slot]: one slot per query; on the device of the cache, or on the host if the device
+        // lacks memory
+        ggml_tensor * t = nullptr;
     };
 
     std::vector<asker> askers;
@@ -63,7 +66,8 @@ public:
 
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // n_draft slots more than n_query: draft tokens that are removed later do not overwrite the last n_query queries
+    // There are n_draft more slots than n_query. Draft tokens that are removed later therefore do not overwrite the
+    // last n_query queries
     int n_slot() const { return params.n_query + params.n_draft; }
 
     // slot of the next batch's query t
@@ -78,14 +82,15 @@ public:
     // remove the last n queries of the last batch
     void remove(int n) { next = is_on() ? slot(n_slot() - n) : 0; }
 
-    // slot of query t of the last n_query, the oldest first
+    // slot of query t of the last n_query queries; query 0 is the oldest
     int64_t past(int64_t t) const { return slot(params.n_draft + t); }
 
-    // position that each slot's query is rotated to; -1: the slot is empty
+    // position that each slot's query is rotated to; -1 if the slot is empty
     std::vector<int32_t> pos;
 
-    // Copy the last n_query queries, the oldest first, to out[n_query][n_number], or from in, which has the same
-    // shape. at[n_query], copied likewise: position that a query is rotated to; negative: there is no such query
+    // Copy the last n_query queries, the oldest first, to out[n_query][n_number] or from in[n_query][n_number].
+    // at[n_query] is copied in the same direction: the position that each query is rotated to, negative if there is no
+    // such query
     void copy(float * out, const float * in, int32_t * at);
 
     void clear();
@@ -99,8 +104,8 @@ private:
 // queries whose signals are computed later: see deferred.cpp
 class deferred : public stored_queries {
 public:
-    int n_most = 0; // number of slots; 0: every step computes its signals
-    int n      = 0; // queries whose signals are not computed yet, in the first slots
+    int n_most = 0; // number of slots; 0 if every step computes its own signals
+    int n      = 0; // number of queries whose signals are not computed yet; they are in the first slots
 
     std::vector<int64_t> seen; // tokens that each of these n queries has seen
 

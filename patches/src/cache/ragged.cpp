@@ -23,7 +23,7 @@ static const llama_kvtool_input::rows * find_rows(const llm_graph_context & grap
     return it == all.end() ? nullptr : &*it;
 }
 
-// store new keys and values at each row's own end
+// store new keys and values at the end of each row
 static void store_rows(const llm_graph_context & graph, const layer & l, int i, bool v_trans, ggml_tensor * k_cur, ggml_tensor * v_cur) {
     ggml_context * ctx = graph.ctx0;
 
@@ -105,8 +105,8 @@ bool llama_kvtool_store(
     return true;
 }
 
-// Mask of ragged rows: 0 if a query sees a cell, otherwise less than any logit. [n_cell, n_tokens, n_head], or one
-// mask for all heads if their rows have equal lengths
+// Mask of ragged rows: 0 if a query sees a cell, otherwise a number below any logit. The shape is
+// [n_cell, n_tokens, n_head], or [n_cell, n_tokens, 1] if all rows of the layer have equal lengths
 static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
     const auto * rows = find_rows(graph, i);
     GGML_ASSERT(rows);
@@ -115,13 +115,13 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
 }
 
 // Mask [n_kv, n_tokens] of rows with equal lengths, with the same two values as ragged_mask. It is made from
-// llama.cpp's mask, in which visible cells have ALiBi's distances instead of 0
+// llama.cpp's mask, where a visible cell has ALiBi's distance instead of 0
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);
 }
 
-// ALiBi: minus the distance between each cell's key and each query [n_kv, n_tokens, n_head]
+// ALiBi: the negative distance between each cell's key and each query, [n_kv, n_tokens, n_head]
 static ggml_tensor * distances(const llm_graph_context & graph, const layer & l, int i, int64_t n_kv, int64_t n_tokens) {
     ggml_context * ctx = graph.ctx0;
 
@@ -136,7 +136,7 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     return minus_distances(ctx, keys, ggml_reshape_2d(ctx, input.queries, 1, n_tokens));
 }
 
-// mask in which each token sees only those synthetic cells that were computed for it
+// mask that shows each token only the synthetic cells that were computed for it
 static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
     const int64_t n_tokens = kq_mask->ne[1];
     if (n_tokens == 1 && n_gqa == kvtool.params.n_made) {
@@ -165,7 +165,7 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
     const auto * kvtool = graph.cparams.kvtool;
 
     if (kvtool && kvtool->resides(kq_mask->ne[1])) {
-        // llama_kvtool_resident makes its own mask
+        // llama_kvtool_resident makes the mask for this step
         return kq_mask;
     }
     if (kvtool && kvtool->params.n_made > 0 && kvtool->n_archived() > 0 && !kvtool->is_staging() && kvtool->find(il)) {
@@ -191,8 +191,9 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
     return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
 }
 
-// Flash attention with a mask per KV head. KV heads are the fourth dimension, as CUDA's kernels take one mask for the
-// whole third dimension. Sinks are indexed by the third dimension, so a model with sinks gets an operation per KV head
+// Flash attention with a mask per KV head. KV heads are the fourth dimension, because CUDA's kernels use one mask for
+// the whole third dimension. Sinks are indexed by the third dimension, so a model with sinks needs a separate operation
+// for each KV head
 static ggml_tensor * flash_attention(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
     ggml_context * ctx = graph.ctx0;
@@ -215,7 +216,7 @@ static ggml_tensor * flash_attention(
     }
     ggml_tensor * res = nullptr;
     for (int64_t head = 0; head < n_head; ++head) {
-        // copied, as Vulkan's kernel reads sinks at aligned offsets only
+        // the sinks are copied because Vulkan's kernel reads them only at aligned offsets
         ggml_tensor * own = ggml_cont(ctx, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
         ggml_tensor * cur = flash(head, 1, own);
         res = res ? ggml_concat(ctx, res, cur, 3) : cur;
@@ -231,7 +232,7 @@ ggml_tensor * kvtool::attend_rows(
     ggml_tensor * v = nullptr;
     view_cells(graph, l, k, v);
 
-    // heads [.., n_head, ..] as [.., n_head/l.n_head, l.n_head]
+    // view the dimension n_head as two dimensions: [n_head/l.n_head, l.n_head]
     const auto by_row = [&](ggml_tensor * t) {
         t = ggml_permute(ctx, t, 0, 2, 1, 3);
         const int64_t n_group = t->ne[2]/l.n_head;
@@ -252,14 +253,15 @@ ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
     auto * kvtool = graph.cparams.kvtool;
 
-    // not with ALiBi: ggml chooses a head's slope by the third dimension, which here counts only a group's heads
+    // not with ALiBi: ggml chooses a head's slope by its index in the third dimension, but here this dimension has only
+    // the heads of one group
     if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->places.is_on()) {
         return nullptr;
     }
 
     const auto & l = *kvtool->find(il);
 
-    // llama.cpp's own attention serves layers with one mask, and values that are a part of the keys (MLA)
+    // llama.cpp's own attention is used for layers that need only one mask, and if values are a part of the keys (MLA)
     if (l.n_head == 1 || kvtool->is_even(l) || !l.v) {
         return nullptr;
     }

@@ -32,7 +32,7 @@ bool recent::make(rings & res, const int * n_cell) const {
     for (auto & r : res.all) {
         const size_t n_float = r.n*n_slot();
 
-        // on the host if the device lacks memory: the scheduler copies the values there
+        // try the device first, then the host. If the ring lies on the host, the scheduler copies the values there
         for (auto buft : { r.buft, ggml_backend_cpu_buffer_type() }) {
             if (!r.buf) {
                 r.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
@@ -94,7 +94,7 @@ void recent::collect(llama_context & lctx) {
 
     lctx.synchronize();
 
-    // the newest slots, in two pieces if they wrap around
+    // copy the newest slots; there are two pieces if they wrap around
     const int end   = slot(0);
     const int first = end - n_new;
 
@@ -197,7 +197,8 @@ void recent::clear() {
     }
 }
 
-// a query writes only the cells that llama.cpp's attention covers at that time: the other cells of its slot must be 0
+// A query writes only the cells that llama.cpp's attention covers at that time. The remaining cells of its slot must be
+// 0 already
 void recent::clear_devices() {
     for (auto & r : own.all) {
         if (stale && !r.copy.empty()) {

@@ -1,6 +1,6 @@
-// Attention of each of the last n_query queries. The recent signal is the sum over these queries. As each query's
-// attention is stored separately, the oldest query can be dropped at any time, independent of batches. Edits move the
-// attention along with the cells.
+// Attention of each of the last n_query queries. The recent signal is the sum over these queries. The attention of each
+// query is stored separately, so the oldest query can be dropped at any time, wherever batches begin and end. Edits
+// move the attention along with the cells.
 
 #pragma once
 
@@ -38,13 +38,13 @@ public:
 
         ggml_tensor * t = nullptr; // [n_slot*n], on the cache's device, or on the host if the device lacks memory
 
-        // copy on the host, complete after collect; empty if t is on the host
+        // copy on the host, complete after `collect`; empty if t itself is on the host
         std::vector<float> copy;
 
         float * data();
     };
 
-    // location of a layer in a slot
+    // where a layer's attention begins in a slot
     struct place {
         size_t ring;
         size_t first;
@@ -65,7 +65,7 @@ public:
     // create empty rings for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // replace the rings by these, to which the old content is copied; call collect first
+    // copy the old content to these rings and use them from now on; call `collect` first
     void take(rings && res);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
@@ -82,16 +82,18 @@ public:
     // copy the devices' rings to the host
     void collect(llama_context & lctx);
 
-    // the functions below work on collected data
+    // call `collect` before the functions below
 
-    // out[n_cell]: sum over the queries of layer i's head, from the oldest to the newest; 0 beyond the layer's
-    // cells
+    // write to out[n_cell] the sum over the queries of layer i's head, added from the oldest to the newest query; 0
+    // beyond the layer's cells
     void sum(size_t i, int head, float * out, int n_cell);
 
-    // copy the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; missing cells are 0
+    // copy the attention of all queries, the oldest first, to out[n_query][n_row][n_cell] or from in; cells that the
+    // source does not have become 0
     void copy(float * out, const float * in, int n_cell);
 
-    // move cells as an edit does and clear the cells that it frees; edits: the edit by layer
+    // move the attention as an edit moves the cells, and clear the cells that the edit frees. edits: the edit split by
+    // layer
     void move(const llama_kvtool_edit & edit, const std::vector<layer_edit> & edits);
 
     void clear();
@@ -102,7 +104,7 @@ private:
 
     rings own;
 
-    // slot of query t of the last n_query, the oldest first
+    // slot of query t of the last n_query queries; query 0 is the oldest
     int64_t past(int64_t t) const { return slot(t); }
 
     int64_t next  = 0;     // slot of the next query

@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Rows of keys and values that are sent to each layer at once: about as many as a step changes. To fill all cells takes
-// many such copies, but happens seldom
+// Number of keys and values that are sent to each layer at once: about as many as change in a step. Filling all cells
+// takes many such copies, but this seldom happens
 static constexpr int n_sent = 128;
 
 std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
@@ -68,11 +68,11 @@ void resident_cells::make_device(device & d) {
 
     ggml_context * ctx = d.ctx.get();
 
-    // the uploads come first, so that `all_uploads` covers them
+    // the uploads are created first, so that `all_uploads` covers their memory
     for (const size_t i : d.layers) {
         const auto & l = layers[i];
 
-        // a cache in half precision receives half precision; any other format is converted on the device
+        // if the cache has half precision, the uploads have it too; for any other format, the device converts floats
         const auto type = [](const ggml_tensor * t) { return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32; };
         d.uploads.push_back({
             ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent),
@@ -195,7 +195,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
 
             auto * at = (int64_t *) in(up.at);
             for (int64_t c = 0; c < n_sent; ++c) {
-                // the rest goes to the last cell, which is never seen
+                // the remaining entries are written to the last cell, which no query sees
                 at[c] = c < n ? cell*l.n_head + own.at[first + c] : (int64_t) (l.n_cell - 1)*l.n_head;
             }
             convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
@@ -275,8 +275,8 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
 // choice
 //
 
-// Copy the keys of live cells after they were edited. Keys of later tokens are not copied: without them a query's sum is
-// lower, so that a step is repeated rather too often
+// Copy the keys of live cells after an edit. Keys of tokens that were added after this copy are missing. Without them a
+// query's sum is too low, so a step may be repeated although it is good enough
 void resident_cells::copy_live(int n_live) {
     if (n_copied > 0) {
         return;
@@ -329,7 +329,7 @@ float resident_cells::choose_layer(size_t layer, float cap) {
                 continue;
             }
             logits.scale = a.scale;
-            const int    n  = a.n_head/l.n_head*a.n_embd; // numbers of the head's group
+            const int    n  = a.n_head/l.n_head*a.n_embd; // elements of the queries of the head's group
             const size_t at = ((const char *) a.t->data - (const char *) d.queries->data)/sizeof(float);
             for (int t = 0; t < n_asked; ++t) {
                 const float * from = d.query_data.data() + (size_t) t*d.n_number + at + head*n;

@@ -21,25 +21,25 @@ namespace kvtool {
 
 class resident_cells {
 public:
-    // an asker's `t` is its part of each row of its device's `queries`
+    // asker::t is a view of the asker's part of each row of `device::queries`
     using asker = stored_queries::asker;
 
-    // Reason why no residents are possible with these layers; empty if they are
+    // reason why these layers cannot have residents; empty if they can
     static std::string unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash);
 
-    // n_query: maximum tokens of a step; n_filled: cells before the residents' that steps fill from the archive, masked
-    // here; n_thread: threads that choose. Throws no_room if a device lacks memory
+    // n_query: maximum number of tokens of a step. n_filled: number of cells before the residents' cells that steps
+    // fill from the archive; steps with residents do not see them. n_thread: number of threads that choose residents.
+    // Throws no_room if a device lacks memory
     resident_cells(
             const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
             int n_filled, int n_thread);
 
-    // Cells at the end of each row: those of `residents`, and at least one more, which is never seen
+    // number of cells at the end of each row: the cells of `residents`, and at least one more cell, which no query sees
     static int region(int n_mean, int n_token);
 
-    // Bytes on devices
     int64_t bytes() const;
 
-    // Store a step's queries [n_embd, n_head, n_tokens] of a layer of the model, in the slots I64 [n_tokens]
+    // store the queries [n_embd, n_head, n_tokens] of layer il of the model in the slots I64 [n_tokens]
     ggml_tensor * store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale);
 
     // Bring all cells and masks up to date. rot: position that the next query is rotated to. Returns false if a device failed
@@ -49,10 +49,11 @@ public:
     // cap: soft cap of logits
     float choose(int n_live, float cap);
 
-    // The keys of live cells have changed, except those in the first n cells
+    // note that the keys of live cells have changed, but not the keys in the first n cells
     void forget_live(int n = 0) { n_copied = std::min(n_copied, n); }
 
-    // mask of a layer's device: F16 [n_filled + n_region, 1, 1, rows on the device], and the layer's first row there
+    // the mask on a layer's device, F16 [n_filled + n_region, 1, 1, rows on the device], and the index of the layer's
+    // first row in it
     ggml_tensor * mask(size_t layer) const { return devices[homes[layer].device].mask; }
     int           first_row(size_t layer) const { return homes[layer].row; }
 
@@ -61,11 +62,11 @@ public:
     const int n_query;
     const int n_region;
 
-    int  n_asked = 0;    // queries that have not chosen yet
-    bool is_fit  = true; // the cells can stand for the archive
+    int  n_asked = 0;    // number of stored queries that `choose` has not used yet
+    bool is_fit  = true; // the cells can represent the archive
 
 private:
-    // keys, values and numbers of cells on a device, for a layer
+    // a layer's input tensors on a device: keys and values, and the cells to write them to
     struct upload {
         ggml_tensor * at; // I64: cell*n_head + head
         ggml_tensor * k;
@@ -77,21 +78,22 @@ private:
 
         std::vector<size_t> layers;
         int n_row  = 0;
-        int n_number = 0; // elements of a token's queries
+        int n_number = 0; // elements of a token's queries in all layers on the device
 
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         ggml_tensor           * mask;
-        ggml_tensor           * queries;    // F32 [n_number, n_query]: a token's queries of all layers, so that one copy reads them
+        // F32 [n_number, n_query]: the queries of all layers are in one tensor, so one copy reads all of them
+        ggml_tensor           * queries;
         std::vector<upload>     uploads; // [layers]
-        ggml_tensor           * all_uploads; // the memory of all uploads, so that one copy fills them
+        ggml_tensor           * all_uploads; // covers the memory of all uploads, so one copy fills all of them
 
         ggml_context_ptr  graph_ctx;
         ggml_gallocr_ptr  alloc;
         ggml_cgraph     * graph   = nullptr;
-        uint64_t          version = 0; // of the cache's tensors that the graph writes to
+        uint64_t          version = 0; // version of the cache's tensors that the graph writes to
 
-        std::vector<uint8_t> upload_data; // contents of `all_uploads`; stays until the device has read it
+        std::vector<uint8_t> upload_data; // contents of `all_uploads`; must not change before the device has read it
         std::vector<float>   query_data;  // contents of `queries`
     };
 
@@ -105,7 +107,7 @@ private:
 
     const int n_filled;
 
-    // keys of the first n_copied live cells, in the cache's format [cell][head], per layer
+    // for each layer: keys of the first n_copied live cells in the cache's format, [cell][head]
     std::vector<std::vector<uint8_t>> live;
     int n_copied = 0;
 
@@ -126,7 +128,7 @@ private:
     void  sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;
     float choose_layer(size_t layer, float cap);
 
-    // call f(i) for 0 <= i < n, shared by all threads; throws if a thread failed
+    // call f(i) for 0 <= i < n, distributed over all threads; throws if a thread failed
     void share(int n, const std::function<void (int)> & f);
 };
 

@@ -17,11 +17,11 @@ bool rope::has_pair(int i) const {
     return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
 }
 
-// walk through the graph from a layer's keys back to the operation that rotates them
+// walk through a graph: it begins at a layer's keys and ends at the operation that rotates them
 struct rope_walk {
     const ggml_tensor * found = nullptr;
 
-    int first = 0; // index in a key of the first rotated element
+    int first = 0; // index of a key's first rotated element
 
     ggml_tensor * scale = nullptr; // weights applied after the rotation
 
@@ -57,7 +57,7 @@ struct rope_walk {
         }
     }
 
-    // offset: index in a key of the first element of t
+    // offset: index that t's first element has in a key
     void visit(const ggml_tensor * t, int offset) {
         switch (t->op) {
             case GGML_OP_ROPE:
@@ -72,8 +72,8 @@ struct rope_walk {
                 visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
                 return;
             case GGML_OP_MUL_MAT:
-                // only the Hadamard matrix of quantized keys is an input. A product with the model's weights makes
-                // the keys, so the walk ends there
+                // The first factor of a product is an input only if it is the Hadamard matrix of quantized keys.
+                // Otherwise it is the model's weights, and the product makes the keys: the walk ends there
                 if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
                     is_mapped = true;
                     visit(t->src[1], offset);
@@ -179,7 +179,8 @@ ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * 
     }
     ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, n_head, n/n_head, keys->nb[1], n_head*keys->nb[1], first*sizeof(float));
 
-    // YaRN scaled the key at its first rotation and must not scale it again
+    // YaRN scales a key when it is rotated. The key was scaled at its first rotation and must not be scaled again, so
+    // this factor cancels the scale
     const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
 
     if (is_multi()) {

@@ -34,14 +34,14 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values move by the keys' list unless they are transposed, which changes the indices, or some keys are rotated:
-    // rotated keys have a separate list, so their values would be missing
+    // Values can use the keys' list, with two exceptions. Transposed values need other indices. Rotated keys are in a
+    // separate list, so their values would be missing
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
 }
 
-// round up, so that a slightly longer list of the next edit still fits the graph
+// round up, so that the lists of the next edit still fit the graph if they are slightly longer
 static int64_t rounded_up(int64_t n) {
     int64_t step = 16;
     while (step*16 <= n) {
@@ -62,14 +62,14 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
 
-// True if a list of n entries fits into a list of length `room`, whose rest repeats the last entry. An empty list has
-// no entry to repeat, so it fits only length 0
+// True if a list of n entries fits into a list of length `room`. The remaining entries repeat the last entry. An empty
+// list has no entry to repeat, so it fits only if the length is 0
 static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Number of merges with terms on this level after the list has been filled up to n_all merges by repeating the last
-// merge. The last merge has the fewest terms: if it has terms on this level, all n_all merges have some
+// Number of merges with terms on this level, after the list of merges has been filled up to n_all by repeating the last
+// merge. The last merge has the fewest terms. If even this merge has terms on the level, all n_all merges have some
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
@@ -85,8 +85,8 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// Room for n merges with terms on a level above 0: n rounded up to 4, 8, 16, ... Such long merges are few, but their
-// number varies from edit to edit, and a graph with room serves more edits
+// Room for n merges with terms on a level above 0: n is rounded up to 4, 8, 16, ... Only few merges are so long, but
+// their number varies from edit to edit. With this room, a graph can be used for more edits
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {
@@ -116,7 +116,7 @@ std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vecto
             n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
         }
     }
-    // all layers get the same room, as the next edit may have its long merges in another layer
+    // all layers get the same room, because the long merges of the next edit may be in another layer
     for (auto & s : shapes) {
         for (int j = 1; j < n_level; ++j) {
             s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));

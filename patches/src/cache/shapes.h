@@ -1,4 +1,5 @@
-// Lengths of the lists in an edit's graph. A kept graph serves every edit whose lists fit into its own.
+// Lengths of the lists in an edit's graph. A kept graph can be used for every edit whose lists fit into the graph's
+// lists.
 
 #pragma once
 
@@ -25,7 +26,7 @@ struct merge {
     int64_t n_term;
 };
 
-// merges that these terms form, sorted by number of terms, the most first
+// merges that these terms form, sorted by number of terms, the longest first
 std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
 // lengths of a layer's lists
@@ -36,15 +37,17 @@ struct layer_shape {
 
     std::array<int64_t, n_level> n_merged = {}; // for each level, the number of merged values with terms on it
 
-    bool shared = false; // values move by the same list as the keys
+    bool shared = false; // true if keys and values use the same list of moves
 };
 
 layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);
 
-// true if lists with the lengths of `room` hold an edit of this shape, with their last entries repeated
+// true if an edit of this shape fits into lists with the lengths of `room`; longer lists are filled up by repeating the
+// edit's last entries
 bool holds(const layer_shape & room, const layer_shape & shape);
 
-// lengths for the lists of a new graph, not shorter than the lists of `before`; null: there was no graph
+// lengths for the lists of a new graph. If `before` is not null, no list is shorter than its list in `before`, the
+// previous graph
 std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
 
 // bytes of a layer's lists

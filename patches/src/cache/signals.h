@@ -20,22 +20,23 @@ public:
     // layers and params must outlive this object
     signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
-    // true if signal s is enabled and summed here; the recent signal is not, see recent.h
+    // true if signal s is enabled and summed here. The recent signal is not summed here, see recent.h
     bool has(int s) const {
         return (params.signals & ~LLAMA_KVTOOL_SIGNAL_RECENT) >> s & 1;
     }
 
-    // resize to the layers' numbers of cells; the sums of devices must have been collected
+    // resize to the layers' present numbers of cells; call `collect` first, because the sums on devices are lost
     void resize();
 
-    // add a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; returns null if the host adds
-    // it
+    // add a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; returns null if the host keeps this
+    // sum
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // start to copy the signals that a computed graph leaves for the host
+    // start to copy the signals that the host adds up from a computed graph
     void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
-    // after collect: add signal s [n] of a row's n_query queries, which are newer than all others
+    // call `collect` first: add signal s [n] of a row's n_query queries, which must be newer than all queries added
+    // before
     void add(int s, int row, const float * from, size_t n, int n_query) {
         fold(s, from, sums[s][row].data(), n, n_query);
     }
@@ -49,8 +50,8 @@ public:
     std::vector<std::vector<float>> & values(int s) { return sums[s]; }
 
 private:
-    // Sums of all layers whose cache lies on one device, in that device's memory. They are copied only when they
-    // are read: copying after every batch would be most of the traffic to another machine
+    // Sums of all layers whose cache lies on one device, in that device's memory. They are copied to the host only when
+    // they are read. Copying them after every batch would be most of the traffic to another machine
     struct device_sums {
         ggml_backend_buffer_type_t buft;
 
@@ -67,7 +68,7 @@ private:
     // location of a layer's sums
     struct place {
         int    device = -1; // -1: on the host
-        size_t first  = 0;  // index of its sums [n_head][n_cell] in the device's sums
+        size_t first  = 0;  // index in the device's sums where the layer's sums [n_head][n_cell] begin
     };
 
     const std::vector<layer>  & layers;
@@ -78,7 +79,7 @@ private:
     // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_kv]
     std::vector<std::vector<float>> staging[n_signal];
 
-    int n_query_staged = 0; // queries of these copies; 0: no copies are on their way
+    int n_query_staged = 0; // number of queries of these copies; 0 if no copies are on their way
 
     std::vector<device_sums> devices;
     std::vector<place>       places; // one per layer

@@ -1,4 +1,4 @@
-// Resizing the layers of a cache. These are methods of the state, as they replace llama.cpp's tensors.
+// Resizing the layers of a cache. These functions are methods of the state because they replace llama.cpp's tensors.
 
 #include "hooks/error.h"
 #include "hooks/memory.h"
@@ -47,13 +47,13 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
 
     const auto before = layer_cells();
 
-    // one layer at a time, so that only one layer exists twice
+    // resize one layer at a time, so that at most one layer has two copies in memory
     const auto resize_all = [&](const int * wanted) {
         bool ok = true;
         for (size_t i = 0; ok && i < layers.size(); ++i) {
             ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
         }
-        // with ragged rows the index holds only the newest tokens, so it keeps its size
+        // with ragged rows the index keeps its size, because it holds only the newest tokens
         for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
             ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
@@ -64,7 +64,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
 
     const bool ok = resize_all(n_cell) && recent.make(rings, n_cell);
     if (!ok && !resize_all(before.data())) {
-        // layers of different sizes make the context unusable: attention would read past the end of the short ones
+        // the context is unusable if layers have different sizes: attention would read past the end of the short ones
         broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
     }
     signals.resize();
@@ -76,12 +76,12 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
-        // recalled tokens belong in the last cells, which are other cells now
+        // recalled tokens belong in the last cells; after the resize these are other cells
         fill_recalled(lctx);
     }
 
 #if defined(__GLIBC__)
-    // glibc does not return memory that is freed in small pieces
+    // glibc keeps memory that is freed in small pieces, so return it to the system here
     if (n_before - n_bytes() > (16 << 20)) {
         malloc_trim(0);
     }
@@ -89,8 +89,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     GGML_UNUSED(n_before);
 #endif
 
-    // Existing graphs have views of the old tensors. Compute buffers are resized with the cache. With ragged rows,
-    // whose layers change size often, they are resized only after a large change
+    // New graphs are needed because existing graphs have views of the old tensors. Their compute buffers are resized
+    // together with the cache. Layers with ragged rows change size often, so there the buffers are resized only after a
+    // large change
     const int most    = *std::max_element(before.begin(), before.end());
     const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
     forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
@@ -98,8 +99,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// Resize layer i of `some` in a cache to n cells. Returns false, leaving that layer unchanged, if there is no memory
-// or a device failed
+// Resize layer i of `some` in a cache to n cells. If there is no memory or a device failed, returns false and leaves
+// this layer unchanged
 bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
     auto & l = some[i];
 
@@ -129,7 +130,8 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
 
     const int64_t n_copy = std::min(n, l.n_cell);
 
-    // cells that exist before and after. In transposed values, a row of the tensor has one element of all cells
+    // Cells that exist both before and after. In transposed values, each row of the tensor holds one element of all
+    // cells
     const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
         const int64_t n_embd = t->ne[0];
         return trans ?

@@ -14,13 +14,13 @@
 
 using namespace kvtool;
 
-// most tokens per row that may be traced: more than anyone inspects, but few enough to fit in memory
+// maximum number of tokens per row that can be traced: more than anyone inspects, but few enough to fit in memory
 static constexpr int32_t most_traced = 4096;
 
-// most means and most tokens of a row that may be resident: a device has no memory for more
+// maximum number of resident means, and of resident tokens, in a row: a device has no memory for more
 static constexpr int32_t most_resident = 1 << 20;
 
-// state of a context that has an archive; null, with the error set, if there is none
+// Return the state of a context that has an archive. If it has no archive, set the error and return null
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (kvtool && !kvtool->archive) {
@@ -30,7 +30,7 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-// as with_archive, but waits until background work on the archive has ended
+// do the same as with_archive, but first wait until background work on the archive has ended
 static llama_kvtool * with_settled_archive(llama_context * ctx) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool || !kvtool->staging) {
@@ -43,7 +43,7 @@ static llama_kvtool * with_settled_archive(llama_context * ctx) {
     return status < 0 ? nullptr : kvtool;
 }
 
-// true if the archives of all layers have the same tokens; otherwise the error is set
+// True if the archives of all layers have the same tokens. Otherwise, set the error and return false
 static bool same_tokens(const llama_kvtool & kvtool) {
     const auto & all = kvtool.archive->tokens;
     for (size_t i = 1; i < all.n_layer(); ++i) {

@@ -219,7 +219,8 @@ int64_t llama_kvtool_set_fixed_state(llama_context * ctx, const int32_t * table,
 
 static const char * const no_signals = "the device failed to compute the signals";
 
-// index of this signal; negative, with the error set, if it is not enabled or the buffer does not fit
+// Return the index of this signal. If it is not enabled or the buffer does not fit, set the error and return a negative
+// number
 static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
     if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
         return fail(format("the buffer must not be null, n_row must be %d and n_cell in 0..%d, got %d and %d",

@@ -14,7 +14,7 @@ namespace kvtool {
 // set the text of llama_kvtool_error on this thread; returns -1
 int32_t fail(const std::string & why);
 
-// result of f, or a negative number if f throws: no exception may cross into C
+// Return the result of f, or a negative number if f throws: no exception may reach C code
 template <typename F>
 auto guarded(F && f) -> decltype(f()) {
     try {

@@ -119,7 +119,8 @@ static void guard_on() {
         sigaction(g_fatal[i], &action, &g_before.signals[i]);
     }
 #endif
-    // without these, ggml would print a backtrace, and C++ a message, before it raises the signal
+    // Without these two handlers, ggml would print a backtrace and C++ would print a message before the signal is
+    // raised
     g_before.abort     = ggml_set_abort_callback(on_abort);
     g_before.terminate = std::set_terminate(on_terminate);
 }

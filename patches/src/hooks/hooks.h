@@ -34,11 +34,11 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // the step's signals, which the host adds to its sums. t[s] is null if the device adds up signal s
+    // the step's signals that the host adds to its sums; t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // if several layers read the same cells: sums of their signals, until the last of these layers is built. The recent
-    // signal and squares have a value per query: [n_kv, q, n_head_kv]
+    // If several layers read the same cells, this holds the sums of their signals until the last of these layers is
+    // built. The recent signal and squares have a value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -49,14 +49,15 @@ struct llama_kvtool_graph {
 
     llama_kvtool_input * input = nullptr;
 
-    // set in a joint step, whose members have separate signals
+    // set only in a joint step; each of its members has separate signals
     kvtool::joint_input * joint = nullptr;
 };
 
-// Note how the new keys are rotated; k_cur is null if a layer reads an earlier layer's cells. If rows are ragged:
-// store keys and values at each row's own end, set k and v to views of the layer's cells and return true (v is
-// unchanged if values are a part of the keys). Otherwise return false. unused: inputs that nothing reads if rows are
-// ragged; they must stay in the graph, as some of llama.cpp's memories fill them anyway
+// Note how the new keys are rotated; k_cur is null if a layer reads an earlier layer's cells. If rows are ragged, also
+// store the keys and values at the end of each row, set k and v to views of the layer's cells, and return true. (v is
+// unchanged if values are a part of the keys.) Otherwise return false.
+// unused: inputs that nothing reads if rows are ragged. They must stay in the graph, because some of llama.cpp's
+// memories fill them anyway
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
@@ -66,16 +67,17 @@ bool llama_kvtool_store(
                 int   il,
         std::initializer_list<ggml_tensor *> unused = {});
 
-// with an archive: fill the layer's last cells with the archived tokens that the queries q attend to most, or with
-// synthetic cells
+// if there is an archive: fill the layer's last cells with synthetic cells, or with the archived tokens that the
+// queries q attend to most
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// Mask of a layer: kq_mask, or a mask per row if the rows are ragged (different lengths) or the model has ALiBi
-// (different distances), or a mask for synthetic cells
+// Mask of a layer. This is kq_mask in most cases. It is a mask per row if rows are ragged (rows have different lengths)
+// or if the model has ALiBi (rows have different distances). With synthetic cells, each token sees only the cells made
+// for it
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
-// while archived tokens are staged: attention of the queries q to all of them and to the live cells; otherwise null
+// attention of the queries q to all archived tokens and to the live cells; null unless archived tokens are staged
 ggml_tensor * llama_kvtool_staged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
@@ -83,13 +85,13 @@ ggml_tensor * llama_kvtool_staged(
 ggml_tensor * llama_kvtool_resident(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
-// flash attention of the queries q to rows of different lengths; null if llama.cpp's own attention serves the layer
+// flash attention of the queries q to rows of different lengths; null if llama.cpp computes the layer's attention
 ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
-// Attention that replaces llama.cpp's; null if llama.cpp's is used. In a joint step, each context's tokens attend to
-// that context's cells, and the results are concatenated. In other steps: llama_kvtool_staged, llama_kvtool_resident
-// or llama_kvtool_ragged
+// Compute a layer's attention in place of llama.cpp; null if llama.cpp should compute it. In a joint step, each
+// context's tokens attend to the cells of that context, and the results are concatenated. In other steps, the result
+// comes from llama_kvtool_staged, llama_kvtool_resident or llama_kvtool_ragged
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
@@ -100,11 +102,12 @@ ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
-// with log_n: the queries scaled by log_512(t); otherwise q
+// scale the queries by log_512(t) if `log_n` is set; otherwise return q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
-// True if attention ignores a model's index, which chooses cells for each query. With kvtool a context never has more
-// cells than the index may choose, so it would choose all. The index's keys thus need not be moved along with the cells
+// True if attention ignores the model's index, which chooses cells for each query. A context with kvtool never has more
+// cells than the index may choose, so the index would choose all of them. For this reason the index's keys need not be
+// moved along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
@@ -118,9 +121,9 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them in addition to
-// the cells for recalled tokens. llama.cpp cannot check this: it does not know that the cells for recalled tokens are
-// reserved, or how long ragged rows are
+// True if n_tokens more tokens can be decoded: the context is usable, and every row has free cells for these tokens in
+// addition to the cells for recalled tokens. llama.cpp cannot check this. It does not know how long ragged rows are, or
+// that the cells for recalled tokens are reserved
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -1,4 +1,5 @@
-// Inputs that kvtool adds to the decode's graph. They change with every batch, so that the graph does not have to.
+// Inputs that kvtool adds to the decode's graph. They hold everything that changes with every batch, so the graph can
+// be reused.
 
 #pragma once
 
@@ -32,13 +33,14 @@ public:
 
     void set_input(const llama_ubatch * ubatch) override;
 
-    // batches and caches of another size need no check: llama.cpp builds a new graph for them
+    // batches and caches of another size are not checked here: llama.cpp builds a new graph for them anyway
     bool can_reuse(const llm_graph_params &) override;
 
     llama_kvtool & kvtool;
 
-    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: tokens that each query has seen, itself included
-    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the tokens that each query has seen
+    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: number of tokens that each query has seen, including its own
+                                   // token
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of this number
 
     ggml_tensor * slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
 
@@ -61,7 +63,7 @@ public:
 
     std::vector<made> made;
 
-    // indices of the cells that a step fills from the archive, for layers in which they begin at the same cell
+    // indices of the cells that a step fills from the archive; layers share them if these cells begin at the same index
     struct filled {
         int64_t first;
 
@@ -83,7 +85,9 @@ public:
         int64_t n_live     = 0;
         int64_t n_archived = 0;
 
-        ggml_tensor * tail = nullptr; // [n_all - n_live]: 0 for archived tokens, then -INFINITY
+        // mask of the rows after the live cells, [n_all - n_live]: 0 for archived tokens, -INFINITY for the remaining
+        // rows
+        ggml_tensor * tail = nullptr;
         ggml_tensor * mask = nullptr; // [n_all, n_tokens]: llama.cpp's mask, followed by the tail for each query
 
         std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
@@ -102,14 +106,14 @@ public:
 
     // attention to residents, see resident.cpp
     struct resident_mask {
-        const ggml_tensor * own; // of the residents of a device
+        const ggml_tensor * own; // the residents' mask on a device
 
         ggml_tensor * mask; // F16 [n_cell, n_tokens, 1, rows on the device]
     };
 
     std::vector<resident_mask> resident_masks;
 
-    ggml_tensor * residing = nullptr; // I64 [n_tokens]: slots that receive the queries
+    ggml_tensor * residing = nullptr; // I64 [n_tokens]: slots of kvtool::resident_cells that receive the queries
 
     bool is_resident = false;
 

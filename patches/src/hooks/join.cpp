@@ -21,7 +21,7 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // room for one node is enough, as the member's tensors are created in the step's graph
+        // room for one node is enough, because the member's tensors are created in the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
@@ -62,7 +62,7 @@ bool joint_input::can_reuse(const llm_graph_params &) {
     return res;
 }
 
-// inputs of the members' attention, of the kind that the model uses
+// create the inputs of a member's attention, of the same kind as the model's own inputs
 static llm_graph_input_attn_kv      * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv      *) { return graph.build_attn_inp_kv();      }
 static llm_graph_input_attn_k       * new_attn(const llm_graph_context & graph, llm_graph_input_attn_k       *) { return graph.build_attn_inp_k();       }
 static llm_graph_input_attn_kv_iswa * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv_iswa *) { return graph.build_attn_inp_kv_iswa(); }
@@ -184,7 +184,8 @@ static ggml_type type_of_cells(const llama_context & lctx) {
 }
 
 int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
-    static constexpr uint32_t n_node_layer = 56; // nodes of a layer's attention, without those that kvtool adds
+    // nodes of a layer's attention, not counting the nodes that kvtool adds
+    static constexpr uint32_t n_node_layer = 56;
 
     llama_kvtool_params params = {};
     params.n_query = 1;
@@ -202,8 +203,8 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
         return fail(format("a model with %s takes no joint steps", why));
     }
 
-    // For quantized cells llama.cpp multiplies queries, keys and values by Hadamard matrices. It would do so before the
-    // members' attention, which multiplies them itself where its cells are quantized
+    // With quantized cells, llama.cpp would multiply queries, keys and values by Hadamard matrices before the members'
+    // attention. A member with quantized cells does this again, so the multiplication would be done twice
     if (const ggml_type type = type_of_cells(lctx); type != GGML_TYPE_F16) {
         return fail(format("the cells of a context for joint steps must be f16, got %s", ggml_type_name(type)));
     }
@@ -246,7 +247,7 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
     m.pos_0 = own.pos[0];
 
-    // earlier work of the member must have ended
+    // wait until the member's earlier work has ended
     m.lctx->synchronize();
 
     llama_batch_compat compat(m.lctx, own);
@@ -263,7 +264,8 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
 namespace {
 
-// Marks a step's members until the step ends, even if it throws. Unless it is done, its tokens are removed
+// Marks the contexts that take part in a joint step. The destructor removes the marks. If the step has not finished by
+// then, the destructor also removes the step's tokens
 class joint_step {
 public:
     explicit joint_step(llama_context & lctx) : lctx(lctx), members(lctx.kvtool->joint->members) {}

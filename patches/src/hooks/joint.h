@@ -1,5 +1,5 @@
-// Joint steps of several contexts of one model: their tokens go through the model's weights together, and each
-// attends only to the cells of its context.
+// Joint steps of several contexts of one model. The tokens of all contexts go through the model's weights together, but
+// each token attends only to the cells of its context.
 
 #pragma once
 
@@ -40,19 +40,19 @@ struct joint {
 
 // a member's part of a graph
 struct member_graph {
-    uint64_t version; // version of the tensors that it views
+    uint64_t version; // version of the tensors that this part views
     int      first;
     int      n;
 
     llm_graph_params params;
 
-    std::unique_ptr<llm_graph_result>  res;   // holds its inputs and signals
+    std::unique_ptr<llm_graph_result>  res;   // holds the part's inputs and signals
     std::unique_ptr<llm_graph_context> graph; // adds nodes to the step's graph
 
     llm_graph_input_i * attn = nullptr;
 };
 
-// inputs of all members, each filled from the member's batch
+// inputs of all members; each member's inputs are filled from its batch
 class joint_input : public llm_graph_input_i {
 public:
     joint_input(const joint & own, const llm_graph_context & graph);

@@ -163,7 +163,7 @@ int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
     if (!index_cache(memory)) {
         return INT32_MAX;
     }
-    // indexer_top_k counts blocks of tokens in this kind of memory, and single tokens in all others
+    // in this kind of memory, indexer_top_k is a number of blocks of tokens; in other kinds it is a number of tokens
     const bool is_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
 
     return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
@@ -315,8 +315,9 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position; all others need any lower one. If they have such positions, their
-    // entries stay: building the table with its sets and maps again would cost as much as moving a few cells
+    // Only the last cell needs an exact position. Earlier cells may have any lower position. If they have such
+    // positions already, their entries are kept, because building the table with its sets and maps again would cost as
+    // much as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -331,7 +332,7 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
         cells.reset();
     }
     for (int i = stay ? n - 1 : 0; i < n; ++i) {
-        // hidden cells may come before position 0; as no query sees them, their positions do not matter
+        // pos_0 + i may be negative for hidden cells. Their positions do not matter, because no query sees these cells
         cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
     }
@@ -381,8 +382,8 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end) {
     auto & cells = kv.v_cells[0];
 
-    // Mark recalled tokens only if the context's newest token is visible. Otherwise llama.cpp would require the next
-    // token to follow the recalled tokens' position 0
+    // Mark recalled tokens only if the context's newest token is visible. If it is hidden, the recalled tokens would be
+    // the only visible tokens, and llama.cpp would require the next token to follow their position, which is 0
     const int n_own = n_used(kv, n_recall);
     if (n_own == 0 || !cells.seq_has(n_own - 1, 0)) {
         begin = end = 0;

@@ -12,11 +12,11 @@
 using namespace kvtool;
 
 bool llama_kvtool_has_mtp(const llama_model * model) {
-    // granite-switch counts its router as such a layer
+    // granite-switch counts its router as an MTP layer
     if (!model || model->hparams.n_layer_nextn == 0 || model->hparams.router_layer >= 0) {
         return false;
     }
-    // llama.cpp rotates with one position a token in this graph, and aborts with M-RoPE
+    // in this model's MTP graph, llama.cpp rotates with one position per token, so it aborts with M-RoPE
     if (model->arch == LLM_ARCH_GLM4_MOE && model->hparams.use_mrope()) {
         return false;
     }

@@ -1,5 +1,5 @@
-// Recall in the decode's graph. Each layer attends to its archive and writes the result to its rows' last cells:
-// synthetic cells, or the tokens with the most attention. Attention over the cache then includes them.
+// Recall in the decode's graph. Each layer attends to its archive and writes the result to the last cells of its rows:
+// synthetic cells, or the tokens with the most attention. Attention over the cache then includes these cells.
 
 #include "hooks.h"
 #include "input.h"
@@ -14,8 +14,9 @@
 
 namespace kvtool {
 
-// Each query's highest product with a live cell's key (highest logit, if there is a soft cap), and the probability of
-// that cell in a softmax over the live cells and the attention sink: both [1, 1, n_tokens*n_head]
+// For each query, find the live cell with the highest probability. Returns two tensors [1, 1, n_tokens*n_head]: the
+// query's product with this cell's key (or the logit, if there is a soft cap), and the cell's probability in a softmax
+// over the live cells and the attention sink
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {
@@ -86,7 +87,7 @@ void llama_kvtool_recall(
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
-    // a graph that only reserves memory may have more tokens than there are synthetic cells for
+    // a graph that is built only to reserve memory may have too many tokens for the synthetic cells
     const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];

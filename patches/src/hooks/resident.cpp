@@ -1,5 +1,5 @@
-// Attention of a step to residents: cells at the end of each row that stand for the archive, so that no operation of the
-// step runs on the host.
+// Attention of a step to residents. These are cells at the end of each row that represent the archive. With residents,
+// no operation of the step runs on the host.
 
 #include "cache/ragged.h"
 #include "cache/resident-cells.h"
@@ -60,7 +60,7 @@ ggml_tensor * llama_kvtool_resident(
     const auto & l = *kvtool->find(il);
     const size_t i = &l - kvtool->layers.data();
 
-    // llama.cpp's mask covers all cells, as the last one is in use
+    // llama.cpp's mask covers all cells, because the last cell is in use
     GGML_ASSERT(live_mask->ne[0] == l.n_cell);
 
     auto & input = graph_input(graph);
@@ -84,7 +84,8 @@ ggml_tensor * llama_kvtool_resident(
 //
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
-    // prompts are read in longer steps, and lose more than written tokens if a cluster is missing
+    // Only steps of one token (plus draft tokens) use residents. Prompts are read in longer steps; they lose more than
+    // generated tokens if a cluster is missing
     return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
         n_hidden == 0 && archive->n_traced == 0;
 }

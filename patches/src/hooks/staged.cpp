@@ -1,5 +1,5 @@
-// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the
-// device while the previous layer is computed. The live cells are written in front of them, and a single attention
+// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the device
+// while the previous layer is computed. The live cells are written in front of these rows, and a single attention
 // operation reads both.
 
 #include "hooks.h"
@@ -24,7 +24,7 @@ static constexpr int64_t n_together = 256;
 // inputs
 //
 
-// index of the staged row that receives each live cell of each head: [n_head*n_live], cell by cell
+// for each head of each live cell, the index of the staged row that receives it: [n_head*n_live], cell by cell
 static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
     for (const auto & r : in.rows) {
         if (r.n_head == n_head) {
@@ -35,7 +35,7 @@ static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input
     return in.rows.back().idx;
 }
 
-// x multiplied by the Hadamard matrix of a size, or x if the size is 0
+// multiply x by the Hadamard matrix of size n; if n is 0, return x
 static ggml_tensor * mapped(const llm_graph_context & graph, llama_kvtool_input::staged & in, ggml_tensor * x, int n) {
     if (n == 0) {
         return x;

@@ -152,7 +152,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // with ragged rows the table keeps its size, as it holds only the newest tokens
+        // with ragged rows the table keeps its size, because it holds only the newest tokens
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -194,7 +194,7 @@ void llama_kvtool::make_archive(const llama_kv_cache & kv) {
 
     std::vector<archive_shape> shapes;
     for (const auto & l : layers) {
-        // llama.cpp multiplies values by such a matrix wherever it does so with keys of their type
+        // llama.cpp multiplies quantized values by a Hadamard matrix, just as it multiplies quantized keys
         const bool has_mapped_values = l.v && ggml_is_quantized(l.v->type);
         shapes.push_back({ l.n_head, l.n_embd_k, l.n_embd_v, rotation(l, memory::key_map(kv)), has_mapped_values });
     }
@@ -381,8 +381,8 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
     } else {
-        // Only draft tokens: the attention of other tokens is already in the signals, and llama.cpp keeps earlier
-        // recurrent states of the last step alone. The state before a step is kept only with residents
+        // Only draft tokens can be removed. The attention of other tokens is already in the signals, and llama.cpp
+        // keeps earlier recurrent states only for the last step. The state before a step is kept only with residents
         const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
         n_removable = is_in_signals ? 0 : graph.is_resident ? n_tokens : std::min(n_marked, n_tokens - 1);
     }
@@ -397,7 +397,7 @@ void llama_kvtool::mark_drafts(int n) {
 }
 
 int32_t llama_kvtool::drop(llama_context & lctx, int n) {
-    // a step with residents may have to be repeated
+    // with residents, all tokens of a step can be removed, because the step may have to be repeated
     const int most = std::min(std::max(params.n_draft, resident ? resident->n_query : 0), n_removable);
     if (n < 0 || n > most) {
         return fail(format("n must be in 0..%d, got %d", most, n));

@@ -37,27 +37,27 @@ struct llama_kvtool {
     std::vector<ggml_tensor *> states; // states of recurrent layers, managed by llama.cpp
 
     std::vector<int> layer_of_row;
-    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1: none
+    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads no cells
     std::vector<int> index_of_il;
 
-    int  n_most  = INT32_MAX; // cells that a model's index chooses; decoding fails if a layer has more cells
+    int  n_most  = INT32_MAX; // number of cells that a model's index chooses; decoding fails if a layer has more cells
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
-    bool defers_all = false; // signals of steps without draft tokens are deferred as well
+    bool defers_all = false; // the signals of all steps are deferred, not only of steps with draft tokens
 
-    int n_own       = 0; // cells in use in each row, unless rows are ragged
+    int n_own       = 0; // number of cells in use in each row; not for ragged rows
     int n_marked    = 0; // draft tokens at the end of the next batch
-    int n_removable = 0; // number of newest tokens that `drop` can remove
+    int n_removable = 0; // number of newest tokens that `drop` can remove now
 
     int n_hidden = 0; // cells that no query sees
 
-    int64_t n_seen = 0; // tokens that the next query has seen before itself
+    int64_t n_seen = 0; // number of tokens that come before the next query
 
     bool is_watching = true; // decodes compute the signals
 
-    std::vector<int32_t> live; // ragged: cells in use of each row
+    std::vector<int32_t> live; // number of cells in use of each row; only if rows are ragged
 
-    std::string broken; // reason why the context is unusable; empty: it is usable
+    std::string broken; // reason why the context is unusable; empty if it is usable
 
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
@@ -68,21 +68,21 @@ struct llama_kvtool {
     kvtool::graphs  graphs;
     kvtool::places  places; // used with ALiBi only
 
-    std::vector<std::vector<float>> mean_turns; // mean rotation over n_future positions, for each layer; computed by
-                                                // the first read_future
+    // for each layer, the mean rotation over n_future positions; the first read_future computes it
+    std::vector<std::vector<float>> mean_turns;
 
-    std::unique_ptr<kvtool::recaller> archive; // null: no archive
-    std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
+    std::unique_ptr<kvtool::recaller> archive; // null if there is no archive
+    std::unique_ptr<kvtool::staging>  staging; // null if steps recall from the archive on the host
 
-    std::unique_ptr<kvtool::resident_cells> resident; // null: no residents
+    std::unique_ptr<kvtool::resident_cells> resident; // null if there are no residents
 
-    int n_resident = 0; // cells for residents, among the n_recall last ones
+    int n_resident = 0; // how many of the last n_recall cells are for residents
 
-    // version of the tensors that graphs view, unique over all contexts; a graph with views of an older version is
-    // invalid
+    // Version of the tensors that graphs view, unique over all contexts. A graph is invalid if it views tensors of an
+    // older version
     uint64_t version = 0;
 
-    std::unique_ptr<kvtool::joint> joint; // null: the context decodes its own tokens
+    std::unique_ptr<kvtool::joint> joint; // null if the context decodes its own tokens
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
@@ -91,7 +91,7 @@ struct llama_kvtool {
     // see llama_kvtool_enable; joint: not null if the context computes steps of other contexts
     static int32_t enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint = nullptr);
 
-    // null, with the error set, if kvtool is not enabled or the context is unusable
+    // Return the state of a context. If kvtool is not enabled or the context is unusable, set the error and return null
     static llama_kvtool * get(const llama_context * ctx);
 
     //
@@ -101,14 +101,14 @@ struct llama_kvtool {
     // number of tokens in the archive
     int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
 
-    // true if the next step attends to all archived tokens on the device. With an empty archive, llama.cpp's own
-    // attention sees all tokens
+    // True if the next step attends to all archived tokens on the device. False if the archive is empty: llama.cpp's
+    // own attention then sees all tokens
     bool is_staging() const { return staging && n_archived() > 0; }
 
     // cells that a step fills from the archive
     int n_filled() const { return params.n_recall - n_resident; }
 
-    // true if a step of n_tokens attends to residents
+    // true if a step of n_tokens tokens attends to residents
     bool resides(int64_t n_tokens) const;
 
     // reason why the context cannot have residents; empty if it can
@@ -128,7 +128,8 @@ struct llama_kvtool {
     bool place_residents(llama_context & lctx, int n_tokens);
     bool keep_states(llama_context & lctx, int n_tokens) const;
 
-    // the archive's tokens or the cells have changed in a way that residents do not follow
+    // Drop the residents. This is called if the archive's tokens or the cells change in a way that residents do not
+    // follow
     void drop_residents();
 
     // see llama_kvtool_stage
@@ -137,10 +138,10 @@ struct llama_kvtool {
     // reason why the archive's tokens cannot be staged for the next step; empty if they can
     std::string unstaged() const;
 
-    // layer whose cells this layer of the model reads, itself or an earlier one; null if it reads no rows
+    // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // the layers of the model that attend to rows, without stored queries
+    // the layers of the model that attend to rows; their stored queries are not set
     std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
@@ -161,7 +162,7 @@ struct llama_kvtool {
     int64_t n_bytes() const;
     int32_t n_dim()   const;
 
-    // entries of the table of copy_fixed_state
+    // number of entries of the table that copy_fixed_state copies
     int32_t n_fixed_state() const;
 
     // true if the signals of a batch are computed later: see deferred.cpp
@@ -189,21 +190,21 @@ struct llama_kvtool {
     // sizes
     //
 
-    // see llama_kvtool_resize
-    // n_resident: number of these cells that are for residents; by default as before
+    // See llama_kvtool_resize. n_resident: how many of these cells are for residents; if it is negative, that number
+    // does not change
     int32_t resize(llama_context & lctx, const int32_t * n_cell, int n_resident = -1);
 
     //
     // copies
     //
 
-    // Copy a layer's first n cells (all keys, then all values, cell by cell) to out or from in, or nothing if
-    // both are null; returns the number of bytes
+    // Copy a layer's first n cells to out or from in: all keys cell by cell, then all values cell by cell. If both
+    // pointers are null, copy nothing. Returns the number of bytes
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
-    // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. The
-    // tables are [cell of the sliding layers' next token, each cell's position or -1, position of the newest
-    // token or -1]
+    // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. A table holds
+    // the index of the cell for the sliding layers' next token, the position in each of their cells (-1 if empty), and
+    // the position of the newest token (-1 if there is no token)
     int64_t copy_fixed_state(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
@@ -212,9 +213,9 @@ struct llama_kvtool {
 
     // see llama_kvtool_memory
     int  n_used       (const llama_context & lctx) const;
-    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: of the step
+    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: tokens of the step
 
-    // make the next decode build a new graph; reserve: also give its compute buffers a new size
+    // make the next decode build a new graph; reserve: also make it allocate its compute buffers again
     static void forget_graphs(llama_context & lctx, bool reserve);
 
     //
