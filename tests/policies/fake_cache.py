@@ -34,7 +34,7 @@ def kept_at_first(policy, view):
 
 
 class Cache:
-    """The cache of a policy. Its signals since the last plan are attributes with the names of a View's fields.
+    """The cache of a policy. Signals since the last plan are attributes with the names of View's fields.
 
     Attributes
     ----------

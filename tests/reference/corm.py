@@ -37,7 +37,7 @@ def _keep(row, next, first, n_max, window, history):
 
 
 def _marks(token):
-    """Return for each step since the token came: (step, True if the token was important to its query)."""
+    """Return (step, True if the step's query found the token important) for each step from the token's on."""
     return [
         (token["pos"] + i + 1, any(attention * t >= 1 for attention in heads))
         for i, (t, heads) in enumerate(token["seen"])
