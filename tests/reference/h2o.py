@@ -3,7 +3,7 @@
 One token is evicted at a time. On ties, the oldest token is evicted.
 """
 
-# scores are float32 as in the policy, because the same scores must be equal in both
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news

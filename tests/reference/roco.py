@@ -3,7 +3,7 @@
 Tokens with the highest deviations are not evicted.
 """
 
-# scores are float32 as in the policy, because the same scores must be equal in both
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 CASES = [

@@ -33,8 +33,8 @@ class Row:
     seen: for each entry, the attention of each query since the entry came. The format is that of `rows` in
     tests/reference/__init__.py.
     old, notes: for the policy; at first False and empty.
-    asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read the
-    row.
+    asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
+    the row.
     number: index of the row among the rows of all layers, or -1 in sliding layers.
     """
 
