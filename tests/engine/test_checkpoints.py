@@ -39,8 +39,8 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
         assert engine.can_rewind
         engine.read(tokens)
         places = [each.n_past for each in engine.checkpoints]
-        # a checkpoint is made only between two steps, so up to 15 more tokens than SPACING are between
-        # checkpoints
+        # a checkpoint is made only between two steps, so checkpoints are up to 15 tokens farther apart than
+        # SPACING
         assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
         assert len(places) == 2
         for n in (480, 300):
@@ -184,7 +184,7 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 def arrays_of(engine):
     """Return all arrays that the next step depends on, except for the cells of sliding layers.
 
-    Among the cells of sliding layers, those of dropped tokens may hold anything.
+    Those cells are left out, because cells of dropped tokens may hold anything.
     """
     return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
 

@@ -52,7 +52,10 @@ REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall
 
 
 def distinct(n):
-    """Return n different tokens. Equal tokens would tie in the first layer, and rounding would decide."""
+    """Return n different tokens.
+
+    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
+    """
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

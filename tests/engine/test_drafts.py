@@ -121,7 +121,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # each time, the draft tokens had the supports 3, 4, 5, ..., and only the first was accepted. So tokens
+    # the draft tokens always had the supports 3, 4, 5, ..., and only the first was accepted. Therefore tokens
     # with support 3 are drafted, and tokens with support 4 are not
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
@@ -195,8 +195,8 @@ SETTINGS = {
 def written(path, drafter, its, n=120, policy="recall"):
     """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
-    # with search=all, a step attends exactly to all tokens. Otherwise rounding could change the choice of
-    # clusters
+    # with search=all, a step attends exactly to all tokens, so there is no choice of clusters that rounding
+    # could change
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)

@@ -57,12 +57,12 @@ def newest(view, n_keep):
 
 
 def scattered(view, n_keep, seed=0):
-    """Return a mask of n_keep random cells of each row. Each row has other cells."""
+    """Return a mask of n_keep random cells of each row. The choice differs between rows."""
     rng = np.random.default_rng([seed, view.next])
     return rng.random(view.pos.shape).argsort(axis=1).argsort(axis=1) < n_keep
 
 
-# without evictions, results equal those of llama.cpp
+# without evictions, kvtool and llama.cpp have the same results
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
@@ -185,7 +185,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # after gaps are closed, at most 48 of 130 positions are in use, so the next time comes after 82 or
+        # after gaps are closed, at most 48 of 130 positions are in use, so gaps are closed again after 82 or
         # more tokens
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
@@ -780,7 +780,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # seed 2: in this text no two scores are so close that half precision would change their order
+    # with seed 2, no two scores in this text are so close that half precision would change their order
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}

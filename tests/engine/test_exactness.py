@@ -43,7 +43,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        # positions start over between steps, so steps must be as long as the engine's
+        # positions start over between steps, so steps must be as long as the engine's steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
@@ -111,8 +111,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# without positions=auto: BUZZ's options change the lengths of steps, and the lengths decide where positions
-# start over
+# positions=auto is not tested here. BUZZ's options change the lengths of steps, and the lengths decide where
+# positions start over
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -142,8 +142,8 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token occurs twice. The two keys in the first layer would tie, and rounding would decide which is
-    # evicted
+    # no token occurs twice, because its two keys in the first layer would tie, and rounding would decide
+    # which of them is evicted
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
@@ -185,8 +185,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 ):
     name, *own = name.split(":")
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
-    # with these lengths the last step is a whole one. After a shorter last step, only the reference would
-    # evict
+    # with these lengths, the last step has its full length. After a shorter last step, only the reference
+    # would evict
     tokens = text(112 if positions == "original" else 200)
     if name in ("knorm", "scissorhands"):
         # no token occurs twice, because rounding would decide between equal key norms or equal low scores
@@ -206,8 +206,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token occurs twice. Distances above 65, half of the context, count as 65. So two distant copies of a
-    # token could have the same score, and rounding would choose between them
+    # no token occurs twice, because rounding would choose between two distant copies. They could have the
+    # same score: distances above 65, half of the context, count as 65
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
@@ -287,7 +287,7 @@ def english(smollm2):
     return tokens
 
 
-# few combinations, because the definition is slow. Without --long, only two of them run
+# there are few combinations, because the definition is slow. Without --long, only two of them run
 @pytest.mark.share(2, "name", "positions", "evict_every")
 @pytest.mark.parametrize(
     ("name", "positions", "evict_every"),
@@ -352,7 +352,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    # seed 2: in this text no two scores are so close that half precision would change their order
+    # with seed 2, no two scores in this text are so close that half precision would change their order
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     keep = import_module(f"tests.reference.{name}").keep

@@ -62,7 +62,10 @@ def test_scores_like_the_definition(path, model, name):
 
 
 def _no_token_twice(n):
-    """Return n different tokens. Equal tokens would tie in the first layer, and rounding would decide."""
+    """Return n different tokens.
+
+    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
+    """
     return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
 
 

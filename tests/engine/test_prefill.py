@@ -328,9 +328,9 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # For each key, IMPORTANT is the number of tokens that the latest query had seen that found the key
-    # important. The newest query of each segment finds some key important, so the maximum is the end of the
-    # segment
+    # if a query finds a key important, the key's value of IMPORTANT is the number of tokens that the query
+    # has seen. In each segment, the newest query finds some key important, so the maximum is the segment's
+    # end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -341,7 +341,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
     for first, end in ((0, 100), (100, 200), (200, 300)):
         own = important[:, first:end]
         assert own.max() == end
-        # a query finds only keys important that are not newer than the query
+        # a key is important only to queries that are not older than the key
         assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
 
 

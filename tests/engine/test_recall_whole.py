@@ -212,8 +212,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # the first 100 tokens are read again if the new text has at least an eighth of all tokens. A text of
-        # 15 tokens is long enough (of 115), a text of 14 (of 114) is not
+        # the first 100 tokens are read again if the new text has at least an eighth of all tokens. 15 tokens
+        # are enough (15 of 115), but 14 tokens are not (14 of 114)
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
@@ -222,8 +222,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)
-    # the second and the last text are so long that all tokens are read again. So the result is that of a
-    # single prompt
+    # the second and the last text are so long that all tokens are read again. The result is the same as with
+    # a single prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
         writer.read(tokens[20:600])

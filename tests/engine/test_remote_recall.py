@@ -183,7 +183,7 @@ def test_the_archive_is_the_same(both):
     there, here = both
     assert here["span"][1] - here["span"][0] == N_ARCHIVE
     assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
-    # up to 1 % of the stored bytes may differ, because numbers near a half are rounded the other way
+    # up to 1 % of the stored bytes may differ because of rounding
     assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
 
 

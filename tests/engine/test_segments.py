@@ -153,7 +153,7 @@ def test_a_turn_appends_what_it_has_archived(path, store):
 def test_another_process_goes_on_where_one_has_ended(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # 500 bytes that a killed process has appended
+    # append 500 bytes, as a process does that is killed while it writes
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
@@ -201,7 +201,7 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
     archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
     while archive.end < 900:
         archive.end += int(rng.integers(1, 25))
-        # the archive forgets old tokens. So it may lack the first tokens of a segment when the file is
+        # the archive forgets old tokens, so it may lack the first tokens of a segment when the file is
         # rewritten
         archive.begin = max(archive.begin, archive.end - n_kept)
         save(path, archive, store)
@@ -269,7 +269,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert holds(aside, Archive(1, 120))
     session.delete(aside)
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
-    # set_aside takes a name only if neither a session nor an archive has it
+    # set_aside does not take a name that a session or an archive already has
     archive_path(aside).write_text("mine")
     assert session.set_aside(path).name == "talk.kv.2"
 

@@ -166,7 +166,7 @@ def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_rea
     ):
         pass
     assert "\n" not in str(caught.value)
-    # it runs if its prompts are read in batches
+    # this policy runs if its prompts are read in batches
     with open_engine(tiny_model(), Whole(64, 8), prefill="stream") as plain:
         assert plain.read(text(200)) == 200
 

@@ -147,8 +147,8 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
                 engine.restore(saved | {name: array})
             assert engine.n_past == 20
         if arch == "gemma3":
-            # only llama.cpp can check its own table. When it does, the rest is restored already, so the
-            # engine is emptied
+            # only llama.cpp can check its own table. When it does, the rest is restored already, so `restore`
+            # empties the engine
             table = saved["window"].copy()
             table[0] = 2**20
             with pytest.raises(SessionError, match="does not fit"):

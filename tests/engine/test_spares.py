@@ -130,7 +130,7 @@ def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
     here, *_ = run(path, name, flash, kind, 0)
     off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
     assert len(off) == N_BEFORE + N_COUNTED
-    # values in half precision or 8 bits may differ, because numbers near a half are rounded the other way
+    # values in half precision or 8 bits sometimes differ because of rounding
     assert np.median(off) < 1e-4
     assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
 
@@ -175,7 +175,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
-    # without spares the worker keeps only one graph. So the graphs of edits and of decoding are sent each
+    # without spares the worker keeps only one graph, so the graphs of edits and of decoding are sent each
     # time
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
 

@@ -141,7 +141,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
 
 
 def assert_before_the_next(pos, n, next_pos):
-    """Assert that n cells are in use: the last has position next_pos - 1, the others have lower positions."""
+    """Assert that n cells are in use. The last cell has the highest position, which is next_pos - 1."""
     assert len(pos) == n
     assert pos[-1] == next_pos - 1
     assert (pos[:-1] < pos[-1]).all()
@@ -189,7 +189,7 @@ def expected_values(values, terms):
 
 
 def random_terms(rng, n, counts):
-    """Return terms of random merges. Each row has one merge per entry of `counts`: so many cells into one.
+    """Return terms of random merges: in each row, one merge for each number of source cells in `counts`.
 
     A source of one merge may be the destination of another.
     """
@@ -634,7 +634,7 @@ BAD_RANGES = {
 
 @contextmanager
 def refused(context):
-    """Assert that the edit inside raises LibraryError and leaves every byte of the cache."""
+    """Assert that the edit inside raises LibraryError and does not change any byte of the cache."""
     before = context.state()
     with pytest.raises(LibraryError, match="llama.cpp refused: .+"):
         yield

@@ -182,8 +182,8 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     _, own, results, logs = placed
     held, room = device_mib(logs[run], own), LIMITED[run] * all_mib(path)
-    # the room that is left is less than a layer takes. If experts of other layers are in host memory, it is
-    # less than a layer takes without its experts
+    # the room that is left is smaller than a layer. If experts of other layers are in host memory, it is
+    # smaller than a layer without its experts
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS

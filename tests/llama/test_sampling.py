@@ -407,7 +407,8 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # (end, begin): the stop string that is complete first ends the text
+        # pairs (end, begin) of the stop strings in the text. The stop string that is complete first ends the
+        # text
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]

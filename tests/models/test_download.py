@@ -390,7 +390,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
 
     server.add_repository(site, "o/r", {"m-Q8_0.gguf": model})
     path = resolve("hf:o/r:Q8_0")
-    # the server may also have Q4_K_M, but it cannot be asked. So the cached file is used
+    # the server may also have Q4_K_M, but it cannot be asked, so the cached file is used
     site.errors["/api/models/o/r"] = (503, {}, b"")
     assert resolve("hf:o/r") == path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -135,7 +135,8 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None
-    # if this folder cannot be written, the hint would be repeated every time. So it is not printed at all
+    # if this folder cannot be written, the hint is not printed at all, because it would be repeated every
+    # time
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
@@ -149,7 +150,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
 
 
 def info(n_bytes, n_ctx_train):
-    """Return those header fields of a model of this size and trained context that the advice needs."""
+    """Return the header fields that the advice needs, for a model of this size and trained context."""
     return SimpleNamespace(path=Path("/some/small.gguf"), size=n_bytes, n_ctx_train=n_ctx_train)
 
 

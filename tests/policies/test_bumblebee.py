@@ -66,7 +66,7 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # there are so few picks that stochastic greedy samples every token. So it chooses the same tokens as lazy
+    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
     # greedy
     found = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert found == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
@@ -113,7 +113,7 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # there are so few picks that stochastic greedy samples every token. So it chooses the same tokens as lazy
+    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
     # greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want

@@ -1,4 +1,7 @@
-"""The divergence from the full cache is as defined, and close to that over the whole vocabulary."""
+"""Divergence from the full cache.
+
+It equals its definition, and it is close to the divergence over the whole vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +211,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
         os.utime(path, (then, then))
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
-    # paths[1] is the oldest file, but it was read just now. So paths[2] is deleted instead
+    # paths[1] is the oldest file, but it was read just now. Therefore paths[2] is deleted
     divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]

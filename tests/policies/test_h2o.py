@@ -34,7 +34,7 @@ def test_the_mean_over_a_group_is_asked_for_as_the_sum():
 
 @pytest.mark.parametrize(("score", "evicted"), [("sum", 2), ("mean", 0)])
 def test_a_mean_is_over_the_steps_that_a_token_has_lived(score, evicted):
-    # token 0 has the largest sum, but it is also the oldest. So its mean is the lowest outside the window
+    # token 0 has the largest sum, but it is also the oldest, so its mean is the lowest outside the window
     stays = kept_at_first(H2O(4, 1, window=1, score=score), view_of(4, attn=[4, 3.5, 3, 0]))
     assert {*range(4)} - {*stays} == {evicted}
 

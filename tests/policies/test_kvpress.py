@@ -42,7 +42,7 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""Like SAME, but for rows that share a budget.
+"""Cases like those in SAME, with rows that share a budget.
 
 The last field is `floor`: the smallest share of its budget that a row keeps.
 """
@@ -60,7 +60,7 @@ def scores_of(path, tokens, presses, folder):
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
-    # no token occurs twice. Two keys of a token would have equal lengths, and rounding would decide which of
+    # no token occurs twice, because its two keys would have equal lengths, and rounding would decide which of
     # them stays
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)

@@ -208,7 +208,8 @@ def buzz_plan(mass, old, **params):
 
 
 def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
-    # attention by segments of 3, between one sink and the one token of the window: 1 5 2 | 7 7 0 | 9
+    # between the sink and the token of the window, there are segments of 3 tokens with attention 1 5 2 | 7 7
+    # 0 | 9
     kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
     assert kept == [0, 2, 4, 7, 8]
     assert old == [2, 4, 7]
@@ -225,7 +226,7 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
 
 def test_buzz_samples_a_long_prompt_until_it_fits():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    # samplings reduce the 40 tokens of the middle to 14, then 7, 4 and 2 tokens. So every 24th token stays (3
+    # samplings reduce the 40 tokens of the middle to 14, then 7, 4 and 2 tokens, so every 24th token stays (3
     # * 2 * 2 * 2)
     assert kept_at_first(policy, view_of(46, attn=[0] * 46)) == [0, 1, 2, 3, 4, 28, 44, 45]
 

@@ -169,7 +169,7 @@ def test_moving_all_positions_by_a_constant_changes_nothing(model):
 def test_in_cache_positions_without_an_eviction_equal_original_ones(model):
     tokens = text(60)
     original = run(model, tokens, slack=10)
-    # positions begin at 50. So they reach the trained context (96) and are numbered again from 0
+    # positions begin at 50, so they reach the trained context (96) and are numbered again from 0
     in_cache = run(model, tokens, slack=10, positions="in-cache", counter=50)
     assert in_cache.stream.counter == 60
     np.testing.assert_allclose(in_cache.nll, original.nll, **close)

@@ -49,9 +49,9 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # a token's cosine with the newest token that is similar to it is ignored. So the cosines of 0 and 2 with
-    # 4 are ignored, and the cosine of 4 with 2. Two cosines are left to make 0 redundant, one is left for 2,
-    # and no cosine is left for 4
+    # a token's cosine with the newest token that is similar to it is ignored. This applies to the cosines of
+    # 0 and 2 with 4, and to the cosine of 4 with 2. Two cosines are left that make 0 redundant, one is left
+    # for 2, and no cosine is left for 4
     assert stay(5) == [1, 2, 3, 4, 5]
     # token 4 is then no more redundant than 1 and 3. On ties, the newer token stays
     assert stay(3) == [3, 4, 5]

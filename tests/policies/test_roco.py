@@ -18,7 +18,8 @@ def evicted(attention, **params):
     return [pos for pos in range(n) if pos not in stays]
 
 
-# means of the first three tokens: 1, 2/3 and 1. Their deviations: 0, high and 0
+# the first three tokens have means of 1, 2/3 and 1. The deviation of the second is high, and that of the
+# first and the third is 0
 UNSTEADY = [[1, 0, 0, 0], [1, 2, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 

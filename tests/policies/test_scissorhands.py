@@ -25,7 +25,7 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
     # the newest token is in the first cell. Token 0 was important to 2 of 6 queries, token 1 to 1 of 5, and
-    # token 2 to 0 of 4. So each of the three has 4 low scores
+    # token 2 to 0 of 4, so each of the three has 4 low scores
     policy = Scissorhands(6, 1, window=1)
     hits = [1, 2, 3, 0, 1, 2]
     view = view_of(range(5, -1, -1), n_new=6, n_head=np.ones(1, np.int32), hits=hits)

@@ -66,7 +66,7 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
     sample = local_max_sample if local_max else interval_sample
     middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
-        # a middle of one token cannot be thinned, because interval_sample keeps the first token. So it is
+        # a middle of one token cannot be thinned, because interval_sample keeps the first token, so it is
         # dropped
         if len(middle) > 1:
             n_spare = len(head) + len(middle) + len(tail) - n_max if kept else len(middle)

@@ -1,4 +1,7 @@
-"""CaM: evict the first token after the sinks, one at a time. The next kept tokens may get its value."""
+"""CaM: evict the first token after the sinks, one at a time.
+
+The value of an evicted token may be merged into the next kept tokens.
+"""
 
 from reference.random import hash_of
 

@@ -1,4 +1,7 @@
-"""Expected Attention (arXiv:2510.00636): evict the lowest score outside sinks and window, one at a time."""
+"""Expected Attention (arXiv:2510.00636): evict the token with the lowest score outside sinks and window.
+
+One token is evicted at a time.
+"""
 
 import math
 

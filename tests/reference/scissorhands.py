@@ -1,4 +1,7 @@
-"""Scissorhands (arXiv:2305.17118): evict the token with most low scores in the history, one at a time."""
+"""Scissorhands (arXiv:2305.17118): evict the token that has the most low scores in the history.
+
+One token is evicted at a time.
+"""
 
 from . import ends, keep_ranked, news
 

@@ -26,7 +26,7 @@ half_precision = False
 class Row:
     """Entries of one (layer, KV head), in the order of the stream.
 
-    pos i64[n]: position in the stream. rot i64[n]: position that the key is rotated by.
+    pos i64[n]: position in the stream. rot i64[n]: position by which the key is rotated.
     key c128[n, head_dim / 2]: before RoPE. value f64[n, value_dim].
     mass f64[n]: sum of the attention of all queries so far, over the group and all layers that read the row.
     last f64[n]: attention of the newest query, over the same heads.
@@ -119,7 +119,7 @@ class Archive:
 class Batch(NamedTuple):
     """Tokens that are being decoded.
 
-    See Row for pos and rot. t i64[n]: a number of tokens for each token, see Stream.t.
+    See Row for pos and rot. t i64[n]: for each token, the count that Stream.t describes.
     """
 
     pos: np.ndarray
@@ -134,7 +134,7 @@ class Stream:
     all_rows: for each layer of the model, the rows that it reads.
     next: position of the next token.
     counter: position by which the next token's query and key are rotated.
-    t: Batch.t counts the tokens of the "stream", or the "cells" of the longest row.
+    t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
     observe: a twin's function, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.

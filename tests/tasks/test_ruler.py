@@ -70,7 +70,7 @@ def model(smol):
 
 @pytest.fixture
 def given(tmp_path):
-    """Return those of the task's parameters that name files."""
+    """Return the task's parameters that name files."""
     (tmp_path / "essays").mkdir()
     for name, text in ESSAYS.items():
         (tmp_path / "essays" / name).write_text(text)
@@ -114,8 +114,8 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # no other line, sentence or word would fit (cwe lists each word 3 times). The tasks of qa have too
-        # few documents for that
+        # one more line, sentence or word would not fit (cwe lists each word 3 times). The tasks of qa have
+        # too few documents for that
         assert room < 100 or name.startswith("qa")
 
 
