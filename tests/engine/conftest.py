@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests: a library without the patch, and edits on the device."""
+"""Fixtures of the engine's tests: they hide the patch from kvtool, or compute edits on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtool.llama.context import Context
 
 @pytest.fixture
 def unpatch(monkeypatch):
-    """unpatch() hides the patch from kvtool until the test ends."""
+    """Return a function unpatch(), which hides the patch from kvtool until the test ends."""
 
     def hide():
         for module in ("kvtool.engine.sizes", "kvtool.llama.model"):
@@ -25,7 +25,7 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Compute edits on the device, not in host memory. Return a list that collects their numbers of moves."""
+    """Compute edits on the device, not in host memory. The value is a list: each edit's number of moves."""
     apply, n_moves = Context.apply, []
 
     def on_the_device(self, moves, *args, **kwargs):

@@ -1,4 +1,4 @@
-// Preloaded into a process, lets one of C++'s allocations fail.
+// A library to preload into a process. It lets one allocation of C++ fail.
 
 #include <cstddef>
 #include <cstdlib>
@@ -6,7 +6,7 @@
 
 static thread_local long n_left = 0;
 
-// let this thread's nth allocation from now on fail; 0: none
+// The nth allocation that this thread makes from now on will fail. With n = 0, no allocation fails.
 extern "C" void fail_new(long n) {
     n_left = n;
 }

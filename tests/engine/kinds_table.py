@@ -2,9 +2,10 @@
 
     python tests/engine/kinds_table.py DIR
 
-DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For every entry of
-the table, an engine reads a text, mostly three times as long as the trained context, and must evict. "yes"
-means that all scores are finite; for sessions, that a restored one continues bit for bit. "no" says why.
+DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For each entry of
+the table, an engine reads a text and has to evict. Except for sessions, the text is three times as long as
+the trained context. "yes" means that all scores are finite. For sessions, "yes" means that a restored session
+continues bit for bit. After "no" follows the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KINDS = {
     "ALiBi": "bloom-dense",
     "learned positions": "gpt2-dense",
 }
-"""Example of each kind: the name of a model file in DIR."""
+"""For each kind, the name of a model file in DIR that is an example of it."""
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off"}
 FLASH = {"flash": "on"}

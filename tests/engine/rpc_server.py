@@ -2,8 +2,9 @@
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 
-With ENDPOINT the server runs `kvtool worker`'s code on the device at that endpoint. As with a GPU, this
-device's memory is not the host's. The server ends after TIME_LIMIT seconds unless it is killed before.
+If ENDPOINT is given, the server runs `kvtool worker`'s code on the device at that endpoint. This code cannot
+access the memory of that device directly, as with a GPU. The server ends after TIME_LIMIT seconds, or earlier
+if it is killed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def serve(port):
     address = get_address(registry, b"ggml_backend_rpc_start_server")
     text, size = ctypes.c_char_p, ctypes.c_size_t
     start = ctypes.CFUNCTYPE(None, text, text, size, size, ctypes.POINTER(pointer))(address)
-    # the server runs in C and never returns to Python; an alarm ends the process all the same
+    # the server runs in C and never returns to Python, so an alarm ends the process
     signal.alarm(TIME_LIMIT)
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
 
@@ -59,16 +60,17 @@ def pass_on(port, endpoint):
 
 
 class Endpoint(str):
-    """Address "127.0.0.1:port" of a server. process: the server's process."""
+    """Address "127.0.0.1:port" of a server. The attribute `process` is the process of the server."""
 
     process: subprocess.Popen
 
 
 @contextmanager
 def running(*behind):
-    """Start a server in another process; yield its Endpoint, and kill it at the end of the block.
+    """Start a server in another process and yield its Endpoint. Kill the server at the end of the block.
 
-    behind: the endpoint whose device it serves; without one it serves the CPU.
+    behind: the endpoint of another server, whose device this server offers. Without it, this server offers
+    the CPU.
     """
     with reserved_port() as port:
         server = forked.Popen(
@@ -95,9 +97,9 @@ def _listens(server, port):
 
 
 def client(module, *arguments):
-    """Run a test module as a program; return its JSON on stdout, and its stderr split at each line "run ...".
+    """Run a test module as a program. Return its JSON output, and its stderr split at each line "run ...".
 
-    It runs in another process, because devices are registered for the whole process.
+    The module runs in another process, because devices are registered for a whole process.
     """
     done = forked.run([sys.executable, "-m", module, *arguments], cwd=forked.ROOT)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,10 @@ from tests.reference import transformer
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
-"""True on CUDA, where the order of half-precision sums depends on load and batch length, so results vary."""
+"""True if there is a CUDA device.
+
+On CUDA the order of half-precision sums depends on load and batch length, so results vary.
+"""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """Largest accepted difference from the reference in tests/reference; a GPU rounds differently."""
@@ -32,12 +35,13 @@ LOGITS = max(TOLERANCE, 1e-3)
 N_UNTIED = 64
 """Number of tokens that tests of `tova` compare on CUDA.
 
-After them, two tokens of a row have scores of 2.78574e-3 and 2.78573e-3. CUDA adds up in another order than
-the definition, which changes scores by more than this difference, so it may evict the other token.
+After these tokens, two tokens of a row have scores that are nearly equal: 2.78574e-3 and 2.78573e-3. CUDA
+adds up in another order than the definition. This changes scores by more than the difference, so CUDA may
+evict the other token.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
-"""One policy of each kind: plain, by segments, with rows of different lengths, merging.
+"""One policy of each kind: one ranks tokens, one works by segments, one has ragged rows, and one merges.
 
 Tests that run with every policy are in tests/policies/test_contract.py.
 """
@@ -47,7 +51,8 @@ Tests that run with every policy are in tests/policies/test_contract.py.
 def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
-    Policies with recall stream their prompts, even if a GPU has room for more. `settings` override all this.
+    Policies with recall stream their prompts, even if a GPU has room for more. `settings` replace these
+    defaults.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
@@ -64,7 +69,7 @@ def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
 
 
 def future_of(policy):
-    """Return the argument `future` of a reference Stream: None unless the policy reads Signal.FUTURE."""
+    """Return the argument `future` for a reference Stream: None unless the policy reads Signal.FUTURE."""
     return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 
@@ -86,7 +91,7 @@ def stepped_logits(engine, batches):
 
 
 def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32", type_v="f32"):
-    """Return the logits f32[n, n_vocab] of llama.cpp's own API, without kvtool's features."""
+    """Return the logits f32[n, n_vocab] that llama.cpp computes when its API is called without kvtool."""
     start_backends()
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     params = api.llama_context_default_params()
@@ -121,8 +126,8 @@ def positions_of(stream):
 def assert_continues_as_defined(engine, stream, tokens, evict):
     """Decode tokens one by one with engine and reference stream; assert that their logits and rows agree.
 
-    Both must have evicted just before the call. evict: makes the stream evict. It is called every `slack`
-    tokens if the policy is ragged, otherwise when the rows hold `budget` entries.
+    Both must have evicted just before the call. `evict` is a function that makes the stream evict. If the
+    policy is ragged, it is called every `slack` tokens, otherwise when the rows hold `budget` entries.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy

@@ -1,4 +1,7 @@
-"""A sequence's state as llama.cpp saves it, read into arrays: the only public way to see K and V."""
+"""Read the state of a sequence, as llama.cpp saves it, into arrays.
+
+This is the only public way to see K and V.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import numpy as np
 
 @dataclass
 class Saved:
-    """Saved cells. pos i64[n]: position of each. k, v: for each layer u1[n, bytes of a cell].
+    """Cells of one cache, as saved.
 
-    k_type, v_type: ggml's numbers of the types; -1 without cells.
+    pos i64[n]: the position of each cell. k, v: for each layer the bytes of its cells, u1[n, bytes of a
+    cell]. k_type, v_type: ggml's numbers of the types, or -1 if there are no cells.
     """
 
     pos: np.ndarray
@@ -32,7 +36,7 @@ class Saved:
         return _floats(self.v[layer], self.v_type).reshape(len(self.pos), n_head_kv, -1)
 
     def rows(self, tensor, layer, n_head_kv):
-        """Stored bytes u1[n, n_head_kv, bytes of a head]. tensor: "k" or "v"."""
+        """Stored bytes u1[n, n_head_kv, bytes of a head]. `tensor` is "k" or "v"."""
         return getattr(self, tensor)[layer].reshape(len(self.pos), n_head_kv, -1)
 
 
@@ -62,7 +66,7 @@ def parse(data):
 
 
 def parse_all(data):
-    """Parse the bytes of Context.state(): a Saved for each cache. The second is that of sliding layers."""
+    """Parse the bytes of Context.state(). Return a Saved for each cache; the second is for sliding layers."""
     reader = _Reader(data)
     reader.take("Ii")  # magic, sequence
     caches = []

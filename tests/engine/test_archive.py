@@ -36,7 +36,7 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options) chats, with 12 tokens a reply, in the session chat.kvs; it returns the result."""
+    """talk(turns, *options) chats in the session chat.kvs, with 12 tokens a reply, and returns the result."""
 
     def run(turns, *options, **how):
         own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
@@ -52,7 +52,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # a limit in tokens may be larger than any memory could hold
+        # a limit in tokens is accepted even if no memory could hold so many
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),
@@ -200,7 +200,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # recall's default budget is 512; h2o's is 1,024, but the trained context limits it to 512
+    # recall has a default budget of 512. h2o has a default of 1,024, but the trained context limits it to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -223,7 +223,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
         KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
-    # --explain tells the size of the archive in another line
+    # with --explain, the size of the archive is printed in another line
     assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""

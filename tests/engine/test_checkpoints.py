@@ -1,4 +1,4 @@
-"""Checkpoints: streams of models with sliding or recurrent layers are rewound to them."""
+"""Checkpoints: a stream of a model with sliding or recurrent layers is rewound to a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
         assert engine.can_rewind
         engine.read(tokens)
         places = [each.n_past for each in engine.checkpoints]
-        # a checkpoint is made between two steps
+        # a checkpoint is made only between two steps, so checkpoints are up to 15 tokens farther apart than
+        # SPACING
         assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
         assert len(places) == 2
         for n in (480, 300):
@@ -49,7 +50,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
             assert not engine.context.has_logits
             fresh.reset()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step, which evicts first
+            # the checkpoint was made right before a step. The step evicts first, so `fresh` has to evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
@@ -70,7 +71,8 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
             n_kept = engine.rewind(n)
-            # with a short context, positions may start over between n and the next checkpoint
+            # with a short context, positions may start over between n and the next checkpoint. Then the
+            # stream goes back to an earlier checkpoint
             assert n_kept == n or (n_ctx < N_CTX and n - SPACING - 16 < n_kept < n)
             fresh.reset()
             fresh.read(tokens[:n_kept])
@@ -83,7 +85,7 @@ def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, mon
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
         (checkpoint,) = engine.checkpoints
-        # the table has 256 cells, and a window 16
+        # the sliding layers have 256 cells, and their window has 16 tokens
         first = checkpoint.n_past - 256 + 15
         assert [engine.n_kept(n) for n in (first - 1, first, first + 1)] == [0, first, first + 1]
 
@@ -99,7 +101,7 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         assert n >= 2 * SPACING
         assert engine.rewind(440) == n
         engine.read(tokens[n:])
-        # not equal: the second reading attends to clusters of the archive
+        # the logits are only similar, because the second reading attends to clusters of the archive
         got, wanted = (logits(each, text(20, seed=2)) for each in (engine, fresh))
         assert np.abs(got - wanted).max() < 0.05
 
@@ -180,9 +182,9 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 
 def arrays_of(engine):
-    """Return all that the next step depends on, without the cells of sliding layers.
+    """Return all arrays that the next step depends on, except for the cells of sliding layers.
 
-    Among these, the cells of dropped tokens may hold anything.
+    Those cells are left out, because cells of dropped tokens may hold anything.
     """
     return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
 
@@ -201,7 +203,8 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
         places = [each.n_past for each in engine.checkpoints]
         assert len(places) == 3
         for n in (480, 300):
-            # beyond the checkpoint, by texts and by single tokens, so that the policy forgets more
+            # read on beyond the checkpoint, first several tokens a step and then one by one, so that the
+            # policy forgets more
             logits(engine, text(60, seed=3))
             n_kept = engine.n_kept(n)
             assert n - SPACING - 16 < n_kept <= n
@@ -209,7 +212,7 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
             assert not engine.context.has_logits
             fresh.empty()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step, which evicts first
+            # the checkpoint was made right before a step. The step evicts first, so `fresh` has to evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = arrays_of(engine), arrays_of(fresh)
@@ -265,7 +268,7 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
             engine.checkpoints.take()
             assert engine.checkpoints.n_bytes <= 3 * n_most
         assert 3 <= len(engine.checkpoints) < 6
-    # memory that is free does not make a session larger
+    # the default limit is room for 8 checkpoints, even if much more memory is free
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: 10**6 * n_most)
     with opened(path, "h2o") as engine:
         assert engine.checkpoints.max_bytes == 8 * n_most

@@ -1,4 +1,4 @@
-"""Steps decoded in parts: they leave the same state, and other threads wait for one part at most."""
+"""Steps that are decoded in parts leave the same state, and other threads wait for at most one part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # a last part may be longer than n (60 > 32), and its time counts; the time of a single token does not
+    # the time of a last part is used, even if the part is longer than n (60 > 32). The time of a single token
+    # is not used
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32
@@ -47,7 +48,7 @@ def test_a_short_rest_is_not_left_alone():
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
-    """Some steps reach the end of the context: parts must not change where positions start over."""
+    """Some steps reach the end of the context. Parts must not change where positions start over."""
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)

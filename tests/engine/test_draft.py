@@ -1,4 +1,4 @@
-"""Verification steps: whatever tokens are drafted, the rows' contents and the logits are the same."""
+"""Verification of draft tokens: the contents of rows and the logits do not depend on the drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ N_DRAFT = 5
 
 
 def told(engine, tokens, rng=None):
-    """Decode tokens one by one or, given `rng`, with partly wrong drafts; yield the logits after each."""
+    """Decode tokens and yield the logits after each token.
+
+    Without `rng`, tokens are decoded one by one. With `rng`, they are decoded in steps with partly wrong
+    draft tokens.
+    """
     at = 0
     while at < len(tokens):
         n = engine.draft_room() if rng else 0
@@ -43,12 +47,15 @@ def held(engine):
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lfm2")
 # refact (ALiBi) cannot recall. With MLA (deepseek), a step recalls the same tokens for all its queries, so
-# wrong draft tokens would change the choice for correct ones
+# wrong draft tokens would change which tokens are recalled for the correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
 def distinct(n):
-    """Return n different tokens: equal ones tie in the first layer, so rounding would decide which stay."""
+    """Return n different tokens.
+
+    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
+    """
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

@@ -31,7 +31,7 @@ from tests.engine.running import open_engine
 def best_place(tokens):
     """Return (place, n) with the largest n such that the n tokens before `place` equal the last n tokens.
 
-    Of places with the same n, the newest is returned.
+    If several places have the largest n, return the newest place.
     """
     n, best = len(tokens), (0, 0)
     for place in range(n - 1, N_KEY - 1, -1):
@@ -74,7 +74,10 @@ def test_a_lookup_grows_with_its_stream():
 
 
 def timed(slope):
-    """Return a DraftLength with measured times: each further token takes `slope` of the first's time."""
+    """Return a DraftLength with measured times.
+
+    A step of one token takes 0.01 s. Each further token adds `slope` times as much.
+    """
     length = DraftLength()
     for n in range(1, MOST + 2):
         for _ in range(3):
@@ -118,7 +121,8 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # the draft tokens had the supports 3, 4, 5, ...: with 3 they were always accepted, with 4 never
+    # the draft tokens always had the supports 3, 4, 5, ..., and only the first was accepted. Therefore tokens
+    # with support 3 are drafted, and tokens with support 4 are not
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -157,8 +161,8 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # lookups with support 3 are always wrong, so they are not used. Correct tokens of the draft model must
-    # not change this
+    # lookups with support 3 are always wrong, so they are not used. This must not change when tokens of the
+    # draft model are correct
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -191,7 +195,8 @@ SETTINGS = {
 def written(path, drafter, its, n=120, policy="recall"):
     """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
-    # search=all: otherwise rounding could change which clusters a step attends to exactly
+    # with search=all, a step attends exactly to all tokens, so there is no choice of clusters that rounding
+    # could change
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)
@@ -242,7 +247,7 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             said = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after the n_piece pieces, without the draft tokens behind them
+            # the next text continues after the n_piece pieces. Draft tokens that followed them are not in it
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(said) + more == whole
@@ -297,13 +302,13 @@ def test_guesses_are_those_of_a_model_that_has_read_only_the_stream(
             source._engine.checkpoints.max_bytes = 0
         stream = rng.integers(3, 250, 20).astype(np.int32)
         source.add(stream)
-        # a new one before the first eviction
+        # in each turn, a new source drafts the same tokens. The stream is so short that nothing is evicted
         for turn in range(30):
             found = source.guess(5)
             with closing(ModelDraft(model, 1)) as other:
                 other.add(stream)
                 assert found.tolist() == other.guess(5).tolist()
-            # accept none to all of them
+            # accept 0 to 5 of the draft tokens
             n = turn % 6
             n_accepted += n
             more = np.concatenate([found[:n], rng.integers(3, 250, 1)]).astype(np.int32)
@@ -365,7 +370,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
         assert (done.returncode, done.stdout) == (code, "")
         assert said in done.stderr
         assert done.stderr.startswith("kvtool: ")
-    # without --draft, a model that cannot take draft tokens back writes without them
+    # if the model cannot remove draft tokens from its cache, and --draft is not given, it writes without them
     done = generated(tiny_model(arch="deepseek2"), "--raw", "--json")
     assert json.loads(done.stdout)["drafted"] == 0
 

@@ -1,4 +1,4 @@
-"""Promises of the engine under every policy: exact steps, hard caps, state that moves with its cells."""
+"""Guarantees of the engine under every policy: steps are exact, caps are hard, state moves with its cells."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def newest(view, n_keep):
 
 
 def scattered(view, n_keep, seed=0):
-    """Return a mask of n_keep random cells of each row, different ones in each row."""
+    """Return a mask of n_keep random cells of each row. The choice differs between rows."""
     rng = np.random.default_rng([seed, view.next])
     return rng.random(view.pos.shape).argsort(axis=1).argsort(axis=1) < n_keep
 
 
-# without evictions, results equal those of llama.cpp
+# without evictions, kvtool and llama.cpp have the same results
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
@@ -94,8 +94,8 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(found[0]) == 255
-    # `corm` has steps of other lengths, and on a GPU rounding depends on the length: Vulkan rounds to half
-    # precision only in steps of several queries, and CUDA adds up 16 queries in another order than 64
+    # `corm` has steps of other lengths. On a GPU, rounding depends on the length of a step: Vulkan rounds to
+    # half precision only in steps of several queries, and CUDA adds up 16 queries in another order than 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
     assert np.abs(found[0] - found[1]).max() <= (2e-2 if rounds else 0)
 
@@ -151,7 +151,7 @@ def _saved(engine):
 
 
 def in_order(engine):
-    """Return the positions i32[row, n_kv] that keys are rotated to, oldest token first."""
+    """Return the positions i32[row, n_kv] to which keys are rotated, with the oldest token first."""
     n = engine.n_kv
     return np.take_along_axis(engine.rows.rot[:, :n], engine.rows.pos[:, :n].argsort(axis=1), axis=1)
 
@@ -185,7 +185,8 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # closing gaps leaves at most 48 of 130 positions in use, so it is due again after 82 or more tokens
+        # after gaps are closed, at most 48 of 130 positions are in use, so gaps are closed again after 82 or
+        # more tokens
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 
@@ -198,9 +199,9 @@ def _first_and_newest(view, *merge):
 
 
 def _merging(row, dst, src, weight, kinds=(np.int32, np.int32, np.int32, np.float32)):
-    """Return a function that makes plans: keep the first token and the newest, and merge src into dst.
+    """Return a function that makes plans: keep the first and the newest tokens, merge cells src into dst.
 
-    dst and src number the cells of a row in the order of the stream.
+    dst and src are indices of cells in a row, where 0 is the oldest token.
     """
 
     def plan(view):
@@ -286,7 +287,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
-    """Keep the newest tokens and sum attention. A plan pops one of `fails` and calls it unless it is None."""
+    """Keep the newest tokens and sum attention. A plan pops one of `fails` and calls it if it is not None."""
 
     budget: int
     slack: int
@@ -559,7 +560,7 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
             assert len(_saved(engine).pos) == engine.n_kv
         assert engine.n_past == 600
         assert engine.n_evicted == 600 - engine.n_kv
-    # during a step the cache may go over the budget, if over_budget allows it
+    # during a step, the cache may exceed the budget if over_budget allows it
     assert (longest > 48) == over_budget
 
 
@@ -717,11 +718,13 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # memory for n_draft more queries: queries of rejected draft tokens must not overwrite older ones
+        # there is memory for n_draft more queries, because queries of rejected draft tokens must not
+        # overwrite older ones
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # a step's queries are stored until its draft tokens are judged, as rejected ones must not count
+            # the queries of a step are stored until its draft tokens are accepted or rejected, because
+            # attention of rejected tokens must not be counted
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
@@ -777,7 +780,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # seed 2: in this text no two scores are so close that half precision would change their order
+    # with seed 2, no two scores in this text are so close that half precision would change their order
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}

@@ -18,7 +18,8 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 
 def fit(**params):
-    # search=all: later single tokens also attend to each archived token, and not to means of clusters
+    # with search=all, the single tokens that follow also attend to each archived token, not to means of
+    # clusters
     params = {"search": "all", **params}
     return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
 
@@ -34,7 +35,7 @@ def logits_of(path, policy, parts, **settings):
 
 
 def parts_of(n_prompt=N_PROMPT, n_later=N_LATER):
-    """A prompt, a later turn, and tokens one by one."""
+    """Return the parts of a stream: a prompt, a later turn, and then arrays of one token."""
     tokens = text(n_prompt + 100 + n_later)
     prompt, turn, later = np.split(tokens, [n_prompt, n_prompt + 100])
     return [prompt, turn, *np.split(later, n_later)]
@@ -65,7 +66,7 @@ def test_a_text_is_read_as_with_the_full_cache(tiny_model, arch, shape, settings
     assert np.abs(exact - full).max() < tolerance
     assert n_kv <= 48
     assert n_kv + n_archived == sum(map(len, parts))
-    # the cells for a chunk are given back
+    # the cells that were allocated for a chunk are freed again
     assert n_bytes == logits_of(path, fit(), parts, **own)[2]
 
 
@@ -76,7 +77,8 @@ def test_it_differs_from_reading_by_clusters(tiny_model):
     streamed, exact = (
         logits_of(path, few, parts, prefill=prefill, archive_type="f32")[0] for prefill in ("stream", "exact")
     )
-    # prompt and turn only: the single tokens after them attend to most of the archive by clusters
+    # only the logits after prompt and turn are compared. The single tokens after them attend to most of the
+    # archive by clusters
     assert np.abs(exact[:2] - full[:2]).max() < TOLERANCE < np.abs(streamed[:2] - full[:2]).max()
 
 

@@ -21,7 +21,10 @@ from tests.reference import transformer
 
 
 def twin(name, params, n_ctx):
-    """Return the reference's functions `keep` and `observe` (None if it has none), with parameters bound."""
+    """Return the reference's functions `keep` and `observe`, with their parameters bound.
+
+    `observe` is None if the reference has no such function.
+    """
     module = import_module(f"tests.reference.{name}")
     if "n_ctx" in signature(module.keep).parameters:
         params = params | {"n_ctx": n_ctx}
@@ -40,7 +43,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        # positions start over between steps, so steps must be as long as the engine's
+        # positions start over between steps, so steps must be as long as the engine's steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
@@ -58,10 +61,10 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
 def score_errors(
     path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
 ):
-    """Return f64[n - 1]: how far each token's NLL is from the definition's. The engine must evict.
+    """Return f64[n - 1]: the error of each token's NLL. Assert that the engine evicts.
 
-    model: the reference's model, if it is loaded already. restarts: True if positions must start over, False
-    if they must not, None if they may.
+    The error is the absolute difference from the definition. model: the reference's model, if it is loaded
+    already. restarts: True if positions must start over, False if they must not, None if they may.
     """
     given = {} if n_block is None else {"n_block": n_block}
     want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
@@ -98,7 +101,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
     keep, observe = twin(name, params, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
     with open_engine(path, policy, positions="auto") as engine:
-        # a token at a time, so that positions start over between two evictions
+        # one token is decoded at a time, so that positions start over between two evictions
         for at in range(len(tokens)):
             if stream.n >= policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
@@ -108,8 +111,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# positions=auto is left out: BUZZ's options change the lengths of steps, and these decide where positions
-# start over
+# positions=auto is not tested here. BUZZ's options change the lengths of steps, and the lengths decide where
+# positions start over
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -139,7 +142,8 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token twice: its two keys in the first layer would tie, and rounding would decide which is evicted
+    # no token occurs twice, because its two keys in the first layer would tie, and rounding would decide
+    # which of them is evicted
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
@@ -181,10 +185,11 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 ):
     name, *own = name.split(":")
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
-    # lengths that end with a whole step: after a shorter last step only the reference would evict
+    # with these lengths, the last step has its full length. After a shorter last step, only the reference
+    # would evict
     tokens = text(112 if positions == "original" else 200)
     if name in ("knorm", "scissorhands"):
-        # no token twice: rounding would decide between equal key norms, or between equal low scores
+        # no token occurs twice, because rounding would decide between equal key norms or equal low scores
         tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[: len(tokens)].astype(np.int32)
     policy = policies.fit(name, 40, evict_every, [*own, *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
@@ -201,14 +206,15 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token twice: distances above 65, half of the context, count as 65, so two far copies of a token could
-    # score alike, and rounding would choose between them
+    # no token occurs twice, because rounding would choose between two distant copies. They could have the
+    # same score: distances above 65, half of the context, count as 65
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # made=False: values are a part of the keys, as with MLA, so steps recall tokens, not synthetic cells
+    # made=False: values are a part of the keys, as with MLA. Then steps recall tokens instead of synthetic
+    # cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -223,7 +229,8 @@ def test_recall_scores_like_the_definition(
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# steps of few queries multiply keys in their stored format, steps of many (chunk=16) do not
+# steps of few queries multiply keys in the format in which they are stored. Steps of many queries (chunk=16)
+# do not
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
@@ -237,13 +244,15 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
     off = score_errors(path, tokens, policy, "recall", made=made, **how)
-    # a GPU may choose other tokens, as above. 2 * TOLERANCE: keys are rotated and rounded several times
+    # on a GPU, rounding may change which tokens are recalled, so only the median is compared. The tolerance
+    # is doubled, because keys are rotated and rounded several times
     assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # the archive has near and far blocks, as above. In a single layer, rounding errors do not grow
+    # this archive also has near and far blocks. The model has only one layer, so that rounding errors do not
+    # grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
@@ -278,7 +287,7 @@ def english(smollm2):
     return tokens
 
 
-# few combinations, because the definition is slow. Without --long only two of them run
+# there are few combinations, because the definition is slow. Without --long, only two of them run
 @pytest.mark.share(2, "name", "positions", "evict_every")
 @pytest.mark.parametrize(
     ("name", "positions", "evict_every"),
@@ -314,15 +323,16 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_mod
     assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
 
-# Flash attention adds up in f16. Measured errors of the NLL: a median of 0.002, a maximum of 0.015. FLASH_MAX
-# is much larger: if two tokens score nearly the same, rounding may change which of them a KV head keeps, and
-# all later scores depend on that.
+# Flash attention adds up in f16. Measured errors of the NLL have a median of 0.002 and a maximum of 0.015.
+# FLASH_MAX is much larger than the maximum. If two tokens have nearly the same score, rounding may change
+# which of them a KV head keeps, and all later scores depend on that.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# left out: in-cache with evict_every=1, because f16 keys that are rotated at every token lose precision, even
-# without flash attention; corm with evict_every=1, because some of its 200 choices are near ties
+# Two combinations are left out. With in-cache positions and evict_every=1, f16 keys are rotated at every
+# token and lose precision, even without flash attention. With corm and evict_every=1, some of the 200 choices
+# are near ties.
 FLASH_CASES = [
     (name, positions, evict_every)
     for name in ("h2o", "tova", "buzz", "streamingllm", "corm")
@@ -342,7 +352,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    # seed 2: in this text no two scores are so close that half precision would change their order
+    # with seed 2, no two scores in this text are so close that half precision would change their order
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     keep = import_module(f"tests.reference.{name}").keep

@@ -1,4 +1,7 @@
-"""Kernels of the archive's search: 8-bit products of mean keys and queries, and exponentials, as in NumPy."""
+"""Kernels of the archive's search give the same results as NumPy.
+
+They compute products of mean keys and queries in 8 bits, and exponentials.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
         pytest.skip("this CPU has no such instructions")
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((5 * N_SIDE, n_embd)).astype(np.float32)
-    # a dimension of outliers, a key of zeros, and two keys whose integers have the largest possible sums
+    # the keys have a dimension of outliers, a key of zeros, and two keys that have the largest possible
+    # integer sums
     keys[:, 3] += 40
     keys[7] = 0
     keys[8], keys[9] = 1, -1

@@ -1,4 +1,4 @@
-"""Joint steps of several streams: each stream's rows and logits are the same as alone."""
+"""Joint steps of several streams: each stream has the same rows and logits as without the other streams."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def distinct(n, seed):
 def lives(model, policy, tokens, said, *, make_batcher, **settings):
     """Return each stream's positions, live cells, signals, logits of its last tokens, and repeated steps.
 
-    Stream i reads all but its last said[i] tokens, then decodes these one by one. make_batcher: makes a
-    StepBatcher.
+    Stream i reads all tokens except the last said[i], and then decodes these one by one. make_batcher: a
+    function that makes a StepBatcher.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
 
 
 class Counting(StepBatcher):
-    """StepBatcher that notes how many streams each joint step was for."""
+    """StepBatcher that records the number of streams of each joint step."""
 
     sizes: list[int]
 
@@ -116,10 +116,11 @@ class Counting(StepBatcher):
 def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), rounds=False, **settings):
     """Assert that streams have the same results alone and in joint steps.
 
-    rounds: True if rounding may change which tokens stay; then only the first logits are compared.
+    rounds: True if rounding may change which tokens stay. Then only the first logits are compared.
     """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    # no token twice for knorm: it ranks by keys, so equal tokens would tie, and rounding would decide
+    # knorm ranks tokens by their keys, so no token occurs twice: equal tokens would tie, and rounding would
+    # decide
     of = distinct if name == "knorm" else text
     tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
     made = []
@@ -161,7 +162,7 @@ def test_in_any_kind_of_model(tiny_model, arch, name):
 
 
 def two_lives(path, make_batcher, said=40, n=100):
-    """Results of two streams under h2o: decoded one after the other, and in joint steps."""
+    """Return the results of two streams under h2o, first decoded one after the other, then in joint steps."""
     policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
         return [
@@ -196,7 +197,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
 
 
 class Broken(Counting):
-    """StepBatcher of which every third joint step fails, the first included."""
+    """StepBatcher whose first joint step fails, and then every third step."""
 
     def _decode_joint(self, parts):
         if len(self.sizes) % 3 == 0:

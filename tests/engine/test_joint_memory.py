@@ -1,6 +1,6 @@
-"""Joint steps in which memory ends: whichever allocation fails, the streams continue as if there was no step.
+"""Joint steps that run out of memory: whichever allocation fails, the streams continue as without the step.
 
-Run as a module, this file is the client, which runs with failing_new.cpp preloaded.
+The test runs this file as a module in another process, in which failing_new.cpp is preloaded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ N_READ, N_MOST = 20, 350
 
 
 def client(path):
-    """Print how many joint steps failed, and the maximum difference of logits to those of a stream alone.
+    """Print the number of joint steps that failed, and the largest difference of logits.
 
-    In the nth step the nth allocation fails. The members then decode their tokens one by one.
+    The logits are compared with a stream that is decoded without joint steps. In the nth joint step, the nth
+    allocation fails. If the step fails, the members decode their tokens one by one.
     """
     process, tokens = ctypes.CDLL(None), text(N_MOST)
     exact = Settings(type_k="f32", type_v="f32", flash="off", n_threads=1, n_batch=32)

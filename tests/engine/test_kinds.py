@@ -32,7 +32,7 @@ KINDS = {
     "refact": {},
     "gpt2": {},
 }
-"""Kinds of models in tests/tiny_kinds.py, with options of their writers."""
+"""Kinds of models that tests/tiny_kinds.py writes, with the options of each writer."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,7 +51,7 @@ def model(path):
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
-    # positions start over at the trained length, 130: then stored keys are rotated
+    # positions start over at the trained length, 130. The stored keys are rotated then
     tokens = text(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
@@ -62,7 +62,10 @@ def test_scores_like_the_definition(path, model, name):
 
 
 def _no_token_twice(n):
-    """Return n different tokens: equal ones tie in the first layer, so rounding would decide which stay."""
+    """Return n different tokens.
+
+    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
+    """
     return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
 
 
@@ -97,7 +100,7 @@ def test_rows_of_different_lengths_score_nearly_so_with_flash_attention(path, mo
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
     how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
     off = score_errors(path, _no_token_twice(160), policy, "corm", model=model, **how)
-    # only the median: near a tie another token may stay in a row, which changes all later scores
+    # only the median is compared: near a tie, a row may keep another token, which changes all later scores
     assert np.median(off) < 0.02
 
 
@@ -121,9 +124,9 @@ def test_quantized_keys_turn_as_well(path, model):
 @pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
-    """With a trained length of 130, 300 tokens are read in three segments.
+    """With a trained length of 130, a prompt of 300 tokens is read in three segments.
 
-    The state of layers without rows carries over from one segment to the next.
+    The state of layers without rows continues from one segment to the next.
     """
     tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
     policy = policies.fit("h2o", 48, 16)
@@ -139,7 +142,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # `join` has closed the gaps between segments; later evictions leave gaps again
+    # `join` has closed the gaps between segments. Later evictions leave gaps again, so `in_cache` is turned
+    # off
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])

@@ -83,7 +83,8 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
         writer.read(text(100))
         saved, n = writer.save(), writer.engine.n_past
         said = "".join(writer.write(60))
-        # another text in between, so that old cells and hidden states would be wrong ones
+        # another text is read in between. If its cells or hidden states were used later, the result would be
+        # wrong
         assert writer.rewind(n - 30, saved)
         writer.read(text(90, seed=5))
         "".join(writer.write(20))
@@ -104,9 +105,10 @@ def shrink(monkeypatch, n_row):
 
 
 def guesses_by_definition(path, tokens, kept):
-    """Return the draft tokens after a stream i32[n] whose last token is not decoded.
+    """Return the draft tokens that follow a stream i32[n], whose last token is not decoded yet.
 
-    All tokens are read one by one. kept: positions of those whose hidden states the layer reads.
+    The other tokens are read one by one. kept: positions of the tokens whose hidden states the MTP layer
+    reads.
     """
     how = {"n_output": 1, "mtp": True}
     with (
@@ -136,7 +138,7 @@ def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_
         source.add(stream)
         n_compared = 0
         for turn in range(40):
-            # stream: all decoded tokens and the next one, as a writer has them before a step
+            # `stream` has all decoded tokens and the next token, as a writer passes it before a step
             if turn % 6 in (0, 3, 5):
                 engine.checkpoints.take()
                 more = text(int(rng.integers(5, 25)), seed=turn)
@@ -178,7 +180,7 @@ def test_memory_stays_the_same(tiny_model, monkeypatch):
             assert pos.tolist() == [*range(4), *range(pos[-1] + 5 - n, pos[-1] + 1)]
             assert len(source._hidden) == 40
         assert writer.n_accepted == writer.n_drafted > 100
-        # back to where no hidden states are left except for the first ones
+        # go back so far that only the first hidden states are left
         source.cut(2)
         assert source._pos[: source._n_row].tolist() == [0, 1]
 
@@ -188,7 +190,7 @@ def test_steps_in_another_context_are_left_out(tiny_model):
         tokens, engine, source = text(50), writer.engine, source_of(writer)
         source.add(tokens)
         engine.read(tokens[:40])
-        # as a step together with other streams does
+        # set the logits from outside, as a joint step with other streams does
         logits = engine.context.logits().copy()
         decode = engine.context.decode
 

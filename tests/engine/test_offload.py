@@ -1,7 +1,7 @@
-"""Models whose first layers are in host memory and last layers on a device: one edit reaches both.
+"""Models whose first layers are in host memory and last layers on a device: one edit changes both.
 
-The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback.
-Run as a module, this file is the client, in its own process: devices are registered for a whole process.
+The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback. The
+tests run this file as a module in another process, because devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RUNS = [
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]
-# three "GPU layers" are two layers and the output, so the other two layers stay on the host
+# the three "GPU layers" are two layers and the output, so the other two layers stay on the host
 N_LAYER, N_GPU_LAYERS = 4, 3
 
 
 def score(path, name, positions, flash, n_gpu_layers):
     """Return the NLL of a short text, then keys and values of the first and the last layer.
 
-    With ragged rows: the NLL and the numbers of live cells.
+    If rows are ragged, return the NLL and the numbers of live cells instead.
     """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
@@ -88,9 +88,10 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         ours, theirs = np.array(ours), np.array(theirs)
         assert ours.shape == theirs.shape
         off = np.abs(ours - theirs)
-        # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
+        # a GPU multiplies in half precision if it can. Results of llvmpipe differ by up to 0.008
         if not has_gpu():
-            # 1e-3: flash attention rounds to half precision, so the order of a merge's sums can change an NLL
+            # with flash attention the tolerance is 1e-3. It rounds to half precision, so the order in which a
+            # merge adds up can change an NLL
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
@@ -110,7 +111,7 @@ def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
         assert not any(row.why for row in rows)
         (f16,), (q8_0,), (on_host,) = (row.device_bytes for row in rows)
         cache = 256 * model.layers.cell_bytes("f16", "f16")
-    # a block of 32 numbers in q8_0 has 34 bytes
+    # a block of 32 numbers takes 34 bytes in q8_0 and 64 bytes in f16
     assert f16 - q8_0 == cache * 30 // 64
     assert f16 > cache > f16 - on_host > 0
     assert [row.host_bytes >= cache for row in rows] == [False, False, True]

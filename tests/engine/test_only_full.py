@@ -1,4 +1,4 @@
-"""Models whose cells llama.cpp alone may edit: the policy `full` runs, others are refused."""
+"""Models whose cells only llama.cpp may edit: the policy `full` runs, and other policies are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASON = "it is one of a test"
 
 @pytest.fixture
 def path(talker, monkeypatch):
-    """A llama model that is treated as one that runs only with `full`."""
+    """A llama model that kvtool treats like a model that runs only with `full`."""
     monkeypatch.setitem(layers.ONLY_FULL, "llama", REASON)
     return talker
 
@@ -50,7 +50,7 @@ def test_a_stream_begins_again_and_is_saved(path):
         for each in (engine, other):
             each.read(tokens[70:])
             assert np.abs(each.context.logits()[-1] - wanted).max() < TOLERANCE
-        # the tokens of its cache cannot be removed: a copy of the whole cache is put back
+        # tokens cannot be removed from the cache, so `rewind` restores a copy of the whole cache
         other.reset()
         other.read(tokens[:100])
         other.checkpoints.take()

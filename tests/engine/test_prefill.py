@@ -1,4 +1,4 @@
-"""A prompt that is decoded whole is compressed once, and the large cache is given back."""
+"""A prompt that is decoded whole is compressed once, and then the large cache is freed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.reference import bumblebee, transformer
 def evict(stream, name, policy, ends=()):
     """Let a reference stream evict by the policy's definition in tests/reference.
 
-    ends: ends of a prompt's segments. Queries attend only to tokens of their own segment. So the last queries
-    of every segment count as the last queries of the prompt.
+    ends: the end of each segment of a prompt. Queries attend only to tokens of the same segment. Therefore
+    the last queries of every segment are treated as the last queries of the prompt.
     """
     twin = import_module(f"tests.reference.{name}").keep
 
@@ -62,7 +62,7 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
         want = stream.decode(tokens[:310])[-1]
         evict(stream, name, policy)
         assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
-        # the large cache is given back
+        # the large cache is freed
         if heads == "equal":
             assert engine.cache_bytes == small
         else:
@@ -180,7 +180,7 @@ def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
 
 
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
-    """Return the positions in each row that BumbleBee's offline algorithm keeps, by its definition."""
+    """Return the positions that the definition of BumbleBee's offline algorithm keeps in each row."""
     stays = {*range(sinks), *range(next - window, next)}
     return [sorted(bumblebee.summary(row, stays, budget - slack, mixture, phi)) for row in rows]
 
@@ -220,7 +220,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         for at in range(300, 308):
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
-        # the next plan also has the same result, because the signals of the kept cells have survived
+        # the next plan also gives the same result, because the signals of the kept cells were not lost
         evict(whole, name, policy)
         engine.evict_if_due()
         assert live(engine) == positions_of(whole)
@@ -328,8 +328,9 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # IMPORTANT is the number of tokens seen by the latest query that found a key important. The newest query
-    # of each segment finds some key important, so the maximum is the segment's end
+    # if a query finds a key important, the key's value of IMPORTANT is the number of tokens that the query
+    # has seen. In each segment, the newest query finds some key important, so the maximum is the segment's
+    # end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -340,14 +341,15 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
     for first, end in ((0, 100), (100, 200), (200, 300)):
         own = important[:, first:end]
         assert own.max() == end
-        # no query is older than the key that is important to it
+        # a key is important only to queries that are not older than the key
         assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
 
 
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # corm sets no number of tokens per row, so there is no size to which a prompt could be compressed
+        # corm does not set the number of tokens per row, so there is no size to which a prompt could be
+        # compressed
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

@@ -61,7 +61,8 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # tolerances: keys of synthetic ("made") cells are rounded to the cache's type, like other keys
+    # the tolerances allow for rounding: keys of synthetic ("made") cells are rounded to the cache's type,
+    # like other keys
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
 def test_made_cells_are_the_full_cache_in_any_budget(
@@ -126,7 +127,7 @@ def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monk
             archive = engine.context.archive
             tokens = [each.tolist() for each in archive.attended(4, 9)] if "recalled" in params else []
             found.append((tokens, engine.context.logits().tolist()))
-            # more than three blocks of 256 tokens, which the threads share
+            # the archive has more than three blocks of 256 tokens, so that the threads have blocks to share
             assert engine.n_archived > 3 * 256
     assert found[0] == found[1] == found[2]
 
@@ -180,7 +181,8 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
 
 
 def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
-    # in steps of few queries, queries are rounded to 8 bits if the CPU allows it, but never with search=all
+    # in steps of few queries, queries are rounded to 8 bits if the CPU has instructions for that. With
+    # search=all they are never rounded
     path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
     found = [
         scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
@@ -298,7 +300,8 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             # in the first table the archive begins after its end; in the second it ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # the next three: far tokens end after the archive; a frame begins after it; no frame has token 0
+            # the next three tables: far tokens end after the archive; a frame begins after the archive; no
+            # frame has token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -423,7 +426,8 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop ends after the step that follows the eviction: one token, or up to n_batch of a text
+        # the loop ends after the step that follows the eviction. This step has one token, or up to n_batch
+        # tokens of a text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -432,7 +436,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a budget of"):
             engine.hold(n_keep)
-        # at most n_keep // 2 tokens are pinned, even if more are requested; the others are archived
+        # at most n_keep // 2 tokens are pinned, even if more are requested. Later tokens are archived
         engine.pin(500)
         assert engine.n_pinned == n_keep // 2
         engine.read(text(200))
@@ -477,7 +481,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
         engine.read(text(100))
 
 
-# the largest of these archives has clusters; in the others all tokens are attended to exactly
+# only the largest of these archives has clusters. In smaller archives, steps attend exactly to all tokens
 @pytest.mark.parametrize("slabs", [2, 3.5, 6])
 def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
@@ -492,7 +496,7 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
         # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # n_max is the largest possible: n_max + 1 tokens may touch one slab more
+        # n_max is the largest possible limit, because n_max + 1 tokens may touch one slab more
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -505,9 +509,9 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         engine.read(text(3 * n // 2))
         before, taken = rss_bytes(), engine.archive_bytes
         engine.read(text(share_of(4000, 6000)))
-        # at least 4,000 tokens were read since, but memory grew by less than 1,000 tokens take
+        # since then, at least 4,000 tokens were read, but memory grew by less than the size of 1,000 tokens
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
-        # the first token may lie anywhere in its slab, so the archive may touch one slab more or fewer
+        # the first token may be anywhere in its slab, so the archive may touch one slab more or fewer
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
 
 
@@ -562,7 +566,7 @@ def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
                 yield perplexity.stream(engine, part)
                 engine.evict_if_due()
                 engine.step(part[-1:])
-                # llama.cpp's own table has the synthetic cells, at its end
+                # llama.cpp's own table contains the synthetic cells, at the end of the table
                 assert len(saved.parse(context.state()).pos) == engine.n_kv + n_recall
             n_recall = n_filled
             for n in (engine.n_kv + n_recall - 1, n_recall, 1):
@@ -608,7 +612,7 @@ def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
             data = layers[f"archive.{i}"]
             check(set_layer(handle, i, [(0, data)], 0, n))
         engine.step(tokens[:16])
-        # if one layer gets other tokens, the archive is emptied
+        # if one layer gets other tokens than the rest, the archive is emptied
         check(set_layer(handle, 1, [(5, data)], 5, 9))
         assert engine.n_archived == 0
         engine.step(tokens[16:32])
@@ -681,7 +685,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
         engine.read(text(200))
         _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
         flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
-        # rr stands for "random read advise": the system does not read ahead
+        # the flag "rr" means "random read advise": the system does not read ahead
         assert "rr" in flags.split()
 
 
@@ -689,7 +693,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # listing the folder opens a descriptor, which is in the list but closed by now
+        # listing the folder opens a descriptor. It is in the list, but closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

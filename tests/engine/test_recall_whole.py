@@ -58,7 +58,7 @@ def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, sha
     assert np.abs(own - full).max() < tolerance
     assert n_kv <= 48
     assert n_kv + n_archived == N_PROMPT + N_LATER
-    # the large cache is given back
+    # the large cache is freed
     assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[3]
 
 
@@ -173,7 +173,7 @@ def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model,
 
 
 def refuse_above(n):
-    """Return a `Context.resize` that fails above n cells a row, as on a full GPU."""
+    """Return a function to replace `Context.resize`. It fails above n cells a row, as if a GPU were full."""
     resize = Context.resize
 
     def refuse(self, n_cell):
@@ -212,7 +212,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # the 100 tokens are read again if the new text is at least an eighth of all: 15 of 115, not 14 of 114
+        # the first 100 tokens are read again if the new text has at least an eighth of all tokens. 15 tokens
+        # are enough (15 of 115), but 14 tokens are not (14 of 114)
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
@@ -221,7 +222,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)
-    # the second and the last text are long enough to reread all, so the result is that of a single prompt
+    # the second and the last text are so long that all tokens are read again. The result is the same as with
+    # a single prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
         writer.read(tokens[20:600])

@@ -1,6 +1,6 @@
 """Recall with layers on a worker: the client has the archive, and results are the same as without a worker.
 
-Run as a module, this file is the client, in its own process: devices are registered for a whole process.
+The tests run this file as a module in another process, because devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
 
-# recall's option, type of the archive, flash attention, type of the cache, layers on the server
+# recall's option, type of the archive, flash attention, type of the cache, number of layers on the server
 RUNS = [
     ("search=all", "f32", "off", "f32", 99),
     ("search=all", "f16", "on", "f16", 99),
@@ -30,11 +30,11 @@ RUNS = [
     ("search=clusters", "q8_0", "on", "f16", 99),
     ("search=clusters", "q8_0", "off", "f32", 3),
 ]
-# flash attention, type of the cache, KV heads. A q8_0 cell of 1 head has 34 bytes, which 4 does not divide
+# flash attention, type of the cache, KV heads. A q8_0 cell of 1 head has 34 bytes, which is no multiple of 4
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
 N_LAYER, N_DIM = 4, 32
 N_FIRST, N_LATER = 170, 50
-# limit of the archive in tokens; more are evicted, so the oldest are forgotten
+# limit of the archive in tokens. More tokens are evicted, so the oldest are forgotten
 N_ARCHIVE = 100
 LEAVING = [17, 3, 41, 40, 8]
 
@@ -44,9 +44,10 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """Return a stream's results, and a function goes_on_with(n).
+    """Return the results of a stream, and a function goes_on_with(n).
 
-    goes_on_with continues the stream from its saved state after N_FIRST tokens, with n layers on the server.
+    goes_on_with(n) loads the state that the stream had after N_FIRST tokens, and continues with n layers on
+    the server.
     """
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
@@ -85,9 +86,9 @@ def resized(path, n_gpu_layers):
 
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
-    """Archive a few cells in another order than they are stored in.
+    """Archive a few cells, in another order than the cache stores them.
 
-    Returns (True if their bytes are unchanged, [bytes received, bytes of graphs sent]).
+    Return (True if the archive has the same bytes as the cache, [bytes received, bytes of graphs sent]).
     """
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
@@ -99,7 +100,8 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # each number of cells has its own graph, which is sent here, before the measurement
+        # the client sends one graph for each number of cells. These pushes send the graphs before bytes are
+        # counted
         archive.push(np.array(LEAVING[:3]), 0)
         archive.push(np.array(LEAVING), 3)
         before = meter.read() if meter else ()
@@ -120,7 +122,7 @@ def client(endpoint, file, *paths):
     for each in RUNS:
         found, goes_on_with = run(paths[1], *each)
         found["here"] = goes_on_with(0)
-        # the server continues a state that was saved here
+        # the server continues a state that was saved without the server
         found["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
         results.append(found)
     printed = {"results": results, "resized": resized(paths[1], 99)}
@@ -137,7 +139,8 @@ def serving(kind):
         with rpc_server.running() as endpoint:
             yield endpoint
         return
-    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
+    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
+    # import would fail in the client
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -151,7 +154,7 @@ def path(tiny_model):
 
 @pytest.fixture(scope="module", params=["worker", "rpc-server"])
 def remote(request, tiny_model, tmp_path_factory):
-    """Output of the server's client."""
+    """Output of the client that uses the server."""
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, n)) for n in (1, 2)]
@@ -163,7 +166,7 @@ def remote(request, tiny_model, tmp_path_factory):
 
 @pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def both(request, remote, path):
-    """(results of the server's client, results in this process)"""
+    """Return (results of the client that uses the server, results in this process)."""
     *how, _ = RUNS[request.param]
     return remote["results"][request.param], run(path, *how, 0)[0]
 
@@ -180,7 +183,7 @@ def test_the_archive_is_the_same(both):
     there, here = both
     assert here["span"][1] - here["span"][0] == N_ARCHIVE
     assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
-    # up to 1 % of the stored bytes may be rounded the other way
+    # up to 1 % of the stored bytes may differ because of rounding
     assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
 
 
@@ -207,13 +210,16 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same
     assert remote["left_of_some"][number]
-    # cells arrive in the type of the cache; as f32 if a cell is not a whole number of 4-byte words
+    # the server sends cells in the type of the cache. If the size of a cell is no multiple of 4 bytes, it
+    # sends f32
     is_words = kind != "q8_0" or n_head_kv > 1
     size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
     n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)
-    # each layer sends one answer: 8 bytes for its size, and up to 256 of padding between keys and values
+    # the answer for each layer has 8 bytes for its size, and up to 256 bytes of padding between keys and
+    # values
     assert n <= n_bytes <= n + N_LAYER * (8 + 256)
-    # kvtool's worker has kept the graph, so the client only asks to compute it again
+    # kvtool's worker has kept the graph, so the client only asks to compute it again. ggml's server gets the
+    # whole graph again
     assert n_graph == RECOMPUTE if remote["server"] == "worker" else n_graph > 100 * RECOMPUTE
 
 

@@ -27,7 +27,7 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}
 ALL = 1024
-"""Residents enough for the whole archive."""
+"""A number of residents that is enough for the whole archive."""
 
 
 def fit(budget=64):
@@ -36,14 +36,15 @@ def fit(budget=64):
 
 @pytest.fixture
 def always_repeated(monkeypatch):
-    """Steps are repeated whenever a cluster is missing, so that with ALL residents attention is exact."""
+    """Repeat each step that misses a cluster on the device, so that with ALL residents attention is exact."""
     monkeypatch.setattr(residents, "_MISSED", 0.0)
 
 
 def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
-    """Read the first tokens exactly, then decode the others one by one.
+    """Read the first n_prompt tokens exactly, then decode the rest one by one.
 
-    Returns the logits f32[n, n_vocab] of the others, and the engine's number of repeated steps.
+    Return the logits f32[n, n_vocab] of the tokens after the prompt, and the number of steps that the engine
+    repeated.
     """
     exact = {"prefill": "exact"} if policy.recall else {}
     with open_engine(path, policy, **(HALF | exact | settings)) as engine:
@@ -81,7 +82,8 @@ def test_with_all_resident_each_token_attends_as_to_the_full_cache(
     full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
     found, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
     assert np.abs(found - full).max() < tolerance
-    # the first step is repeated, since it has no residents yet, and so are steps after a block was clustered
+    # the first step is repeated, because there are no residents yet. Steps after a block was clustered are
+    # also repeated
     assert 1 <= n_repeated < N_LATER // 2
 
 
@@ -102,7 +104,8 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 @pytest.mark.usefixtures("always_repeated")
 def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
-    # each step rotates the keys of tokens more than 63 back; every 70 tokens or so, all positions change
+    # each step rotates the keys of tokens that are more than 63 tokens back. About every 70 tokens, all
+    # positions change
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
     host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
@@ -138,7 +141,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # 48 means are the clusters of three blocks: until the archive has more, steps attend to residents
+    # there is room for 48 means, the clusters of three blocks. As long as the archive has no more clusters,
+    # steps attend to residents, so results differ from a search
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -179,7 +183,8 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
         engine.step(text(1))
         archive = engine.context.archive
         n_cell = (engine.cache_bytes - n_before) // (n_before // engine.context.n_cell)
-        # cells for means, tokens without clusters, and residents; 64 more to reach a multiple of 256
+        # 256 cells for means, 384 for tokens without clusters, and 64 for residents. 64 more make it a
+        # multiple of 256
         assert n_cell == 256 + 384 + 64 + 64
         assert archive.reside(0, 0) == 0
         assert engine.cache_bytes == n_before
@@ -232,7 +237,7 @@ def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model, arch):
         at = N_PROMPT
         while at < len(tokens) - 5:
             n = min(engine.draft_room(), 4)
-            # the last draft token is wrong, and dropped
+            # the last draft token is wrong, so it is dropped
             step = np.append(tokens[at : at + n], 3) if n else tokens[at : at + 1]
             engine.draft(step)
             n_right = max(n, 1)
@@ -274,7 +279,7 @@ def test_a_number_of_residents_that_cannot_be_is_refused(n):
 
 @contextmanager
 def logged():
-    """Yield a list that receives what llama.cpp logs."""
+    """Yield a list that receives the lines that llama.cpp logs."""
     lines = []
     callback = api.llama_log_callback(lambda level, line, _: lines.append(line.decode("utf-8", "replace")))
     api.llama_log_set(callback, ctypes.c_void_p(0))
@@ -285,9 +290,9 @@ def logged():
 
 
 def graphs_of_a_step(path, policy, monkeypatch, **settings):
-    """Return the number of splits, and the operations, of the graph that decodes one token."""
+    """Return the number of splits and the operations of the graph that decodes one token."""
     monkeypatch.setenv("GGML_SCHED_DEBUG", "2")
-    # each step then logs its graph
+    # if graphs are not reused, each step logs its graph
     monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
     with open_engine(path, policy, **(HALF | settings)) as engine:
         engine.read(text(N_PROMPT))

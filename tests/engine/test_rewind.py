@@ -1,4 +1,4 @@
-"""Rewinding: a stream cut to its first tokens has the state that it had after them."""
+"""Rewinding: a stream that is cut to its first tokens has the same state as right after these tokens."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def logits(engine, tokens):
 
 
 def check_back(engine, fresh, n, n_later, tolerance):
-    """Read n tokens and n_later others, rewind to n, and compare with `fresh`, which reads only the n."""
+    """Read n + n_later tokens, rewind to n, and compare with `fresh`, which reads only the first n tokens."""
     tokens = text(n + 40)
     for each in (engine, fresh):
         each.reset()
-        # both engines take the same steps, because all tokens of a step attend exactly to the same clusters
+        # both engines read in the same steps, because all tokens of a step attend exactly to the same
+        # clusters
         each.read(tokens[:n])
     wanted = state(fresh)
     engine.read(text(n_later, seed=2))
@@ -67,7 +68,8 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert state(engine) == state(fresh)
 
 
-# trained context: (numbers of later tokens, lengths to rewind to). With 256, positions start over
+# Trained context: (numbers of later tokens, lengths to rewind to). With a context of 256, positions start
+# over.
 STREAMS = {
     1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
     256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),
@@ -101,7 +103,7 @@ def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, unpatch, arc
 
 
 KINDS = [
-    # flash attention adds up in another order; archiving and rewinding round keys and values
+    # flash attention adds up in another order. Archiving and rewinding round keys and values
     ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
     # quantized keys are stored multiplied by a Hadamard matrix
@@ -170,7 +172,7 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
         assert engine.context.has_logits
         assert engine.rewind(n_least + policy.slack)
         engine.step(text(1))
-        # sinks are never forgotten
+        # sinks are never forgotten, so a stream can always go back to them
         assert engine.rewind(3) == 3
         assert engine.n_kv == 3
 
@@ -213,7 +215,8 @@ def client(endpoint, path):
 def test_cells_on_a_worker_go_back(tiny_model):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
+    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
+    # import would fail in the client
     from tests.engine.test_worker import working
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)

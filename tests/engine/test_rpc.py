@@ -1,6 +1,6 @@
-"""All layers on a device whose memory is not the host's: ggml's RPC server on loopback, the CPU behind it.
+"""All layers are on a device whose memory is not the host's: the CPU behind ggml's RPC server on loopback.
 
-Run as a module, this file is the client, in its own process: devices are registered for a whole process.
+The tests run this file as a module in another process, because devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICIES = {
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
     "tova": policies.fit("tova", 48, 16),
-    # window=24 > slack: the window of voting queries begins before the last plan
+    # the window of 24 queries is longer than the slack, so it begins before the last plan
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "expected": policies.fit("expected", 48, 16, ["queries=24"]),
     "roco": policies.fit("roco", 48, 16),
@@ -66,7 +66,7 @@ RUNS = [
     ("recall", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4
-# all layers on the server, and only some
+# numbers of layers on the server: first all, then only some
 N_GPU_LAYERS = (99, 2)
 
 
@@ -78,20 +78,20 @@ def model_of(tiny_model, arch="llama"):
 def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
     """Return the NLL of a short text, and keys and values of the first layer.
 
-    With ragged rows: the NLL, the numbers of live cells, and [0].
+    If rows are ragged, return the NLL, the numbers of live cells, and [0] instead.
     """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
             return nll.tolist(), engine.rows.live.tolist(), [0]
-        # the last cache is that of the sliding layers, if there are any
+        # if the model has sliding layers, their cache is the last
         state = saved.parse_all(engine.context.state())[-1]
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
 
 
 def signals(path, n_gpu_layers=None):
-    """Return [RECENT of each query, IMPORTANT] three times: after several batches, an edit, and a write."""
+    """Return [RECENT of each query, IMPORTANT] at three times: after some batches, an edit, and a write."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
     asked = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
@@ -118,7 +118,7 @@ def signals(path, n_gpu_layers=None):
 
 
 def client(endpoint, *paths):
-    """Print the results of the runs on the server as JSON. llama.cpp's log goes to stderr."""
+    """Print the results of the runs on the server as JSON. The log of llama.cpp is written to stderr."""
     set_verbose(True)
     add_rpc(endpoint)
     found = devices()
@@ -175,7 +175,7 @@ def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
 
 
 def test_a_server_that_does_not_answer_is_an_error():
-    # in another process, because llama.cpp ends its process if it cannot connect
+    # use another process, because llama.cpp ends its process if it cannot connect
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
         code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"

@@ -1,4 +1,4 @@
-"""Checkpoints in a session's archive file: each is written once, and a later process is rewound to them."""
+"""Checkpoints in a session's archive file: each is written once, and a later process can rewind to it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
         other.restore(saved)
         assert len(other.checkpoints) == 0
         assert other.n_past == 100
-        # the next turn replaces the archive, but not one that may be another chat's
+        # the next turn replaces the archive. If it may belong to another chat, it is moved away instead
         other.read(text(100, seed=2))
         engine.read(text(100, seed=2))
         with closing(ArchiveFile(path)) as file:
@@ -203,7 +203,7 @@ def test_a_session_has_few_copies_of_a_large_cache(tiny_model, path, monkeypatch
             engine.checkpoints.take()
             save(path, engine, file)
             parts = [*listed_checkpoints(session.read(path)[1])]
-            # the session has the newest
+            # the newest checkpoint is not listed, because the session itself has that state
             assert len(parts) == min(n, 3)
             assert n < 1 or parts[-1].n_past == engine.n_past - 50
             assert n < 3 or n // 5 * 50 < parts[0].n_past <= engine.n_past - 150
@@ -224,6 +224,6 @@ def test_a_session_has_all_copies_of_a_small_cache(tiny_model, path):
             engine.checkpoints.take()
         save(path, engine)
         saved = [part.n_past for part in listed_checkpoints(session.read(path)[1])]
-        # the session itself has the newest
+        # the newest checkpoint is not listed, because the session itself has that state
         assert saved == [each.n_past for each in engine.checkpoints][:-1]
         assert len(saved) == 6

@@ -30,7 +30,7 @@ def in_memory(engine):
 
 
 def clusters(engine):
-    """Return the clusters of each block, bytes by (begin, is_far)."""
+    """Return the clusters of each block: a dict of bytes with the keys (begin, is_far)."""
     archive = engine.context.archive
     n = archive.n_token
     return {
@@ -51,7 +51,7 @@ def write(path, engine, store):
 
 
 def is_the_same(one, other, seed):
-    """Assert that both score the next tokens bit for bit alike, and have the same clusters."""
+    """Assert that two engines score the next tokens bit for bit the same, and have the same clusters."""
     tokens = text(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)
@@ -70,9 +70,9 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
     for given, is_known in (
         (saved, True),
-        # a state without clusters, as earlier versions saved it: they are computed again
+        # a state without clusters, as earlier versions saved it. The clusters are computed again
         ({name: array for name, array in saved.items() if name not in names}, True),
-        # other bytes are valid: they put tokens into other clusters
+        # other bytes are valid too, but they assign tokens to other clusters
         (saved | other, False),
         # clusters of near blocks that are listed as far, and the reverse, are not used
         (
@@ -104,8 +104,8 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         found = told(engine)
         engine.restore(saved)
-        # a thread takes two of the four rows at a time, and progress is reported while rows are left: one
-        # thread reports after two rows; three threads take all rows at once
+        # a thread takes two of the four rows at a time, and progress is reported while rows are left. One
+        # thread reports after its first two rows. Three threads take all rows at once, so they report nothing
         assert found == ([(2, 4)] if n_threads == 1 else [])
 
 

@@ -1,4 +1,4 @@
-"""A session's archive file: each turn appends its new segments, and a session never misses a segment."""
+"""A session's archive file: each turn appends its new segments, and a session always has all its segments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ N_BYTES = sum(LAYERS)
 
 
 class Archive:
-    """Stand-in for kvtool.llama.archive.Archive: tokens begin .. end - 1. `stream` seeds their bytes."""
+    """Stand-in for kvtool.llama.archive.Archive that has the tokens `begin` to `end` - 1.
+
+    `stream` is the seed of the bytes of these tokens.
+    """
 
     n_token, block_bytes = 8, 3
 
@@ -85,7 +88,7 @@ def load(path):
 
 
 def holds(path, archive):
-    """Return True if the session at `path` has this archive, bit by bit."""
+    """Return True if the session at `path` has exactly the bytes of this archive."""
     saved = load(path)
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
     listed, n = {}, archive.n_token
@@ -122,7 +125,7 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["tokens", "clusters"])
 def both(request, monkeypatch):
-    """Run a test without clusters and with clusters."""
+    """Run a test twice: without clusters and with clusters."""
     monkeypatch.setattr(Archive, "is_clustered", request.param)
 
 
@@ -150,7 +153,7 @@ def test_a_turn_appends_what_it_has_archived(path, store):
 def test_another_process_goes_on_where_one_has_ended(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # 500 bytes that a killed process has appended
+    # append 500 bytes, as a process does that is killed while it writes
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
@@ -185,7 +188,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
         archive.begin, archive.end = begin, end
         save(path, archive, store)
         assert holds(path, archive)
-    # a new file can be written as well, although the archive no longer has the first tokens of a segment
+    # the archive can also be written to a new file, although it no longer has the first tokens of a segment
     save(path.with_name("other.kv"), archive)
     assert holds(path.with_name("other.kv"), archive)
     save(path, archive, store)
@@ -198,7 +201,8 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
     archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
     while archive.end < 900:
         archive.end += int(rng.integers(1, 25))
-        # when the file is rewritten, the archive may no longer have the first tokens of a segment
+        # the archive forgets old tokens, so it may lack the first tokens of a segment when the file is
+        # rewritten
         archive.begin = max(archive.begin, archive.end - n_kept)
         save(path, archive, store)
         assert holds(path, archive)
@@ -265,7 +269,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert holds(aside, Archive(1, 120))
     session.delete(aside)
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
-    # set_aside only takes a name that has neither a session nor an archive
+    # set_aside does not take a name that a session or an archive already has
     archive_path(aside).write_text("mine")
     assert session.set_aside(path).name == "talk.kv.2"
 
@@ -453,7 +457,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
         archive.end += 10
         save(path, archive, store)
         assert store.moved is None
-    # if the moved session is renamed like the moved archive, the two are a chat again
+    # if the moved session gets the same name as the moved archive, the two belong together again
     path.with_name("moved.kv").rename(path.with_name("talk.kv.2"))
     assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
 
@@ -484,9 +488,9 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 
 
 class Steps:
-    """Ends the process, as kill -9 does, after n calls that change a file.
+    """Let n calls change a file, then end the process at the next one, as kill -9 does.
 
-    If the next call writes data, half of the data is written first.
+    If that call writes data, half of the data is written first.
     """
 
     def __init__(self, n):
@@ -514,7 +518,7 @@ class Steps:
 
 
 def turn(path, archive):
-    """Save a turn as a new process does, which loads the session first."""
+    """Load the session and save a turn, as a new process does."""
     with closing(ArchiveFile(path)) as store:
         if path.exists():
             saved = load(path)

@@ -1,4 +1,4 @@
-"""Policies on a library without the patch: llama.cpp's sequence calls do the same as the patch."""
+"""Policies on a library without the patch: llama.cpp's own sequence calls have the same results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import forked
 from tests.cli import test_cli
 from tests.engine.running import open_engine, text
 
-# runs the command line in a process in which the patch is hidden from kvtool
+# runs the command line in a process where the patch is hidden from kvtool
 UNPATCHED = (
     "import sys, kvtool.llama.library\n"
     "for module in list(sys.modules.values()):\n"
@@ -125,7 +125,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     with open_engine(path, policy, positions=positions) as plain:
         want, saved = [], {}
         for at in range(len(tokens)):
-            # evict first, so that some states are saved after an eviction and before keys are rotated
+            # evict before saving, so that some states are saved between an eviction and the rotation of keys
             if at % 9 == 0:
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
@@ -166,7 +166,7 @@ def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_rea
     ):
         pass
     assert "\n" not in str(caught.value)
-    # if its prompts are read in batches, it runs
+    # this policy runs if its prompts are read in batches
     with open_engine(tiny_model(), Whole(64, 8), prefill="stream") as plain:
         assert plain.read(text(200)) == 200
 
@@ -204,7 +204,7 @@ def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
     own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
     own += ["--policy", "streamingllm", "--budget", 96]
-    # a restored cache has its cells in another order, so f16 would round differently
+    # the cells of a restored cache are in another order, so results in f16 would be rounded differently
     own += ["-ctk", "f32", "-ctv", "f32"]
     whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))
     assert (whole.returncode, whole.stderr) == (0, NOTE)

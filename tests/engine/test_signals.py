@@ -12,7 +12,7 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-# share of cells whose hits may differ, as rounding moves attention across the threshold 1 / t
+# largest share of cells whose hits may differ: rounding may move attention across the threshold 1 / t
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (
@@ -53,8 +53,9 @@ class Recorder(Policy):
 def run(path, policy, sizes, *, restores=False, **settings):
     """Return (rows, since, end) for each view of the policy.
 
-    rows: the reference's rows at that time. since, end: number of tokens before the previous plan and now.
-    restores: save the engine after every batch, read another text, and restore the engine.
+    rows: the reference's rows at that time. end: number of tokens before this plan. since: number of tokens
+    before the previous plan. restores: save the engine after every batch, read another text, and restore the
+    engine.
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
@@ -66,7 +67,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
             n = min(size, engine.room())
             if len(policy.views) > n_view:
                 rows = [row for rows in stream.rows for row in rows]
-                # copied, as `seen` continues to grow
+                # the records are copied, because `seen` continues to grow
                 records = [
                     each
                     for layer, own in zip(stream.layers, stream.rows, strict=True)
@@ -93,8 +94,8 @@ def run(path, policy, sizes, *, restores=False, **settings):
 SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 
 
-# flash attention ("on") needs larger tolerances: signals of several steps are computed together, and keys are
-# in half precision
+# flash attention ("on") needs larger tolerances. Its keys are in half precision, and signals of several steps
+# are computed together
 @pytest.mark.share(3, "n_head_kv", "restores")
 @pytest.mark.parametrize(
     ("flash", "tolerance", "edge"), [("off", TOLERANCE, AT_THE_EDGE), ("on", max(TOLERANCE, 1e-2), 0.03)]
@@ -137,7 +138,10 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
 
 
 def recent_of(rows, pos, next, n_query, group):
-    """Return f64[row, cell]: attention of the last n_query queries to the tokens at pos, by definition."""
+    """Return f64[row, cell]: attention of the last n_query queries to each cell, by the definition.
+
+    pos: positions of the tokens in the cells.
+    """
     recent = np.zeros(pos.shape)
     for number, row in enumerate(rows):
         cell_of = {int(at): cell for cell, at in enumerate(pos[number])}
@@ -154,7 +158,8 @@ def recent_of(rows, pos, next, n_query, group):
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 @pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
 def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):
-    # 90 queries go back beyond the last plan, and with small batches beyond the one before
+    # the last 90 queries begin before the last plan. With small batches, they begin before the second last
+    # plan
     policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
     want = run(tiny_model(), policy, [size] * (280 // size))
     for view, (rows, _, end) in zip(policy.views, want, strict=True):

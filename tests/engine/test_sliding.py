@@ -1,4 +1,4 @@
-"""Models with sliding layers: policies act on the full layers, and all score like the definition."""
+"""Models with sliding layers: policies edit only the full layers, and tokens score like the definition."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, s
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
-# llama.cpp scales Gemma's queries before it rounds them to half precision, the reference afterwards
+# llama.cpp scales Gemma's queries before it rounds them to half precision. The reference scales them
+# afterwards
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
-# tova decides once per layer, corm by a threshold: half precision may break their near ties differently
+# tova chooses one set of tokens for a whole layer, and corm compares with a threshold. With half precision,
+# near ties may end differently
 TIED = ("tova", "corm") if transformer.half_precision else ()
 # window of the sliding layers; every second of the four layers attends to all tokens
 WINDOW = 16
@@ -56,7 +58,7 @@ def test_nothing_evicted_scores_like_the_definition(gemma3):
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["streamingllm", "h2o", "tova"])
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
-    # positions start over at 130, and then the sliding layers' keys are rotated, too
+    # positions start over at 130. Then keys of the sliding layers are also rotated
     path = gemma3(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 400)
     how = {"positions": positions, "restarts": positions != "original"}

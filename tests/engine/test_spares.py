@@ -1,6 +1,6 @@
 """A worker's spares: copies of its device that compute edits, so that the device keeps the graph of decoding.
 
-Run as a module, this file is the client, in its own process: devices are registered for a whole process.
+The tests run this file as a module in another process, because devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
 
-# name of the policy, flash attention, type of the cache, how many of the model's layers the worker has
+# name of the policy, flash attention, type of the cache, number of layers on the worker
 RUNS = [
     ("h2o", "on", "f32", 99),
     ("h2o", "off", "f32", 99),
@@ -40,7 +40,8 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# numbers of tokens: of the prompt, decoded one by one after it, and then decoded while bytes are counted
+# numbers of tokens: read as the prompt, then decoded one by one, then decoded one by one while bytes are
+# counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""
@@ -84,7 +85,7 @@ def two_at_once(path):
 
 
 def client(endpoint, path, as_stock):
-    """Print the results of the runs on the worker as JSON. llama.cpp's log goes to stderr."""
+    """Print the results of the runs on the worker as JSON. The log of llama.cpp is written to stderr."""
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
@@ -104,7 +105,8 @@ def client(endpoint, path, as_stock):
 def from_worker(path, *options):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
+    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
+    # import would fail in the client
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -128,7 +130,7 @@ def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
     here, *_ = run(path, name, flash, kind, 0)
     off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
     assert len(off) == N_BEFORE + N_COUNTED
-    # values in half precision or 8 bits are sometimes rounded the other way
+    # values in half precision or 8 bits sometimes differ because of rounding
     assert np.median(off) < 1e-4
     assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
 
@@ -150,7 +152,7 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     # each token and each plan's edit computes a graph; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
-    # a merge of more values than any merge before needs another graph
+    # if a merge has more values than all merges before, it needs another graph
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
 
@@ -173,12 +175,13 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
-    # without spares the worker keeps only one graph, so graphs of edits and decoding are sent each time
+    # without spares the worker keeps only one graph, so the graphs of edits and of decoding are sent each
+    # time
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 
 def test_a_device_that_is_none_has_no_spare():
-    # in another process, so that `bind` declares the function there only
+    # use another process, because `bind` declares the function for the whole process
     code = (
         "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
         "bind('llama_kvtool_spare', pointer, pointer);"

@@ -85,7 +85,7 @@ def test_the_hash_covers_all_parts(parts):
 
 
 def change(path, name, value):
-    """Overwrite the low two bytes of a number in the header."""
+    """Overwrite the low two bytes of the number that follows `name` in the header."""
     with path.open("r+b") as file:
         data = file.read()
         at = data.index(name.encode()) + len(name) + 4
@@ -197,7 +197,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
     again = chat()
     assert (again.returncode, again.stderr) == (0, "")
-    # a change of the last part makes it another model
+    # a change in the last part makes it another model, so the session is refused
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1

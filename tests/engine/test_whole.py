@@ -1,4 +1,7 @@
-"""A prompt read whole by one stream is copied into others, which keep the same tokens as if they read it."""
+"""One stream reads a prompt whole, and others copy it.
+
+They keep the same tokens as if they had read the prompt.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,9 @@ SHARING = ("h2o", "snapkv", "expected", "kvzip")
 
 
 def assert_leaves_the_same(model, name, whole):
-    """Assert that a policy keeps the same tokens without and with the cached prompt, and that logits agree.
+    """Assert that a policy keeps the same tokens with and without the cached prompt, and that logits agree.
 
-    Returns the numbers of tokens decoded without and with it.
+    Return the number of tokens decoded without the cached prompt, and the number decoded with it.
     """
     (pos, *alone, n), (cached_pos, *cached, n_cached) = left(model, name), left(model, name, whole)
     assert np.array_equal(pos, cached_pos)
@@ -72,9 +75,9 @@ def assert_leaves_the_same(model, name, whole):
 
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
-    # each layer has 320 cells for the 300 tokens, so some cells are empty
+    # each layer has 320 cells for the 300 tokens, so 20 cells are empty
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
-    # n also counts the tokens of a reconstruction pass
+    # n includes the tokens of a reconstruction pass
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
     assert n_cached == n - len(TOKENS) + n_query
 
@@ -83,8 +86,9 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    # sums of attention are cached. Policies of LAST need the prompt's last queries, and decode these again.
-    # scissorhands decodes all tokens, because HITS are not cached
+    # sums of attention are cached, so policies in NONE decode nothing. Policies in LAST need the prompt's
+    # last queries and decode these again. scissorhands needs HITS, which are not cached, so it decodes all
+    # tokens
     n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 
@@ -117,7 +121,7 @@ def test_other_tokens_are_read(model, name):
         assert np.array_equal(alone[0], after[0])
         assert np.array_equal(alone[2], after[2])
         assert after[3] == alone[3]
-    # the cached prompt still serves its own tokens
+    # the cached prompt can still be used for its own tokens
     alone, after = left(model, name), left(model, name, whole)
     assert np.array_equal(alone[0], after[0])
 

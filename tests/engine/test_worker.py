@@ -37,14 +37,17 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def answering(answer):
-    """Yield the endpoint of a server that sends these bytes and waits; with None it closes the connection."""
+    """Yield the endpoint of a server that sends these bytes and then waits.
+
+    If `answer` is None, the server closes the connection instead.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = []
 
         def take():
             connection = listener.accept()[0]
             if answer is None:
-                # read everything first, so that closing is not a reset
+                # read the request first. Otherwise closing the connection would reset it
                 connection.recv(100)
                 connection.close()
             else:
@@ -80,7 +83,7 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    # only tests of silent workers wait for a short time; other workers answer, however late
+    # only the tests of silent workers have a short time limit. Other workers may be slow to answer
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
@@ -162,7 +165,7 @@ def test_help_says_that_nobody_is_asked_who_they_are():
 
 
 class Worker:
-    """A running `kvtool worker`. said: its lines on stderr so far."""
+    """A running `kvtool worker`. The attribute `said` has the lines that it printed on stderr so far."""
 
     def __init__(self, port, *options, host="127.0.0.1"):
         self.port = port
@@ -209,7 +212,7 @@ def workers():
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         started = [Worker(port, "--mem", "64MiB") for port in ports]
-        # the list is read at the end, because a test replaces one of the workers
+        # the list is read at the end of the tests, because a test replaces one of the workers
         stack.callback(lambda: [worker.end() for worker in started])
         for worker in started:
             worker.serves()
@@ -388,11 +391,13 @@ def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
         assert row["n_plan"] == 2
         assert row["n_signal"] == n_signal
         beyond = row["beyond_stock_a_plan"]
-        # f32 of 256 cells in 8 rows for each signal; each answer begins with its size, 8 bytes
+        # each signal has an f32 for 256 cells in 8 rows. Each answer begins with its size, in 8 bytes
         assert beyond["signals"] == 4 * 8 * 256 * n_signal + 8 * n_signal
-        # in each of 8 rows up to 16 cells move; each needs two indices of 4 bytes, for its key and its value
+        # in each of 8 rows up to 16 cells move. A move needs two indices of 4 bytes, one for the key and one
+        # for the value
         moved = 8 * 16 * (4 + 4)
         assert 0 < beyond["edits"] <= moved + 2 * 400
-        # 13 bytes: the command to compute a graph again; the worker has kept the previous plan's graph
+        # the command to compute a graph again has 13 bytes. The worker has kept the graph of the previous
+        # plan
         assert beyond["graphs"] == 13
     assert rows["stock"]["received"]["get"] == 8 + 4 * 320

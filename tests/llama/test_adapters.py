@@ -1,4 +1,4 @@
-"""LoRA adapters: a model with them computes as a model whose weights they were added to."""
+"""LoRA adapters: a model with adapters computes the same as a model with the adapters in its weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def cut(path, model):
 
 
 def only_half(path, model):
-    """An adapter without the second matrix of a pair."""
+    """Write an adapter that lacks the second matrix of a pair."""
     tiny.write_lora(path, model)
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight.lora_b", b"blk.1.ffn_up.weight.lora_c"))
 
@@ -141,7 +141,7 @@ def test_an_adapter_that_waits_for_tokens_is_refused(tiny_model, tmp_path, monke
 def test_a_number_after_the_last_colon_is_the_scale(typed, path, scale):
     parsed = Adapter.parse(typed)
     assert parsed == (Path(path).absolute(), scale)
-    # as a session keeps it
+    # a session stores the adapter as this text
     assert Adapter.parse(str(parsed)) == parsed
 
 

@@ -15,7 +15,7 @@ from kvtool.llama import bindings
 def packages(monkeypatch, **found):
     """Pretend that only the packages in `found` are installed. Return a list that collects attempted imports.
 
-    found: for each package its bindings, or the error that importing it raises.
+    found: for each package, its bindings or the error that is raised when it is imported.
     """
     asked = []
 
@@ -70,7 +70,10 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
 
 
 def library(monkeypatch, *, there, loads):
-    """Fake a library. there: whether it includes the CPU part. loads: whether load_all loads the CPU part."""
+    """Fake a library.
+
+    there: True if it includes the CPU part. loads: True if load_all loads the CPU part.
+    """
     state = SimpleNamespace(there=there, folders=[])
 
     def dev_by_type(kind):

@@ -50,13 +50,16 @@ PERSON = {
 
 
 def peak_bytes():
-    """The most memory that this process has had."""
+    """Return the largest number of bytes that this process has had in memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager
 def bounded():
-    """Assert that a block ends soon and takes little memory, and that a UsageError from it is one line."""
+    """Assert that a block ends soon, takes little memory, and raises no error other than a short UsageError.
+
+    The message of a UsageError must be one line.
+    """
     before, start, said = peak_bytes(), time.process_time(), ""
     try:
         yield
@@ -64,7 +67,7 @@ def bounded():
         said = str(error)
     assert "\n" not in said
     assert len(said) < 400
-    # CPU time does not grow when other programs keep the machine busy
+    # CPU time is measured, because it does not grow when other programs keep the machine busy
     assert time.process_time() - start < 30
     assert peak_bytes() - before < 600 * 2**20
 
@@ -91,7 +94,7 @@ def check_person(text):
 
 
 def written(engine, logits, n=60, **settings):
-    """Sample up to n tokens, always from the same logits, until the grammar ends."""
+    """Return up to n tokens, sampled from the same logits each time, until the grammar ends."""
     sampler = Sampler(engine.model, Sampling(**settings), seed=1)
     tokens = []
     while len(tokens) < n:
@@ -330,7 +333,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
 def test_no_string_has_what_json_does_not_allow(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
     logits[3 + ord(likely)] += 6
-    # exclude bytes from 0x80 on: each is only a part of a character
+    # exclude the bytes from 0x80 on, because each of them is only a part of a character
     logits[3 + 0x80 :] = -90
     schema = {"type": "string", "minLength": 8, "maxLength": 9}
     tokens = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))

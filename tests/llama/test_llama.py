@@ -1,4 +1,4 @@
-"""The patched library, called through Context: an edit moves, rotates and merges exactly its cells."""
+"""The patched library, called through Context: an edit moves, rotates and merges exactly the named cells."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def look(context):
 
 
 def moves_of(source, delta=None):
-    """Return moves by which each of the first n cells takes the content of cell source[row, cell]."""
+    """Return moves that copy cell source[row, cell] to each of the first n cells of a row."""
     n_row, n = source.shape
     row, dst = np.divmod(np.arange(n_row * n), n)
     delta = np.zeros(n_row * n) if delta is None else delta.ravel()
@@ -132,7 +132,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
             context.decode(tokens(1, seed=9), n, 1)
             return context.logits().copy()
 
-    # flash attention adds up in f16, whatever the cache is
+    # flash attention adds up in f16, whatever the type of the cache is
     tolerance = 1e-4 if flash == "off" else 2e-2
     plain = next_logits()
     assert np.abs(next_logits(moves_of(permutations(n))) - plain).max() < tolerance
@@ -142,7 +142,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
 
 
 def assert_before_the_next(pos, n, next_pos):
-    """Assert that n cells are in use: the last at the position before next_pos, the rest at earlier ones."""
+    """Assert that n cells are in use. The last cell has the highest position, which is next_pos - 1."""
     assert len(pos) == n
     assert pos[-1] == next_pos - 1
     assert (pos[:-1] < pos[-1]).all()
@@ -190,7 +190,7 @@ def expected_values(values, terms):
 
 
 def random_terms(rng, n, counts):
-    """Return terms of random merges: in each row, one merge of n cells into one for each n in `counts`.
+    """Return terms of random merges: in each row, one merge for each number of source cells in `counts`.
 
     A source of one merge may be the destination of another.
     """
@@ -214,9 +214,10 @@ VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("
 
 
 def close(got, want, kind):
-    """Return True if each head's values f32[..., head_dim] are the sums, rounded once to the cache's type."""
+    """Return True if each head's values f32[..., head_dim] are `want`, rounded once to the cache's type."""
     largest = np.abs(want).max(axis=-1, keepdims=True)
-    # q8_0 rounds by up to half a step, 1 / 254 of the largest value, and its scale to f16, by up to 2**-11
+    # q8_0 has two errors. Rounding a number: up to half a step, 1 / 254 of the largest value. Rounding the
+    # scale to f16: up to 2**-11 of it
     rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
     return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
 
@@ -248,7 +249,8 @@ def test_merged_values_are_the_weighted_sums(tiny_model, counts, type_v, flash, 
 def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, delta, force_graph):
     n, n_keep = 30, 20
     rng = np.random.default_rng(5)
-    # evicted cells 25 and 3 are merged into 26 and 7. Then cell 26 moves to the hole at 3, and cell 7 stays
+    # evicted cells 25 and 3 are merged into cells 26 and 7. Then cell 26 moves into the hole at cell 3. Cell
+    # 7 does not move
     terms = [(row, 26, [(26, 0.25), (25, 0.75)]) for row in range(N_ROW)]
     terms += [(row, 7, [(3, float(rng.normal())), (7, 1.0)]) for row in range(N_ROW)]
     moves = np.array([(row, 3, 26, delta) for row in range(N_ROW)], np.int32)
@@ -272,7 +274,8 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
 # rotation
 
 
-# tolerances: a rotated key is rounded twice, to f16 or q8_0; the key that it is compared with, once
+# the tolerances allow for rounding to f16 or q8_0: a rotated key is rounded twice, the key that it is
+# compared with only once
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize(
     ("type_k", "flash", "tolerance"),
@@ -286,7 +289,7 @@ def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_
     source = permutations(n, 4)
     keys = []
     for shift in shifts:
-        # only the first layer is compared: its keys depend on nothing but the token and its position
+        # only the first layer is compared, because its keys depend only on the token and its position
         with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
             fill(context, n, pos_0=start + shift)
             keys.append(look(context).keys(0, 2).swapaxes(0, 1))
@@ -335,9 +338,10 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
 # signals
 
 FIRST_LAYER = slice(0, 2)
-# tolerance of sums of attention, which are up to 20: flash attention rounds the next layer's inputs to f16
+# tolerance of sums of attention, which are up to 20. Flash attention rounds the inputs of the next layer to
+# f16
 F16_ROUNDING = 1e-2
-# maximum share of (row, cell) pairs near the threshold of a hit, where rounding decides
+# largest share of (row, cell) pairs that may differ: near the threshold of a hit, rounding decides
 AT_THE_EDGE = 0.02
 
 
@@ -416,7 +420,7 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
 def queries_ago(stream, since):
     """Return IMPORTANT by the definition, i64[row, cell]: how many queries ago the key was last important.
 
-    1 stands for the newest query, 0 for a key that was not important to any query from `since` on.
+    The value is 1 if the newest query found the key important, and 0 if no query from index `since` on did.
     """
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
@@ -431,7 +435,7 @@ def queries_ago(stream, since):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
-    # the signal is read after every batch, or after every third one
+    # the signal is read after every batch or after every third batch
     stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
     with opened(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
         for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):
@@ -450,7 +454,8 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # the written counts are larger than the queries below can cause, so that both can be told apart
+    # the written counts are larger than any count that the queries below can cause, so that they can be told
+    # apart
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
@@ -476,7 +481,10 @@ def test_important_goes_on_from_what_was_written(tiny_model):
 
 
 def last_queries(context, n_query, n):
-    """Reference attention f32[query, row, n] of the last n_query of n tokens decoded at once."""
+    """Return the reference's attention f32[query, row, n] of the last n_query queries.
+
+    All n tokens are decoded at once.
+    """
     model = transformer.Llama(context.model.path)
     stream = transformer.Stream(model)
     stream.decode(tokens(n))
@@ -513,7 +521,7 @@ def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, rag
         fill(context, n)
         before = context.history(Signal.RECENT, n)
         assert (before.sum(axis=(0, 2)) > 6).all()
-        # a merge does not change recent attention; a moved key may be turned as well
+        # a merge does not change recent attention. Some moved keys are also rotated
         source = permutations(n)[:, :11]
         delta = np.random.default_rng(3).integers(0, 3, source.shape)
         merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
@@ -522,7 +530,7 @@ def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, rag
         want[:, np.arange(11) >= n_keep[:, None]] = 0
         np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
         assert not context.history(Signal.RECENT, n)[..., 11:].any()
-        # new queries replace the oldest, and a new cell has no attention from earlier ones
+        # new queries replace the oldest queries, and a new cell has no attention from earlier queries
         context.decode(tokens(2, seed=1), n, 1)
         after = context.history(Signal.RECENT, 13)
         np.testing.assert_array_equal(after[:5, :, :11], want[2:])
@@ -550,7 +558,7 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # read another number of tokens first, so that queries come into other slots than above
+        # read another number of tokens first, so that queries are stored in other slots than above
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])
@@ -627,7 +635,7 @@ BAD_RANGES = {
 
 @contextmanager
 def refused(context):
-    """Assert that the edit inside raises LibraryError and leaves every byte of the cache."""
+    """Assert that the edit inside raises LibraryError and does not change any byte of the cache."""
     before = context.state()
     with pytest.raises(LibraryError, match="llama.cpp refused: .+"):
         yield
@@ -778,7 +786,7 @@ class BufferType(ctypes.Structure):
 
 @contextmanager
 def failing_caches(*fails):
-    """Let the nth allocation of a cache tensor in host memory fail if fails[n]. Yield the rest of `fails`."""
+    """Let allocation n of cache tensors in host memory fail if fails[n]. Yield the unused part of `fails`."""
     get = library.lib.ggml_backend_cpu_buffer_type
     get.restype = ctypes.POINTER(BufferType)
     kind, left = get().contents, list(fails)
@@ -815,7 +823,8 @@ def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "before"),
-    # cells; compute buffers, twice; with RECENT also recent attention before the second compute buffers
+    # `before` is the number of allocations that succeed first. The order is: cells, compute buffers, compute
+    # buffers again. With RECENT, memory for recent attention is allocated before the second compute buffers
     [(Signal.NONE, 0), (Signal.NONE, 1), (Signal.NONE, 2), (Signal.RECENT, 2), (Signal.RECENT, 3)],
 )
 def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):
@@ -832,7 +841,8 @@ def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, be
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT, both layers get memory; then device and host refuse the memory for recent attention
+    # with RECENT, the allocations for both layers succeed. Then device and host refuse the memory for recent
+    # attention
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )
@@ -901,7 +911,7 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
         stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
             want = stored[row, first[row] : first[row] + 7]
-            # quantized keys are stored under a Hadamard rotation, so only products of keys are compared
+            # quantized keys are stored after a Hadamard rotation, so only products of keys are compared
             assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
         there = context.read_keys(first, np.full((4, 7), 9))
         assert np.abs(there - keys).max() > 0.1
@@ -921,7 +931,7 @@ def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, 
         keys.append(context.read_keys(np.zeros(4), np.zeros((4, 1))))
         assert (keys[0] == keys[1]).all()
         assert context.layer_cells.tolist() == [16, 8]
-        # a new token goes to the end of each row
+        # a new token is stored at the end of each row
         context.decode(tokens(2), 12, 1)
         with pytest.raises(LibraryError, match="layer 1: 6 cells cannot hold its 7 tokens"):
             context.resize(np.array([16, 6]))

@@ -1,7 +1,7 @@
 """Placement of weights: experts and single tensors in host memory, layers shared among devices.
 
 The devices are the library's GPU if there is one (`make check-vulkan`), else two of ggml's RPC servers on
-loopback. Run as a module, this file is the client, in its own process: devices are registered for a whole
+loopback. The tests run this file as a module in another process, because devices are registered for a whole
 process.
 """
 
@@ -41,7 +41,7 @@ OF_ONE = {
     "n-cpu-moe 2": {"n_cpu_moe": 2},
     "n-cpu-moe 99999999": {"n_cpu_moe": 99_999_999},
     "override": {"override_tensor": (r"blk\.[0-9]{1,2}\.ffn_up_exps=CPU,attn_k\.=CPU",)},
-    # the first match counts
+    # of several patterns that match, the first is used
     "before": {"override_tensor": (r"blk\.1\.=GPU",), "cpu_moe": True},
 }
 OF_TWO = {
@@ -51,7 +51,7 @@ OF_TWO = {
 }
 # --gpu-layers auto on devices that hold a part of the weights and of the cache
 LIMITED = {"room for 0.3": 0.3, "room for 0.8": 0.8}
-# the same for a model with an MTP layer, which is loaded or not
+# the same for a model with an MTP layer. The layer is loaded (on) or not (off)
 MTP = {f"MTP {on}, room for {share}": (on == "on", share) for on in ("on", "off") for share in (0.3, 0.9, 1)}
 WRONG = {
     "buffer": {"override_tensor": ("exps=CUDA7",)},
@@ -121,7 +121,7 @@ def path_mtp(tiny_model):
 
 @pytest.fixture(scope="module")
 def placed(path, path_mtp):
-    """Return (names of the devices, of their buffers, result of each run, log of each run)."""
+    """Return (names of the devices, names of their buffers, result of each run, log of each run)."""
     with ExitStack() as stack:
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
         paths = str(path), str(path_mtp)
@@ -182,7 +182,8 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     _, own, results, logs = placed
     held, room = device_mib(logs[run], own), LIMITED[run] * all_mib(path)
-    # less room than for one layer is left (for a layer without experts, if other layers' are in host memory)
+    # the room that is left is smaller than a layer. If experts of other layers are in host memory, it is
+    # smaller than a layer without its experts
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
@@ -194,7 +195,7 @@ def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, 
     is_loaded, share = MTP[run]
     held, room = device_mib(logs[run], own), share * all_mib(path_mtp, is_loaded)
     assert room - all_mib(path_mtp, is_loaded) / N_LAYER < held <= room
-    # the output and the MTP layer count as layers, even if that is not loaded
+    # the output and the MTP layer count as layers, even if the MTP layer is not loaded
     assert ("the GPU has room for" in logs[run]) == (share < 1)
     assert f" of {N_LAYER + 2} layers" in logs[run] or share == 1
     assert results[run][0] == (share == 1)
@@ -203,7 +204,7 @@ def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, 
 @pytest.mark.skipif(has_gpu(), reason="one device")
 @pytest.mark.parametrize(
     ("run", "of_layers"),
-    # four layers and the output
+    # each list has four layers and the output
     [
         ("tensor-split 0,1", [1, 1, 1, 1, 1]),
         ("tensor-split 1,4", [0, 1, 1, 1, 1]),
@@ -222,7 +223,7 @@ def test_layers_are_shared_as_asked(placed, run, of_layers):
 @pytest.mark.skipif(has_gpu(), reason="one device")
 def test_a_draft_model_stays_on_this_machine(placed):
     *_, results, logs = placed
-    # these options count workers as well
+    # workers count as devices in these options, so the options must not apply to a draft model
     assert results["draft"]
     # layers and output
     found = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
@@ -308,7 +309,7 @@ def test_shares_stand_between_commas_or_slashes():
 
 
 def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
-    # such as a new feature of a later Python
+    # for example, a later Python may bring a new feature of patterns
     with pytest.raises(ModelError, match="cannot load .*regular expression"):
         Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
     assert placement.SPLIT_MODES.index("row") == 2

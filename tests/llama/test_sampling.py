@@ -1,4 +1,4 @@
-"""Samplers against their definitions on given logits, stop strings, log-probabilities, and the options."""
+"""Samplers on given logits equal their definitions. Stop strings, log-probabilities, and the options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine(chat_model):
 
 
 def logits_of(engine, **known):
-    """Return logits: those given for letters, -20 for all other tokens."""
+    """Return logits that have the given values for some letters, and -20 for all other tokens."""
     logits = np.full(engine.model.n_vocab, -20, np.float32)
     for letter, logit in known.items():
         logits[3 + ord(letter)] = logit
@@ -55,7 +55,7 @@ def logits_of(engine, **known):
 
 
 def drawn(engine, sampler, logits, n):
-    """n tokens sampled from the same logits."""
+    """Return n tokens that are sampled from the same logits."""
     tokens = []
     for _ in range(n):
         engine.context.logits()[-1] = logits
@@ -64,7 +64,7 @@ def drawn(engine, sampler, logits, n):
 
 
 def many(engine, logits, n=400, **settings):
-    """The set of n draws at temperature 1."""
+    """Return the set of tokens in n draws at temperature 1."""
     sampler = Sampler(engine.model, Sampling(temp=1, **settings), seed=1)
     found = set(drawn(engine, sampler, logits, n))
     sampler.close()
@@ -139,8 +139,8 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # the text ends with a:b. Earlier, c followed a:b, so c is penalized. With the breaker, only b counts
-        # as repeated, which is too short for a penalty
+        # the text ends with a:b. Earlier, c followed a:b, so c is penalized. With the breaker, only b is a
+        # repetition, and it is too short for a penalty
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -254,7 +254,8 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # c was written about 120 tokens ago. For DRY, it followed a and b there, and the text ends with a and b
+    # c was written about 120 tokens ago. For DRY, it followed a and b there, and the text now ends with a and
+    # b again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
@@ -406,7 +407,8 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # (end, begin): the stop string that is complete first ends the text
+        # pairs (end, begin) of the stop strings in the text. The stop string that is complete first ends the
+        # text
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
@@ -427,7 +429,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
 
 @pytest.fixture
 def scripted(engine, monkeypatch):
-    """scripted(text, *stop) -> a writer whose sampler gives the text's bytes."""
+    """scripted(text, *stop) returns a writer whose sampler gives the bytes of the text, a token for each."""
 
     def make(text, *stop):
         writer = Writer(engine, Sampler(engine.model, Sampling(stop=stop)))
@@ -590,7 +592,7 @@ def test_a_text_that_is_no_grammar_is_not_taken_for_a_file(name, text, kind, tmp
     assert str(error.value) == f"{flag}: {text} is neither a file nor {kind}"
     with pytest.raises(InputError, match="^cannot read x.gbnf: No such file or directory"):
         GenerationOptions.from_values({name: "x.gbnf"})
-    # a file may be named like this, and is then read
+    # if there is a file with this name, the file is read
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[1]").write_text("root ::= [a]")
     assert GenerationOptions.from_values({"grammar": "[1]"}).grammar == "root ::= [a]"

@@ -1,4 +1,4 @@
-"""JSON schemas rewritten for llguidance: texts that fit the result fit the schema."""
+"""JSON schemas are rewritten for llguidance: texts that fit the result also fit the schema."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Schemas:
         return [of[i] for i in self.rng.choice(len(of), self.rng.integers(1, most + 1), replace=False)]
 
     def plain(self):
-        """Draw a schema that contains no other schema."""
+        """Draw a schema that does not contain another schema."""
         return [
             lambda: {"type": str(self.rng.choice(["null", "boolean", "integer", "number", "string"]))},
             lambda: {"enum": self.some(PLAIN)},
@@ -115,7 +115,7 @@ def test_a_complement_has_no_value_of_its_schema():
         others = Complement(schema).of(schema, names=NAMES)
         n_others += len(others)
         for other in others:
-            # drafts up to 2019-09 allow a list of schemas in `items`, which a complement may have
+            # a complement may have a list of schemas in `items`, which only drafts up to 2019-09 allow
             whole = other if isinstance(other, bool) else {**_defs(schema), **other}
             outside = jsonschema.Draft201909Validator(whole)
             common = [value for value in VALUES if fits(value, schema) and outside.is_valid(value)]
@@ -259,7 +259,7 @@ def vocabulary(tmp_path_factory):
 
 
 def drawn(vocabulary, schema, rng, n=300):
-    """Return a random text that fits an Enforced schema; None if it has not ended after n tokens."""
+    """Return a random text that fits an Enforced schema, or None if it has not ended after n tokens."""
     matcher, tokens = Matcher(vocabulary, schema.rules), []
     closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
     while len(tokens) < n:
@@ -291,7 +291,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # few schemas are refused, all of them because no value fits them
+    # few schemas are refused, and each of these only because no value fits it
     assert len(refused) < 40
     assert all("nsatisfiable" in said or "empty" in said for said in refused)
     assert n_left_out < 40

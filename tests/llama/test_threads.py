@@ -1,4 +1,4 @@
-"""Number of decoding threads, chosen by step times of made-up machines."""
+"""The number of decoding threads is chosen by the times of steps. The tests make up machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.engine.running import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
-    """Record n_step steps of seconds(n); return the share of steps with each number of threads."""
+    """Record n_step steps that take seconds(n) with n threads each.
+
+    Return the share of steps with each number of threads.
+    """
     taken = {}
     for _ in range(n_step):
         n = threads.n
@@ -29,12 +32,18 @@ def idle(n):
 
 
 def busy(n):
-    """Seconds of a step if another program uses one of 8 cores: with 8 threads each step waits for it."""
+    """Seconds of a step if another program uses one of 8 cores.
+
+    With 8 threads, each step waits for that core.
+    """
     return idle(n) * (6 if n == 8 else 1)
 
 
 def full(n):
-    """Seconds of a step if other programs use all cores: with each further thread all wait longer."""
+    """Seconds of a step if other programs use all cores.
+
+    Each further thread makes all threads wait longer.
+    """
     return idle(1) * n
 
 
@@ -50,7 +59,7 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
         ({1, 3, 5}, TWO_EACH, "1", 2),
         ({6}, TWO_EACH, "1", 1),
         (range(8), "01234567", "0", 8),
-        # Linux does not tell which CPUs share a core. In the last case it does not even tell whether any do
+        # Linux does not tell which CPUs share a core. In the last case, it does not even tell if any CPUs do
         (range(8), [], "1", 4),
         ({6}, [], "1", 1),
         (range(8), [], None, 8),
@@ -86,7 +95,7 @@ def test_beside_other_programs_fewer_threads_decode(seconds, n, least):
 def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idle_soon():
     threads = Threads(2)
     run(threads, idle, 5000)
-    # the first six steps are slow, which starts a trial of three
+    # six slow steps start a trial of three steps
     run(threads, full, 9)
     assert threads.n == 1
     run(threads, full, 1000)

@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Budgets in the forms in which people write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ HYBRID = Layers(
     ),
     n_swa=200,
 )
-"""PLAIN, a layer with a sliding window (200 tokens; a cell takes 256 bytes), and a state of 12,345 bytes."""
+"""The layers of PLAIN, a layer with a sliding window, and a recurrent layer.
+
+The window has 200 tokens, and each of its cells takes 256 bytes. The recurrent layer has a state of 12,345
+bytes.
+"""
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
@@ -66,8 +70,8 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
 
 
 def test_bytes_hold_what_the_model_keeps_beside_its_rows():
-    # a sliding layer has cells for its window (200 tokens) and a batch, rounded up to a multiple of 256:
-    # 512 with a batch of 64, and 256 with a batch of 30
+    # a sliding layer has cells for its window of 200 tokens and for a batch, rounded up to a multiple of 256.
+    # It has 512 cells if a batch has 64 tokens, and 256 cells if a batch has 30
     for n_batch, n_cell in ((64, 512), (30, 256)):
         beside = n_cell * 256 + 12345
         assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
@@ -75,13 +79,15 @@ def test_bytes_hold_what_the_model_keeps_beside_its_rows():
 
 
 def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
-    # the window of 400 takes 768 cells with a batch of 256, but 512 cells with a batch of up to 112
+    # the window of 400 tokens takes 768 cells with a batch of 256 tokens, but only 512 cells with up to 112
+    # tokens
     small = replace(HYBRID, n_swa=400)
     beside = 512 * 256 + 12345
     assert small.swa_bytes(256) == 768 * 256
     assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
     assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
-    # here a batch of a quarter of the cache (64 tokens) does not fit, and the largest that fits is 12
+    # a batch may have a quarter of the cache (64 tokens), but this does not fit here. The largest batch that
+    # fits has 12 tokens
     tight = replace(HYBRID, n_swa=500)
     assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
     assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)
@@ -104,7 +110,7 @@ def test_more_bytes_never_give_fewer_cells():
 
 
 def test_bytes_are_of_the_cache_types():
-    # q8_0: 34 bytes for 32 numbers; f32: 128
+    # 32 numbers take 34 bytes in q8_0 and 128 bytes in f32
     assert parse(f"{512 * 4 * 2 * 34}B", type_k="q8_0", type_v="q8_0") == (512, 64)
     assert parse(f"{512 * 4 * 2 * 34 - 1}B", type_k="q8_0", type_v="q8_0") == (256, 64)
     assert parse(f"{512 * 4 * (128 + 34)}B", type_k="f32", type_v="q8_0") == (512, 64)
@@ -113,7 +119,7 @@ def test_bytes_are_of_the_cache_types():
 
 
 def test_the_smallest_cache_has_everything_in_it():
-    # the window of 200 and a batch of 56 fit in 256 cells
+    # the window of 200 tokens and a batch of 56 tokens fit in 256 cells
     smallest = 256 * 512 + 256 * 256 + 12345
     assert parse(f"{smallest}B", HYBRID) == (256, 56)
     with pytest.raises(UsageError) as error:

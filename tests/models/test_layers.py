@@ -1,4 +1,4 @@
-"""Cache bytes of a model's layers: computed by hand, and allocated by a context."""
+"""Bytes of the cache of a model's layers, computed by hand and as allocated by a context."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_are_the_heads_of_layers_whose_cells_are_their_own():
 def test_a_cell_has_the_bytes_of_all_rows_each_with_its_own_sizes():
     assert MIXED.cell_bytes() == (64 + 32) * 2 + 4 * (32 + 64) * 2
     assert MIXED.cell_bytes("f32", "bf16") == 64 * 4 + 32 * 2 + 4 * (32 * 4 + 64 * 2)
-    # 32 numbers are 34 bytes in q8_0, 18 in q4_0, 20 in q4_1, 22 in q5_0, 24 in q5_1
+    # 32 numbers take 34 bytes in q8_0, 18 in q4_0, 20 in q4_1, 22 in q5_0, 24 in q5_1
     assert MIXED.cell_bytes("q8_0", "q4_0") == 68 + 18 + 4 * (34 + 36)
     assert MIXED.cell_bytes("q4_1", "q5_0") == 40 + 22 + 4 * (20 + 44)
     assert MIXED.cell_bytes("q5_1", "f16") == 48 + 64 + 4 * (24 + 128)
@@ -116,7 +116,7 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
     turned = replace(MIXED, rope="interleaved M-RoPE")
     assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
-    # a state has no values either, but is not called latent
+    # a recurrent layer also has no values, but it is not called latent
     assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
 
 
@@ -214,7 +214,8 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
 
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
-    # if the window is 0, no layer of Gemma 3 slides; most architectures do the same, but gpt-oss does not
+    # if the window is 0, no layer of Gemma 3 slides. This is the same in most architectures, but not in
+    # gpt-oss
     tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
     layers = layers_of(path)
     assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)
@@ -258,6 +259,6 @@ def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}
     latent = replace(info, architecture="deepseek2", head_size_k=576, head_size_v=512, metadata=metadata)
     assert latent.plain_layers.cell_bytes() == 4 * 576 * 2
-    # files without key_length_mla are older: their values take room in addition to the keys
+    # files without key_length_mla are older. Their values take memory in addition to the keys
     older = replace(latent, metadata=info.metadata | {"deepseek2.attention.kv_lora_rank": 512})
     assert older.plain_layers.cell_bytes() == 4 * (576 + 512) * 2

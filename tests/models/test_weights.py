@@ -1,4 +1,4 @@
-"""Weights on a GPU that is too small: layers from the last one, and experts after all else."""
+"""Weights on a GPU that is too small: the last layers are placed first, and experts after all else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_layers_for_multi_token_prediction_count_without_weights_if_they_are_not
     assert weights.dense[-1] == sum(n for name, n in sizes.items() if name.startswith("blk.4."))
     assert weights.without_mtp().dense == (*plain.dense, 0)
     assert plain.without_mtp() == plain
-    # place 0 bytes with the output
+    # without its weights, the MTP layer takes 0 bytes, so it fits together with the output
     assert place(weights.without_mtp(), [0] * 5, weights.output).n_gpu_layers == 2
     assert place(weights, [0] * 5, weights.output).n_gpu_layers == 1
 

@@ -1,4 +1,4 @@
-"""A web server on loopback for tests of downloads, which can also stand in for a server of repositories."""
+"""A web server on loopback for tests of downloads. It can also act as a server of repositories."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving():
-    """Start the server; yield its site, and wait at the end for all answers.
+    """Start the server and yield its site. At the end, wait until all answers are sent.
 
-    A site's attributes, which a test may change:
+    A test may change the attributes of the site:
     files: bytes by path.
     redirects: (status, headers) by path.
     errors: (status, headers, body) by path.
     requests: (method, path, Range header, Authorization header) of each request so far.
-    breaks_after: the next answer ends after so many bytes of its body; None for no break.
-    knows_ranges: False for a server that ignores Range headers.
-    says_length: False for answers without Content-Length.
-    etag: ETag of all files; None for digests.
+    breaks_after: number of bytes of its body after which the next answer breaks off; None if it does not.
+    knows_ranges: False if the server ignores Range headers.
+    says_length: False if answers have no Content-Length.
+    etag: ETag of all files, or None if their digests are used.
     kind: Content-Type of all files.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -106,9 +106,9 @@ def serving():
 
 
 def add_repository(site, repo, files, *, commit=COMMIT, revision="main"):
-    """Add a repository with files (name: bytes), as huggingface_hub asks for it.
+    """Add a repository with files (name: bytes), in the form that huggingface_hub requests.
 
-    Its files are redirected to another host name, as the real server does.
+    Requests for its files are redirected to another host name, as on the real server.
     """
     about = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
     about |= {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}

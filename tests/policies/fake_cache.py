@@ -1,4 +1,4 @@
-"""Stand-in for the engine's cache: shuffles cells, makes up attention with many ties, applies plans."""
+"""Stand-in for the engine's cache. It shuffles cells, makes up attention with many ties, applies plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvtool.policy import PER_CELL, Signal, View
 def view_of(pos, next_pos=None, pinned=0, **fields):
     """Return a View of one layer's rows.
 
-    pos: positions of the cells' tokens, i[n] or i[row, n]; a number n stands for range(n).
-    fields: other fields of the View; a list becomes f32[row, n].
+    pos: positions of the cells' tokens, i[n] or i[row, n]; a single number n means range(n).
+    fields: other fields of the View; a list is converted to f32[row, n].
     """
     pos = np.array(range(pos) if isinstance(pos, int) else pos, np.int32, ndmin=2)
     as_rows = {
@@ -27,33 +27,33 @@ def kept(view, plan):
 
 
 def kept_at_first(policy, view):
-    """Return the positions of the tokens that stay in the first row by a policy's first plan."""
+    """Return the positions of the tokens that a policy's first plan keeps in the first row."""
     state = policy.start(len(view.pos), view.n_kv, 0 if view.keys is None else view.keys.shape[2])
     policy.observe(view, state)
     return kept(view, policy.plan(view, state))[0]
 
 
 class Cache:
-    """A policy's cache, with the signals since the last plan as fields, named as in a View.
+    """The cache of a policy. Signals since the last plan are attributes with the names of View's fields.
 
     Attributes
     ----------
     pos
         i32[row, n_cell]: the position of each cell's token.
     live
-        i32[row]: number of live cells of each row, which are its first cells; n_kv is the largest number.
+        i32[row]: number of live cells of each row. They are its first cells. n_kv is the largest number.
     state
         The policy's state.
     rows
-        For each row the records that the policy's twin (tests/reference) reads, oldest first.
+        For each row, the records that the policy's twin (tests/reference) reads. The oldest token is first.
     n_value
-        Number of different attention values: the fewer, the more ties.
+        Number of different attention values. With fewer values, there are more ties.
     group
-        Query heads of a row.
+        Number of query heads of a row.
     n_dim
         Length of a key.
     twin
-        True to fill `rows`, which takes most of the time.
+        True to fill `rows`. This takes most of the time.
     """
 
     def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6, twin=True):
@@ -140,7 +140,7 @@ class Cache:
                 ]
 
     def shuffle(self):
-        """Shuffle every row's cells and their signals; new cells stay behind the old ones."""
+        """Shuffle the cells of every row, and their signals. New cells stay behind old cells."""
         chance = self.rng.random((len(self.rows), self.n_kv))
         cell = np.arange(self.n_kv)
         chance[cell >= self.live[:, None] - self.n_new] += 1
@@ -179,7 +179,7 @@ class Cache:
         )
 
     def plan(self, pinned=0, held=0):
-        """Return (view, plan) after the policy has observed the view, which changes its state."""
+        """Let the policy observe the view, which changes the policy's state. Return (view, plan)."""
         view = self.view(pinned, held)
         self.policy.observe(view, self.state)
         return view, self.policy.plan(view, self.state)
@@ -191,7 +191,7 @@ class Cache:
         return pos
 
     def apply(self, keep):
-        """Fill the holes among the first cells with kept cells from the tail, and zero the rest."""
+        """Fill holes among a row's first cells with kept cells from the tail, and zero the rest."""
         n_keep = keep.sum(axis=1)
         source = np.tile(np.arange(n_keep.max()), (len(keep), 1))
         for row, (kept, n) in enumerate(zip(keep, n_keep, strict=True)):
@@ -219,7 +219,7 @@ class Cache:
         return np.where((pos > steps[:, None]) | (pos < 0), np.float32(0), attention)
 
     def _reduce(self, attention, seen, steps):
-        """Set the signals by their definitions. seen: i64[query], tokens that each query has seen."""
+        """Set the signals by their definitions. seen i64[query]: number of tokens that a query has seen."""
         important = attention * seen[:, None] >= 1
         of_group = {
             "sum": attention.sum(axis=1),

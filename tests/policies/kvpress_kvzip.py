@@ -1,9 +1,10 @@
-"""KVzip by kvpress, on the weights of a tiny model; run by a Python that has kvpress and gguf.
+"""Scores of kvpress's KVzip on the weights of a tiny model. Runs in a Python that has kvpress and gguf.
 
     python tests/policies/kvpress_kvzip.py MODEL.gguf PROMPT.json OUT.npy [CHUNK]
 
-PROMPT.json holds "tokens", the prompt's tokens, and "texts", which maps the other texts that KVzip reads to
-their tokens. OUT.npy gets scores f32[row, n]. The model is one of tests/tiny.py with rope="neox".
+PROMPT.json has two keys: "tokens" has the prompt's tokens, and "texts" maps each other text that KVzip reads
+to its tokens. The scores f32[row, n] are written to OUT.npy. The model is one of tests/tiny.py with
+rope="neox".
 """
 
 import json
@@ -18,7 +19,7 @@ from transformers import DynamicCache
 
 
 class Tokenizer:
-    """Stand-in for transformers' AutoTokenizer: looks up the tokens of known texts."""
+    """Stand-in for transformers' AutoTokenizer. It looks up the tokens of known texts."""
 
     chat_template = None
 

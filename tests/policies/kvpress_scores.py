@@ -1,11 +1,11 @@
-"""Scores of presses of kvpress on the weights of a tiny model: for a Python that has kvpress, torch and gguf.
+"""Scores of kvpress's presses on the weights of a tiny model. Needs kvpress, torch and gguf.
 
     python tests/policies/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
 
-OUT.npy gets scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
-rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press with the parameters
-"keep" and "alpha_safeguard" is wrapped in an AdaKVPress, which keeps `keep` tokens per row on average, and
-always the newest token. Its scores are 1 for kept tokens and 0 for masked ones.
+The text in TOKENS.npy is read whole, and scores f32[press, row, n] are written to OUT.npy. The model is one
+of tests/tiny.py with rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press
+with the parameters "keep" and "alpha_safeguard" is wrapped in an AdaKVPress. This keeps `keep` tokens per row
+on average, and always the newest token. Its scores are 1 for kept tokens and 0 for masked tokens.
 """
 
 import json

@@ -14,7 +14,7 @@ from tests.reference import h2o
 
 @dataclass(frozen=True, slots=True)
 class Merging(Policy):
-    """H2O with merging: a kept token takes the mean of its value and the evicted values just before it."""
+    """H2O that merges: a kept value becomes the mean of itself and the evicted values directly before it."""
 
     budget: int
     slack: int

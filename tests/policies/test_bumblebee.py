@@ -29,7 +29,7 @@ def picked(view, cells):
 
 
 def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
-    """Return n tokens of a prompt as a view, with shuffled rows, and as the rows that a twin reads."""
+    """Return a prompt of n tokens in two forms: as a view with shuffled rows, and as rows for a twin."""
     rng = np.random.default_rng(seed)
     pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
     if shuffled:
@@ -66,7 +66,8 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # with so few picks, stochastic greedy samples every token, and so chooses as lazy greedy does
+    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
+    # greedy
     found = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert found == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert found != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
@@ -101,7 +102,7 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
         sizes.append(int(policy.plan(view, state).keep.sum()))
         assert policy.compress(view).keep.sum() == sizes[-1]
     assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
-    # the summary of 70 tokens has 30 cells; that of a million has all 56
+    # the summary of 70 tokens has 30 cells. The summary of a million tokens has all 56
     assert sizes[::4] == [30, 56]
 
 
@@ -112,11 +113,12 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # with so few picks, stochastic greedy samples every token, and so chooses as lazy greedy does
+    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
+    # greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
-    # these tokens count in a summary's worth: without them greedy chooses other tokens
+    # the worth of a summary includes these tokens. Without them, greedy chooses other tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
@@ -153,7 +155,7 @@ def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
             pairs = twin.similarities([token["key"] for token in row])
             for n_keep in range(1, n):
                 (mine,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
-                # the positions of a prompt's tokens are their places in the row
+                # the position of each token is its index in the row, because this is a prompt
                 best = max(
                     twin.worth(chosen, range(n), row, pairs, mixture, phi)
                     for chosen in combinations(range(n), n_keep)
@@ -238,7 +240,7 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # replace the keys that `grow` has made up; the tokens are recorded later
+        # replace the keys that `grow` has made up. This happens before the tokens are recorded
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 
@@ -277,7 +279,8 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
             for matrix in rest:
                 held = matrix[row, :n, :n]
                 np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
-            # after the plan: `near` is exact where `nearest` names a kept token, else an upper bound
+            # after the plan, `near` is exact if `nearest` names a kept token. Otherwise `near` is an upper
+            # bound
             cells = np.flatnonzero(plan.keep[row])
             cell_of = {int(view.pos[row, cell]): cell for cell in cells}
             for cell in cells:
@@ -298,7 +301,8 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     rng = np.random.default_rng(2)
     n, n_dim = 300, 33
     keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
-    # keys twice as long, opposite keys, a key of zeros, a key whose square overflows float32
+    # some keys are twice as long as others, some are opposite, one is zero, and the square of one overflows
+    # float32
     keys[0, 20:40] = 2 * keys[0, :20]
     keys[0, 40:45] = -keys[0, :5]
     keys[0, 50] = 0
@@ -334,7 +338,7 @@ def test_moves_any_cell_anywhere(mode):
     rng = np.random.default_rng(1)
     for n_keep, dtype in ((20, np.int64), (13, np.int32)):
         source = np.array([rng.permutation(20)[:n_keep] for _ in range(3)])
-        # the cells of row 0 stay where they are
+        # the cells of row 0 do not move
         source[0] = np.arange(n_keep)
         source[1, :2] = np.setdiff1d(np.arange(20), source[1, 2:])[:2]
         state = tuple(array.copy() for array in before)
@@ -381,7 +385,7 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
     policy = BumbleBee.fit(n, 40, similarity=mode, phi=phi, window=5)
     centers = rng.standard_normal((20, n_dim))
     keys = (centers[rng.integers(0, 20, n)] + 0.3 * rng.standard_normal((n, n_dim))).astype(np.float32)
-    # keys of zeros resemble no key
+    # a key of zeros is not similar to any key
     keys[[30, 31, 90]] = 0
     attn = rng.pareto(0.7, (1, n)).astype(np.float32)
     attn[0, 60:75] = 0

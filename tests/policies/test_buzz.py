@@ -102,7 +102,8 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # the first eviction finds only new tokens; `swap` samples these more densely, so that more stay
+    # at the first eviction, all tokens are new. `swap` samples new tokens more densely, so that more tokens
+    # stay
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
     # the same number of cells stays after steps much longer than the threshold
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}
@@ -113,7 +114,7 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     policy = policies.fit("buzz", 60, None, options)
     around = policy.sinks + policy.window
     stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
-    # the first round always thins the whole middle, so it can leave fewer than 60 tokens of a short prompt
+    # the first round always thins the whole middle, so fewer than 60 tokens of a short prompt may be left
     for n in range(61, 2400, 83):
         sampled = around + -(-(n - around) // stride)
         assert policy.compress(positions(range(n), n)).keep.sum() == min(60, sampled), n
@@ -122,7 +123,7 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
 
 def test_with_kept_the_middle_is_thinned_from_its_oldest_token_as_far_as_needed():
     policy = policies.fit("buzz", 8, None, ["kept=true", "sinks=1", "window=2", "stride=3"])
-    # one sampling leaves 10 of the 30 tokens in the middle; every second of them is evicted
+    # one sampling leaves 10 of the 30 tokens in the middle. Then every second of the 10 is evicted
     keep = policy.compress(positions(range(33), 33)).keep[0]
     assert np.flatnonzero(keep).tolist() == [0, 1, 7, 13, 19, 25, 31, 32]
 

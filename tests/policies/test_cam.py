@@ -11,7 +11,7 @@ from kvtool.policy import Signal
 
 
 def plan(last, policy, next_pos=None, pinned=0):
-    """Return the plan for rows whose tokens got attention `last` f32[row, n] from the newest query."""
+    """Return the plan for rows whose tokens got the attention `last` f32[row, n] from the newest query."""
     pos = np.tile(np.arange(len(last[0])), (len(last), 1))
     return policy.plan(view_of(pos, next_pos, pinned, last=last), ())
 
@@ -23,7 +23,7 @@ def terms(merge):
 
 
 def test_adds_an_equal_part_to_each_of_the_next_tokens():
-    # token 1 is evicted; its attention is above the mean of the later tokens, so its value is always merged
+    # token 1 is evicted. Its attention is above the mean of the later tokens, so its value is always merged
     found = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
     assert np.flatnonzero(found.keep[0]).tolist() == [0, 2, 3, 4]
     assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
@@ -46,7 +46,7 @@ def test_tokens_that_go_together_are_no_targets_of_each_other():
 
 
 def test_where_the_newest_token_goes_there_is_nothing_to_add_to():
-    # more tokens pinned than may stay: the engine never asks for this
+    # more tokens are pinned than may stay. The engine never makes such a view
     found = plan([[1, 1, 1, 1]], CaM(4, 2, sinks=0), pinned=3)
     assert found.keep.tolist() == [[True, True, True, False]]
     assert terms(found.merge) == []
@@ -63,8 +63,8 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
 
 def test_may_compare_with_the_tokens_that_the_value_is_added_to():
     n_row = 4000
-    # token 1, of attention 1, is merged with probability 1/4: the mean of its two targets is 4, and that of
-    # all later tokens 3
+    # token 1 has an attention of 1. The mean of its two targets is 4, so it is merged with probability 1/4.
+    # The mean of all later tokens is 3
     policy = CaM(7, 1, sinks=1, merge=2, denominator="targets")
     found = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
     n_drawn = len(set(found.merge.row.tolist()))

@@ -8,7 +8,7 @@ from kvtool.engine.rows import Rows
 
 
 def plain_fill(keep, n_keep):
-    """Fill the holes of one row, left to right, with kept cells from the tail, also left to right."""
+    """Fill the holes of one row with kept cells from the tail. Both are taken from left to right."""
     source = list(range(n_keep))
     tail = [cell for cell in range(n_keep, len(keep)) if keep[cell]]
     holes = [cell for cell in range(n_keep) if not keep[cell]]
@@ -88,7 +88,7 @@ def test_keeping_one_cell_brings_it_to_the_front():
 def test_new_tokens_come_to_the_end_of_every_row():
     rows = Rows(np.zeros(2, np.int32), 6, ragged=True)
     rows.append(3)
-    # one row keeps a token, the other all three
+    # one row keeps one token, and the other row keeps all three
     rows.move(np.empty((0, 4), np.int32), np.array([1, 3], np.int32), next_rot=20)
     rows.append(2)
     assert (rows.n_past, rows.n_kv, rows.next_rot) == (5, 5, 22)

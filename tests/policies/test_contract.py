@@ -1,4 +1,4 @@
-"""Promises of every policy. Policies are found by name, never by type."""
+"""Guarantees of every policy. The tests find policies by their names, never by their types."""
 
 import math
 import re
@@ -64,7 +64,7 @@ def test_keeps_all_that_fits(name):
 
 def test_full_keeps_all_even_at_the_budget():
     policy, cache = make("full", 40)
-    # slack 0 tells the engine that an eviction will never make room
+    # a slack of 0 tells the engine that an eviction will never free a cell
     assert policy.slack == 0
     for n_token in (40, 1):
         cache.grow(n_token)
@@ -101,7 +101,7 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
 @every_evicting_policy
 def test_keeps_held_tokens_beside_pinned_ones(name, budget):
     n_keep = policies.fit(name, budget).n_keep
-    # leave room for up to 4 sinks, which stay as well
+    # up to 4 sinks also stay, so leave room for them
     for pinned, held in ((0, min(6, n_keep - 4)), (5, n_keep - 5)):
         for policy, cache, view, plan in plans(name, budget, pinned, held=held):
             for row in kept(view, plan):
@@ -310,7 +310,7 @@ def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
             (63,),
             "a budget of 64 is too small for streamingllm with --evict-every 63; use at least 68",
         ),
-        # no budget would help, so the message names none
+        # no budget would help, so the message does not name one
         (
             ("corm", 64),
             (None, ["window=0"]),

@@ -1,4 +1,7 @@
-"""Divergence from the full cache: as defined, and close to the divergence over the whole vocabulary."""
+"""Divergence from the full cache.
+
+It equals its definition, and it is close to the divergence over the whole vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def log_softmax(logits):
 
 
 def lumped(p, q, n_top):
-    """Return KL(P || Q) of log-probabilities f64[n_vocab]. Tokens beyond P's n_top likeliest count as one."""
+    """Return KL(P || Q) of the log-probabilities p and q f64[n_vocab].
+
+    P's n_top likeliest tokens are compared one by one. The rest of the tokens is treated as one token.
+    """
     top = np.argsort(-p)[:n_top]
     rest = np.setdiff1d(np.arange(len(p)), top)
     known = (np.exp(p[top]) * (p[top] - q[top])).sum()
@@ -205,7 +211,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
         os.utime(path, (then, then))
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
-    # paths[1] is the oldest, but reading counts as use, so paths[2] is deleted
+    # paths[1] is the oldest file, but it was read just now. Therefore paths[2] is deleted
     divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]

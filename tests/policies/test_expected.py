@@ -1,4 +1,4 @@
-"""Expected Attention: expected logits, norms of values, and the queries that it asks for."""
+"""Expected Attention: expected logits, norms of values, and the queries that the policy asks for."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,10 @@ from kvtool.policy import Signal
 
 
 def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
-    """Return the tokens that stay; token i is in cell i. mean, variance: of future logits, [head][token]."""
+    """Return the tokens that stay. Token i is in cell i.
+
+    mean, variance: mean and variance of the future logits, [head][token].
+    """
     mean = np.array([mean], np.float32)
     variance = np.zeros_like(mean) if variance is None else np.array([variance], np.float32)
     n, future = mean.shape[2], {"future_mean": mean, "future_variance": variance}
@@ -26,15 +29,16 @@ def test_half_of_the_variance_counts_as_much_as_the_mean():
 
 
 def test_each_head_has_as_much_attention_to_give():
-    # four tokens share the first head's attention, two the second head's
+    # four tokens share the attention of the first head, and two tokens share that of the second head
     mean = [[9, 9, 9, 9, -99, -99], [-99, -99, -99, -99, -0.1, 0]]
     assert kept(mean, 2, n_head=2, sinks=0) == [4, 5]
-    # n_head=1: the second head does not belong to the group
+    # with n_head=1, the second head does not belong to the group
     assert kept(mean, 2, n_head=1, sinks=0) == [3, 5]
 
 
 def test_keys_of_sinks_take_no_share():
-    # with sinks=0, token 0 takes all attention: the rest is below epsilon, so the values' lengths decide
+    # with sinks=0, token 0 takes all attention. The attention of the rest is below epsilon, so the lengths of
+    # values decide
     mean, lengths = [[90, 2, 0, 0, 0]], [1, 1, 2, 1, 1]
     assert kept(mean, 3, None, lengths, sinks=1, epsilon=0.02) == [0, 1, 4]
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [0, 4]

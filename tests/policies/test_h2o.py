@@ -1,4 +1,4 @@
-"""H2O: decisions over all rows (test_policies.py tests one layer at a time), means, and sums that fade."""
+"""H2O: decisions over all rows (test_policies.py tests one layer at a time), means, and decaying sums."""
 
 import pytest
 from fake_cache import Cache, kept, kept_at_first, view_of
@@ -34,7 +34,7 @@ def test_the_mean_over_a_group_is_asked_for_as_the_sum():
 
 @pytest.mark.parametrize(("score", "evicted"), [("sum", 2), ("mean", 0)])
 def test_a_mean_is_over_the_steps_that_a_token_has_lived(score, evicted):
-    # token 0 has the largest sum, but has lived longest, so its mean is the lowest outside the window
+    # token 0 has the largest sum, but it is also the oldest, so its mean is the lowest outside the window
     stays = kept_at_first(H2O(4, 1, window=1, score=score), view_of(4, attn=[4, 3.5, 3, 0]))
     assert {*range(4)} - {*stays} == {evicted}
 
@@ -57,7 +57,7 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
     [
         ({}, 4, [8, 8]),
         ({}, 3, [2, 2]),
-        # n_ctx is 0: the trained context is not known
+        # n_ctx is 0 if the trained context is not known
         ({}, 0, [8, 8]),
         ({"decay": 0.25}, 3, [0.5, 0.5]),
         ({"score": "mean"}, 3, [8, 8]),

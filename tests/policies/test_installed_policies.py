@@ -1,4 +1,4 @@
-"""Policies that other packages bring: found by their entry points, and harmless if broken."""
+"""Policies in other packages: kvtool finds them by their entry points, and a broken one does no harm."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class All(Newest):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """install(name, code, {policy: "module:object"}): writes a package as pip does, on sys.path."""
+    """install(name, code, {policy: "module:object"}) writes a package to sys.path, as pip does."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, code, entries, version="1.0"):
@@ -76,7 +76,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def kvtool(*args, stdin=""):
-    # forget the packages that were found, like a new process
+    # forget the packages that were found earlier, as a new process does
     policies.installed.cache_clear()
     policies._load_installed.cache_clear()
     return called(*args, stdin=stdin, env={"COLUMNS": "200"})

@@ -45,7 +45,10 @@ def test_each_kernel_is_in_it(module):
 
 
 def filled(kernel_, arguments):
-    """Call the library's kernel and numba's; return for each [returned value, *arguments after the call]."""
+    """Call the library's kernel and numba's kernel.
+
+    Return [returned value, *arguments after the call] for each of the two.
+    """
     found = []
     for call in (load.find(kernel_.name, kernel_.signatures), kernel_.compile()):
         own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
@@ -98,7 +101,7 @@ def test_the_bytes_are_numbas(case):
 
 @pytest.mark.parametrize("wrong", ["type", "dimensions", "order", "read-only", "number"])
 def test_other_arguments_are_refused(wrong):
-    """Kernels do not check their arguments: wrong ones would make them access foreign memory."""
+    """Kernels do not check their arguments. With wrong arguments they would access foreign memory."""
     pos, score, keep, n_keep = ranked(2, 8, 6)
     call = load.find(keep_highest.name, keep_highest.signatures)
     call(pos, score, 0, 4, n_keep, keep)

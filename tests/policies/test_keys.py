@@ -31,7 +31,8 @@ def test_the_longest_key_goes(batches):
 @pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
 def test_the_key_most_like_the_average_goes_whatever_its_length(batches):
     keys = [[1, 0], [100, 1], [0, 0.1], [-1, -1], [2, 0.5]]
-    # the average points to about (2.3, 0.5): nearest is the last key, which the window keeps, then the second
+    # the average points to about (2.3, 0.5). The last key is nearest, but the window keeps it. The second key
+    # is next
     state, kept = state_and_plan(KeyDiff(5, 1, sinks=0), keys, batches)
     assert kept == [0, 2, 3, 4]
     _, farthest = state_and_plan(KeyDiff(5, 3, sinks=0), keys, batches)

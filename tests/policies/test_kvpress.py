@@ -1,6 +1,6 @@
-"""The tokens kept of a prompt equal the tokens that kvpress keeps, on the same weights.
+"""kvtool keeps the same tokens of a prompt as kvpress, on the same weights.
 
-KVPRESS_PYTHON names a Python that has kvpress, torch and gguf; without it these tests are skipped.
+KVPRESS_PYTHON names a Python that has kvpress, torch and gguf. Without it, these tests are skipped.
 """
 
 import json
@@ -42,7 +42,10 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""As SAME, for rows that share a budget. Last field: `floor`, the least share of its budget a row keeps."""
+"""Cases like those in SAME, with rows that share a budget.
+
+The last field is `floor`: the smallest share of its budget that a row keeps.
+"""
 
 
 def scores_of(path, tokens, presses, folder):
@@ -57,7 +60,8 @@ def scores_of(path, tokens, presses, folder):
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
-    # no token occurs twice: its two keys would have equal lengths, and rounding would decide which stays
+    # no token occurs twice, because its two keys would have equal lengths, and rounding would decide which of
+    # them stays
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)

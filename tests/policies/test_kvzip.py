@@ -34,7 +34,8 @@ def test_the_prompt_keeps_what_was_attended_to_most():
 def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
     policy = KVzip.fit(5, 2, **PLAIN)
     state = policy.start(1, 6, 4)
-    # token 3 got no attention: it gets the smallest score, as 0 marks a token without a score
+    # token 3 got no attention, but its score must not be 0, because 0 marks a token without a score. It gets
+    # the smallest score instead
     policy.adopt(view_of(4, highest=[4, 8, 6, 0]), state)
     view = view_of(6, highest=[0] * 6)
     policy.observe(view, state)
@@ -125,7 +126,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     model, parts = transformer.Llama(path), []
     with open_engine(path, policy) as engine:
         assert engine.whole_reader.n_segments(n) == 3
-        # each segment, of 133 or 134 tokens, is repeated in more than one chunk
+        # each segment has 133 or 134 tokens, so it is repeated in more than one chunk
         assert engine.whole_reader.reconstruction.n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
         for segment in np.array_split(tokens[:n], 3):
@@ -156,7 +157,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
-                # one number of the engine differs: the beginning of the signals' window
+                # only one number of the engine differs: the beginning of the signals' window
                 assert (after.pop("engine") != before.pop("engine")).sum() == 1
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []
@@ -201,7 +202,7 @@ def test_a_text_that_fits_is_read_once(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
         engine.read(text(48))
         assert not engine.state[0].any()
-        # one token more: the oldest are evicted, except the sinks
+        # with one more token, the oldest tokens except the sinks are evicted
         engine.read(text(1))
         assert live(engine)[0] == [*range(4), *range(12, 49)]
 

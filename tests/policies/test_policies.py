@@ -1,4 +1,4 @@
-"""Every policy against its twin in tests/reference: the same tokens stay, at every plan of a long stream."""
+"""Every policy and its twin in tests/reference keep the same tokens at every plan of a long stream."""
 
 from importlib import import_module
 
@@ -22,7 +22,7 @@ def make(name, options, budget, evict_every, seed, shape=(2, 3), **kwargs):
 
 
 def merges_of(cache, plan):
-    """Return {dst pos: {src pos: weight}} of each row."""
+    """Return a dict {dst pos: {src pos: weight}} for each row."""
     pos = cache.live_pos()
     merges = [{} for _ in pos]
     if plan.merge is not None:
@@ -34,7 +34,7 @@ def merges_of(cache, plan):
 
 
 def by_twin(name, policy, cache, pinned=0):
-    """Return the kept tokens, and the merges as `merges_of` gives them."""
+    """Return the tokens that the twin keeps, and its merges in the form of `merges_of`."""
     twin = import_module(f"reference.{name}")
     own = {param: getattr(policy, param) for param in policies.params(type(policy))}
     stays, merges = [], []
@@ -49,7 +49,10 @@ def by_twin(name, policy, cache, pinned=0):
 
 
 def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwargs):
-    """Compare plans with the twin's. At each plan there are fewer cells than the budget, as many, or more."""
+    """Compare the plans of a stream with the plans of the policy's twin.
+
+    At a plan, the number of cells is smaller than the budget, equal to it, or larger.
+    """
     policy, cache = make(name, options, budget, evict_every, seed, **kwargs)
     for step in range(n_plan):
         target = budget + (0, -1, 0, 1, budget // 2)[step % 5]
@@ -130,7 +133,8 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
 
 
 def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
-    # rows share a buffer: the second row has fewer unprotected tokens, and must not read the first's scores
+    # rows share a buffer. The second row has fewer unprotected tokens than the first, and must not read the
+    # first row's scores
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
     score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
     keep = np.empty((2, 9), np.bool_)
@@ -140,7 +144,7 @@ def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
 
 
 def test_random_hashes_with_splitmix64():
-    # the generator's first two outputs from state 0, as published
+    # the first two outputs of the generator from state 0, as its authors published them
     assert splitmix64(0) == 0xE220A8397B1DCDAF
     assert splitmix64(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
@@ -204,15 +208,16 @@ def buzz_plan(mass, old, **params):
 
 
 def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
-    # attention by segments of 3, between one sink and the one token of the window: 1 5 2 | 7 7 0 | 9
+    # between the sink and the token of the window, there are segments of 3 tokens with attention 1 5 2 | 7 7
+    # 0 | 9
     kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
     assert kept == [0, 2, 4, 7, 8]
     assert old == [2, 4, 7]
 
 
 def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
-    # between the sink and the token of the window: old tokens with attention 0 9 9 | 0 9, in segments of
-    # half the stride, 3; then new tokens with attention 1 2 3
+    # between the sink and the token of the window, there are first old tokens with attention 0 9 9 | 0 9.
+    # Their segments have half the stride, 3 tokens. Then come new tokens with attention 1 2 3
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
     assert kept == [0, 1, 4, 8, 9]
@@ -221,7 +226,8 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
 
 def test_buzz_samples_a_long_prompt_until_it_fits():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    # samplings reduce the 40 tokens of the middle to 14, 7, 4 and 2: every 3 * 2 * 2 * 2 = 24th stays
+    # samplings reduce the 40 tokens of the middle to 14, then 7, 4 and 2 tokens, so every 24th token stays (3
+    # * 2 * 2 * 2)
     assert kept_at_first(policy, view_of(46, attn=[0] * 46)) == [0, 1, 2, 3, 4, 28, 44, 45]
 
 
@@ -237,7 +243,7 @@ def test_buzz_shares_the_budget_by_the_parameter_theorem():
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
 def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
-    # one sampling must be enough: a second one would thin the old tokens again
+    # one sampling must be enough, because a second sampling would thin the old tokens again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -1,4 +1,4 @@
-"""The reference transformer has the properties of any correct transformer. kvtool's engine takes no part."""
+"""The reference transformer has the properties of any correct transformer. kvtool's engine is not used."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""n_head_kv of a model with 4 heads, by the number of query heads per KV head."""
+"""For each number of query heads per KV head: n_head_kv of a model with 4 heads."""
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def keep_heavy(rows, *, next, pinned, budget, slack, window=8):
     return [kept(row) for row in rows]
 
 
-# differences come from F32 sums in another order
+# results differ because F32 numbers are added up in another order
 close = {"rtol": 0, "atol": 1e-4}
 
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
 def test_is_the_transformer_of_the_definition(folder, rope):
-    """The definition: loops over heads, tokens and past tokens in float64; rotations by cosine and sine."""
+    """The definition loops over heads, tokens and past tokens in float64, and rotates by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
 
@@ -126,7 +126,7 @@ def test_a_row_is_read_by_its_own_group_of_query_heads(folder):
     model = write(folder, n_head_kv=2, seed=5)
     tokens = text(20)
     before = run(model, tokens).stream.rows[0]
-    # the queries of the second group become 0: only its own row may change
+    # the queries of the second group become 0, so only the second row may change
     model.layers[0]["attn_q"] = model.layers[0]["attn_q"] * np.repeat(np.float32([1, 0]), 64)[:, None]
     after = run(model, tokens).stream.rows[0]
     np.testing.assert_array_equal(after[0].mass, before[0].mass)
@@ -169,7 +169,7 @@ def test_moving_all_positions_by_a_constant_changes_nothing(model):
 def test_in_cache_positions_without_an_eviction_equal_original_ones(model):
     tokens = text(60)
     original = run(model, tokens, slack=10)
-    # positions begin at 50, so that they reach the trained context (96) and are numbered again from 0
+    # positions begin at 50, so they reach the trained context (96) and are numbered again from 0
     in_cache = run(model, tokens, slack=10, positions="in-cache", counter=50)
     assert in_cache.stream.counter == 60
     np.testing.assert_allclose(in_cache.nll, original.nll, **close)
@@ -199,9 +199,9 @@ def test_auto_positions_are_original_until_the_trained_context_is_full_and_again
         run(one_layer, tokens, budget=40, slack=8, keep=keep_ends, positions=positions)
         for positions in ("original", "in-cache", "auto")
     )
-    # nll[i] belongs to token i + 1: it comes from the logits of token i
+    # nll[i] is computed from the logits of token i, but it belongs to token i + 1
     np.testing.assert_array_equal(auto.nll[:N_CTX_TRAIN], original.nll[:N_CTX_TRAIN])
-    # all gaps are closed where the context ends, and the next eviction leaves new ones
+    # all gaps are closed at the end of the context. The next eviction leaves new gaps
     np.testing.assert_allclose(auto.nll[N_CTX_TRAIN], in_cache.nll[N_CTX_TRAIN], **close)
     assert np.abs(auto.nll - in_cache.nll)[N_CTX_TRAIN + 8 :].max() > 0.1
     assert np.abs(original.nll - in_cache.nll)[40:N_CTX_TRAIN].max() > 0.1

@@ -1,4 +1,4 @@
-"""R-KV's rule: importance, redundancy of keys, and which of several similar tokens stays."""
+"""R-KV's rule: importance, redundancy of keys, and which token of several similar tokens stays."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ def kept(keys, votes, n_keep, batches=None, **params):
     return np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
 
 
-# keys of tokens 0, 2 and 4 are nearly equal; those of 1, 3 and 5 are unique; token 5 is the window
+# the keys of tokens 0, 2 and 4 are nearly equal, and the keys of tokens 1, 3 and 5 are unique. Token 5 is the
+# window
 KEYS = [
     [9, 0, 0, 0, 1],
     [0, 9, 0, 0, 0],
@@ -37,7 +38,8 @@ KEYS = [
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_of_several_like_tokens_the_newest_stays(batches):
     assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
-    # with similar=0 all cosines count: token 2 is the most redundant, as its key lies between keys 0 and 4
+    # with similar=0 all cosines are used. Token 2 is the most redundant, because its key is between the keys
+    # of 0 and 4
     unspared = {"window": 1, "mixture": 0, "similar": 0}
     assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
     assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
@@ -47,14 +49,15 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # each token spares the newest one similar to it: their cosine does not count against the newest. 0 and 2
-    # spare 4, and 4 spares 2, so two cosines count against 0, one against 2, and none against 4
+    # a token's cosine with the newest token that is similar to it is ignored. This applies to the cosines of
+    # 0 and 2 with 4, and to the cosine of 4 with 2. Two cosines are left that make 0 redundant, one is left
+    # for 2, and no cosine is left for 4
     assert stay(5) == [1, 2, 3, 4, 5]
-    # 4 is then as little redundant as 1 and 3; on ties the newer token stays
+    # token 4 is then no more redundant than 1 and 3. On ties, the newer token stays
     assert stay(3) == [3, 4, 5]
-    # with similar=2 every similar token spares both others, so all tokens tie
+    # with similar=2, every token's cosines with both similar tokens are ignored, so all tokens tie
     assert stay(3, similar=2) == [3, 4, 5]
-    # no cosine exceeds the threshold of 1, so no token is spared
+    # no cosine exceeds a threshold of 1, so no cosine is ignored
     assert stay(3, threshold=1.0) == stay(3, similar=0) == [1, 3, 5]
 
 
@@ -63,7 +66,8 @@ def test_the_mixture_weighs_importance_against_redundancy():
     only = {"window": 1, "kernel": 1}
     assert kept(KEYS, votes, 2, mixture=1, **only) == [0, 5]
     assert kept(KEYS, votes, 2, mixture=0, **only)[0] != 0
-    # importance and redundancy each add up to 1: token 0, with all importance, wins even at a weight of 0.1
+    # importance and redundancy each add up to 1. Token 0 has all the importance, so it stays even at a weight
+    # of 0.1
     assert kept(KEYS, votes, 2, **only) == [0, 5]
 
 
@@ -75,7 +79,11 @@ def test_importance_is_the_highest_of_the_neighbours_before_the_window():
 
 
 def test_redundancy_is_that_of_the_published_code():
-    """It zeroes the diagonal and each row's newest cosine above the threshold, and averages columns."""
+    """Compare with the published code.
+
+    It sets the diagonal to zero, and in each row the newest cosine above the threshold. Then it takes the
+    mean of each column.
+    """
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)

@@ -7,7 +7,10 @@ from kvtool.policies.roco import RoCo
 
 
 def evicted(attention, **params):
-    """Return the tokens evicted after this attention[query][token]; a query gives 0 to later tokens."""
+    """Return the tokens that are evicted after this attention[query][token].
+
+    The attention of a query to later tokens is set to 0.
+    """
     attention = np.tril(np.array(attention, np.float32))
     n = len(attention)
     view = view_of(n, attn=attention.sum(axis=0)[None], squares=(attention**2).sum(axis=0)[None])
@@ -15,18 +18,20 @@ def evicted(attention, **params):
     return [pos for pos in range(n) if pos not in stays]
 
 
-# the first three tokens have means of 1, 2/3 and 1; the deviations are 0, high and 0
+# the first three tokens have means of 1, 2/3 and 1. The deviation of the second is high, and that of the
+# first and the third is 0
 UNSTEADY = [[1, 0, 0, 0], [1, 2, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 
 def test_the_lowest_mean_goes_unless_its_deviation_is_high():
     assert evicted(UNSTEADY, window=1, keep_std=0) == [1]
-    # tokens 0 and 2 have equal means; the older goes
+    # tokens 0 and 2 have equal means, so the older token is evicted
     assert evicted(UNSTEADY, window=1, keep_std=1) == [0]
 
 
 def test_a_mean_is_over_the_steps_lived():
-    # sums: 4, 3, 3; steps lived: 4, 3, 2. Tokens 0 and 1 have equal means; the older goes
+    # the tokens have sums of 4, 3, 3, and have lived for 4, 3, 2 steps. Tokens 0 and 1 have equal means, so
+    # the older token is evicted
     attention = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1.5, 0], [1, 1, 1.5, 0]]
     assert evicted(attention, window=1, keep_std=0) == [0]
 

@@ -1,4 +1,4 @@
-"""Scissorhands' rule: its counts, their limit, and refused parameters."""
+"""Scissorhands' rule: its counts of low scores, their limit, and refused parameters."""
 
 import numpy as np
 from fake_cache import view_of
@@ -25,7 +25,7 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
     # the newest token is in the first cell. Token 0 was important to 2 of 6 queries, token 1 to 1 of 5, and
-    # token 2 to 0 of 4, so each has 4 low scores
+    # token 2 to 0 of 4, so each of the three has 4 low scores
     policy = Scissorhands(6, 1, window=1)
     hits = [1, 2, 3, 0, 1, 2]
     view = view_of(range(5, -1, -1), n_new=6, n_head=np.ones(1, np.int32), hits=hits)
@@ -41,7 +41,8 @@ def test_every_head_of_the_group_counts_on_its_own():
 
 
 def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
-    # a history of 16 queries has 8 parts of 2: low scores of the first part count until the 8th part is over
+    # a history of 16 queries has 8 parts of 2 queries. Low scores in the first part are counted until the 8th
+    # part is over
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [1] * 20, lambda step: step == 0) == [1] * 16 + [0] * 4
     assert counts_after(policy, [1] * 20, lambda step: step == 1) == [0] + [1] * 15 + [0] * 4

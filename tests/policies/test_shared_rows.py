@@ -15,13 +15,13 @@ SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands"
 LAYERED = ["expected", "snapkv"]
 
 OWN = {"tova": ["per=row"]}
-"""Further parameters that a policy needs."""
+"""Additional parameters that a policy needs for these tests."""
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
 
 def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
-    """Return the cells that stay in each row; cells hold the tokens 0, 1, ..."""
+    """Return the cells that stay in each row. The cells hold the tokens 0, 1, ..."""
     score = np.array(score, np.float32)
     n_row, n = score.shape
     pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
@@ -87,7 +87,7 @@ def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice
         assert (n_kept >= np.minimum(6, cache.next)).all()
         assert (n_kept <= 2 * 40 - 8).all()
         differ |= bool((n_kept[:, 0] != n_kept[:, 1]).any())
-    # kvzip has no scores for streamed tokens: every row evicts its oldest
+    # kvzip has no scores for streamed tokens, so every row evicts its oldest tokens
     assert differ == (name != "kvzip"), name
 
 
@@ -122,7 +122,10 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
 
 
 def entropy_of(values):
-    """Return the entropy of the values' shares, divided by its maximum, the logarithm of their number."""
+    """Return the entropy of the values' shares, divided by the largest possible entropy.
+
+    The largest possible entropy is the logarithm of the number of values.
+    """
     shares = [value / sum(values) for value in values]
     return -sum(share * math.log(share) for share in shares if share) / math.log(len(values))
 
@@ -133,7 +136,7 @@ def test_a_layers_entropy_is_that_of_its_open_tokens_of_all_its_rows():
     live, layer, entropy = np.array([5, 4, 5, 5], np.int32), np.array([0, 0, 1, 2], np.int32), np.empty(4)
     layer_entropy(pos, live, layer, score, 1, 4, entropy)
     assert entropy == pytest.approx([entropy_of([1, 2, 3, 4, 0, 6])] * 2 + [1, 1])
-    # the second row's dead cell does not count, and a single token has no entropy
+    # the second row's dead cell is not counted. A single token has no entropy
     layer_entropy(pos, np.array([5, 3, 5, 5], np.int32), layer, score, 1, 4, entropy)
     assert entropy[0] == pytest.approx(entropy_of([1, 2, 3, 4, 0]))
     layer_entropy(pos, live, layer, score, 3, 4, entropy)

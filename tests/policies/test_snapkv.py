@@ -16,7 +16,7 @@ def test_a_vote_saves_its_neighbours_too():
     votes = [0, 0, 0, 9, 0, 0, 0, 0, 0, 0]
     assert kept(votes, 4, window=1, kernel=3) == [2, 3, 4, 9]
     assert kept(votes, 4, window=1, kernel=3, pool="max") == [2, 3, 4, 9]
-    # ties: the newer stays
+    # on ties, the newer token stays
     assert kept(votes, 4, window=1, kernel=1) == [3, 7, 8, 9]
 
 

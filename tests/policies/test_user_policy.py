@@ -1,4 +1,4 @@
-"""Policies in a user's file: the one in docs/writing-a-policy.md works; mistakes get one-line messages."""
+"""Policies in a user's file: the example in docs/writing-a-policy.md works, mistakes get short messages."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_documents_policy_runs(tiny_model, written):
 
 def test_the_documents_policy_keeps_the_highest_average(written):
     policy = policies.load(str(written))(4, 1, window=1, sinks=0)
-    # token 3, the newest, is protected; averages of tokens 0, 2 and 1: 1, 1, 1/3
+    # token 3 is the newest, so it is protected. The averages of tokens 0, 2 and 1 are 1, 1 and 1/3
     assert kept_at_first(policy, view_of([3, 0, 2, 1], attn=[0, 4, 2, 1])) == [0, 2, 3]
 
 
@@ -154,7 +154,7 @@ SCORES = "        return state[0][:, : view.n_kv] / view.lived\n"
 
 
 def planned(*lines):
-    """Return the code of a policy with the document's `scores` and another `plan`."""
+    """Return the code of a policy that has the document's `scores`, but another `plan`."""
     body = (
         "from kvtool.policy import Plan, keep_ranked, sum_rows",
         "keep = self.highest(view, self.scores(view, state))",
@@ -164,7 +164,7 @@ def planned(*lines):
 
 
 def fill_and_evict(engine):
-    """Evict from a full cache; check that an eviction that fails changes nothing."""
+    """Let an engine evict from a full cache. If the eviction fails, check that it has changed nothing."""
     engine.pin(6)
     for token in text(48):
         engine.step(np.array([token]))
@@ -248,7 +248,7 @@ def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
 
 
 def refused(tiny_model, written, old, new, complaint):
-    """Check that the document's policy fails with a one-line message once `old` is replaced by `new`."""
+    """Check that the document's policy fails with a one-line message if `old` is replaced by `new`."""
     code = written.read_text(encoding="utf-8")
     assert code.count(old) == 1
     written.write_text(code.replace(old, new), encoding="utf-8")

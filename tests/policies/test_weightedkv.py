@@ -10,7 +10,10 @@ from kvtool.policies.weightedkv import WeightedKV
 
 
 def merged(average, policy, pinned=0):
-    """Return {dst: {src: weight}} of a row whose tokens have these averages, and the positions that stay."""
+    """Return the merges {dst: {src: weight}} of a row, and the positions that stay.
+
+    average: average attention of each token.
+    """
     n = len(average)
     view = view_of(n, pinned=pinned, attn=[mean * (n - pos) for pos, mean in enumerate(average)])
     state = policy.start(1, n, 0)
@@ -29,7 +32,7 @@ def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
 
 
 def test_a_merge_sees_those_before_it():
-    # 2 merges into 3, then 3 into 4; 1 merges last, into 4, which is its neighbour by then
+    # token 2 merges into 3, then 3 into 4. Token 1 merges last, into token 4, which is its neighbour by then
     found, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
     assert kept == [0, 4, 5]
     third = {2: 1 / 3 * 2 / 6, 3: 2 / 3 * 2 / 6, 4: 4 / 6}
@@ -42,7 +45,7 @@ def test_values_without_any_attention_count_alike():
 
 
 def test_the_average_decides_not_the_sum():
-    # all averages are equal; the oldest has the largest sum, and is evicted all the same
+    # all averages are equal, so the oldest token is evicted, although it has the largest sum
     _, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 1, window=1, sinks=0))
     assert kept == [1, 2, 3, 4]
 
@@ -72,7 +75,7 @@ def test_evicts_only_where_asked_to():
 
 
 def test_the_value_of_a_newest_token_that_goes_is_lost():
-    # more tokens pinned than may stay: the engine never asks for this
+    # more tokens are pinned than may stay. The engine never makes such a view
     found, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
     assert kept == [0, 1, 2]
     assert found == {}

@@ -1,44 +1,46 @@
-"""Brute-force twins of the policies, by the papers' definitions, in plain Python without kvtool.
+"""Twins of the policies: brute force by the papers' definitions, in plain Python without kvtool.
 
-Every policy has a twin: NAME.py with CASES, the options to compare with, and
+Every policy has a twin, NAME.py. Its CASES are the options with which it is compared to the policy, and its
+function `keep` makes a plan:
 
     def keep(rows, *, next, pinned, budget, slack, **params) -> list[list[int]]
 
 Parameters
 ----------
 rows
-    A list for each KV head of ONE layer, with a dict for each token of the row, oldest first:
+    A list for each KV head of ONE layer. It has a dict for each token of the row, oldest first:
     pos    position in the stream
-    seen   for each query since the token came, its own first: (t, [attention of each head of the group]);
-           t is the number of tokens that the query has seen, itself included
+    seen   (t, [attention of each head of the group]) for each query from the token's own query on;
+           t is the number of tokens that the query has seen, including the query's token
     mass   sum of all attention in `seen`
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
-    old    for buzz: True for a token that an eviction has kept while it lay between sinks and window
-    row    the row's number among the rows of all layers
-    notes  a dict, empty at first, for values that the twin needs again in the next plan
+    old    for buzz: True for a token that an eviction has kept when it was between sinks and window
+    row    index of the row among the rows of all layers
+    notes  a dict, empty at first, for values that the twin needs in the next plan
 next
     Position of the next token.
 pinned
-    Tokens with pos < pinned stay.
+    Tokens with pos < pinned always stay.
 params
     All parameters of the policy.
 
 Returns
 -------
-A list with the sorted positions that stay in each row. A twin that merges returns a pair: this list, and a
-list with the merges of each row, {dst pos: [(src pos, weight), ...]}. In `rows`, a twin changes only `notes`;
-buzz also sets `old`.
+A list with the sorted positions of the tokens that stay in each row. A twin that merges returns a pair of
+this list and a list of merges. For each row, merges are {dst pos: [(src pos, weight), ...]}. A twin changes
+only `notes` in `rows`. Buzz also sets `old`.
 
-A twin may also have observe(rows, *, next, **params). It is called when positions start over, because the
-engine then observes between two plans. If `keep` has a parameter n_ctx, it gets the context length.
+A twin may also have a function observe(rows, *, next, **params). It is called when positions start over,
+because the engine then observes between two plans. If `keep` has a parameter n_ctx, this is the context
+length.
 """
 
 from typing import NamedTuple
 
 
 def news(row):
-    """Return, for each token of a row, the entries that `seen` has gained since the last call of `news`."""
+    """Return for each token of a row the entries that were added to `seen` since the last call of `news`."""
     fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
     for token in row:
         token["notes"]["n_seen"] = len(token["seen"])
@@ -46,15 +48,15 @@ def news(row):
 
 
 def n_arrived(row):
-    """Number of tokens of a row that came since the last plan. Call it before `news`."""
+    """Return the number of tokens of a row that came since the last plan. Call this before `news`."""
     return sum("n_seen" not in token["notes"] for token in row)
 
 
 class Ends(NamedTuple):
-    """Arguments of keep_ranked. Tokens before position `first` and from `recent` on always stay.
+    """Arguments of keep_ranked. Tokens before position `first`, and tokens from `recent` on, always stay.
 
-    n_keep: tokens to keep, per row. is_shared: True if they are shared among the rows of a layer. n_most,
-    floor: arguments `most` and `floor` of keep_shared.
+    n_keep: tokens to keep, per row. is_shared: True if the rows of a layer share these tokens. n_most, floor:
+    the arguments `most` and `floor` of keep_shared.
     """
 
     first: int
@@ -67,16 +69,16 @@ class Ends(NamedTuple):
 
 def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
     """Return the Ends for the parameters of a policy that ranks tokens."""
-    # with heads=adaptive, `budget` is a row's maximum, twice the mean of the layer's rows
+    # with heads=adaptive, `budget` is the maximum of a row. It is twice the mean of the layer's rows
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     return Ends(first, next - min(window, n_keep - first), n_keep, budget - slack, is_shared, floor)
 
 
 def keep_ranked(scores, ends):
-    """Evict the lowest score of each row between the ends, one at a time, the oldest among equals.
+    """In each row, evict the token with the lowest score between the ends, one token at a time.
 
-    scores: {pos: score} of each row.
+    If several tokens have the lowest score, the oldest of them is evicted. scores: {pos: score} of each row.
     """
     if ends.is_shared:
         return keep_shared(scores, ends.first, ends.recent, ends.n_keep, ends.floor, ends.n_most)
@@ -93,10 +95,11 @@ def keep_ranked(scores, ends):
 def keep_shared(scores, first, recent, n_keep, floor, most):
     """Ada-KV (arXiv:2407.11550): a layer's rows share a budget of n_keep tokens per row.
 
-    scores: {pos: score} of each row. First, each row evicts down to `most` tokens. Then the lowest score of
-    all rows is evicted until the budget is met; among equals, the oldest token, and of these the last row's.
-    Only tokens from `first` up to `recent` are evicted. A row that is down to `floor` * n_keep tokens evicts
-    no more (the safeguard of kvpress).
+    scores: {pos: score} of each row. First, each row evicts down to `most` tokens. Then, until the budget is
+    met, the token with the lowest score in all rows is evicted. If several tokens have this score, the oldest
+    is evicted. If these are equally old, the token in the last row is evicted. Only tokens from `first` up to
+    `recent` are evicted. A row that has no more than `floor` * n_keep tokens does not evict (the safeguard of
+    kvpress).
     """
     alive = [sorted(row) for row in scores]
     lowest = lambda row: min(  # noqa: E731

@@ -66,15 +66,15 @@ def _keep(row, next, first, n_keep, window, mixture, phi, similarity, cosine):
 def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="relu"):
     """Choose n_keep tokens greedily, and return their positions in the order of choice.
 
-    row: tokens, oldest first. stays: positions that are chosen before all others. sample(rest): returns those
-    of the remaining tokens that are compared for the next choice.
+    row: tokens, oldest first. stays: positions of tokens that are chosen first. sample(rest): returns the
+    tokens that are compared for the next choice, out of the remaining tokens.
     """
     pairs = similarities([token["key"] for token in row], cosine=cosine)
     every = range(len(row))
     chosen = [token for token in every if row[token]["pos"] in stays]
     rest = [token for token in every if token not in chosen]
     while len(chosen) < n_keep and rest:
-        # `sample` may shuffle `rest` in place, so the chosen token is looked up in it afterwards
+        # `sample` may shuffle `rest` in place, so the index of the chosen token is looked up afterwards
         best = max(
             sample(rest),
             key=lambda token: (
@@ -90,7 +90,7 @@ def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="
 
 
 def worth(chosen, ground, row, pairs, mixture, phi):
-    """Objective g of Algorithm 1, for the tokens `chosen` from the set `ground`."""
+    """Return the objective g of Algorithm 1 for the tokens `chosen` from the set `ground`."""
     chosen, ground = list(chosen), list(ground)
     f = float(pairs[np.ix_(ground, chosen)].max(axis=1).sum()) / len(ground) if chosen else 0.0
     mass = math.fsum(row[token]["mass"] for token in ground)
@@ -102,7 +102,8 @@ def worth(chosen, ground, row, pairs, mixture, phi):
 def similarities(keys, half=False, cosine="relu"):
     """Return f64[token, token]: ReLU(c), (1 + c) / 2 or |c|, where c is the cosine of two keys.
 
-    Keys are rounded to 15 bits, and similarities to multiples of 2**-24; with `half`, then to float16.
+    Keys are rounded to 15 bits, and similarities to multiples of 2**-24. With `half`, similarities are then
+    rounded to float16.
     """
     unit = np.array([normalized(key) for key in keys], np.int64)
     # products of integers are exact, so they do not depend on the order of summation

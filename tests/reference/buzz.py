@@ -1,4 +1,4 @@
-"""BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2). The local maximum is the first of equal tokens."""
+"""BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2). On ties, the local maximum is the first token."""
 
 CASES = [
     [],
@@ -47,7 +47,7 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the smallest n such that thinning n old and threshold + 1 - n new tokens leaves at most n."""
+    """Return the smallest n such that n old and threshold + 1 - n new tokens are thinned to at most n."""
 
     def left(n):
         return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)
@@ -66,7 +66,8 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
     sample = local_max_sample if local_max else interval_sample
     middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
-        # a middle of one token cannot be thinned, because interval_sample keeps the first token: drop it
+        # a middle of one token cannot be thinned, because interval_sample keeps the first token, so it is
+        # dropped
         if len(middle) > 1:
             n_spare = len(head) + len(middle) + len(tail) - n_max if kept else len(middle)
             middle = interval_sample(old_stride, middle, n_spare)
@@ -78,7 +79,7 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
 
 
 def interval_sample(stride, tokens, n_spare=None):
-    """Keep the first of every `stride` tokens, but evict at most n_spare tokens, from the oldest on."""
+    """Evict all but the first of every `stride` tokens, the oldest first, but at most n_spare tokens."""
     if n_spare is None:
         n_spare = len(tokens)
     goes = [i % stride != 0 for i in range(len(tokens))]

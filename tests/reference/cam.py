@@ -1,4 +1,7 @@
-"""CaM: evict the token after the sinks, one at a time; its value may be merged into the next kept tokens."""
+"""CaM: evict the first token after the sinks, one at a time.
+
+The value of an evicted token may be merged into the next kept tokens.
+"""
 
 from reference.random import hash_of
 
@@ -38,7 +41,7 @@ def _score(token, next, score):
 
 
 def _probability(score, right):
-    """Return score / right, at most 1. 0 / 0 is 0, as in the authors' code."""
+    """Return score / right, but at most 1. As in the authors' code, 0 / 0 is 0."""
     if right == 0:
         return 1 if score > 0 else 0
     return min(score / right, 1)

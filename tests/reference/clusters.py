@@ -12,8 +12,8 @@ N_CLUSTER, N_ROUND, N_APART = 16, 5, 5
 def kmeans(x):
     """Return i64[n]: the cluster of each point of x [n, d], by k-means.
 
-    k-means starts with the point farthest from the mean of all points. Each further starting point is the one
-    farthest from the starting points before it.
+    The first starting point is the point farthest from the mean of all points. Each further starting point is
+    the point farthest from the starting points before it.
     """
     begin = [np.argmax(((x - x.mean(0)) ** 2).sum(1))]
     while len(begin) < N_CLUSTER:
@@ -40,9 +40,9 @@ class Clusters:
     def members(self, pos, keys, end, first_near):
         """Return i64[n]: the cluster of each entry; -1 if its block is not complete by position `end`.
 
-        pos i64[n]: position in the stream. keys f64[n, d]: rotated; all keys of a far block have the same
-        distance from the query. first_near: first position of the near blocks. A block has the same clusters
-        at every step, except that it gets new ones when it becomes far.
+        pos i64[n]: position in the stream. keys f64[n, d]: keys after rotation. All keys of a far block are
+        rotated to the same distance from the query. first_near: first position of the near blocks. A block
+        has the same clusters at every step, but gets new clusters when it becomes far.
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):
@@ -56,10 +56,10 @@ class Clusters:
     def attend(self, of, logits, values, n_tokens):
         """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.
 
-        of: result of `members`. logits f64[..., n]: of all entries. The clusters with the most attention per
-        token are attended to exactly, until they have enough tokens. Every other cluster is one entry: the
-        mean key and value of its tokens, weighted by their number. The mean key's logit is the mean of the
-        tokens' logits.
+        of: result of `members`. logits f64[..., n]: logits of all entries. The step attends exactly to the
+        clusters with the most attention per token, until these have enough tokens. Every other cluster
+        becomes one entry: the mean key and the mean value of its tokens, weighted by the number of tokens.
+        The logit of a mean key is the mean of the tokens' logits.
         """
         if (of < 0).all():
             return logits, values

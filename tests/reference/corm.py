@@ -37,7 +37,10 @@ def _keep(row, next, first, n_max, window, history):
 
 
 def _marks(token):
-    """Return for each step since the token came: (step, True if the token was important to its query)."""
+    """Return a list of (step, True if the token was important to the query of this step).
+
+    The first step is that of the token itself.
+    """
     return [
         (token["pos"] + i + 1, any(attention * t >= 1 for attention in heads))
         for i, (t, heads) in enumerate(token["seen"])

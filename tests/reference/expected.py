@@ -1,8 +1,11 @@
-"""Expected Attention (arXiv:2510.00636): evict the lowest score outside sinks and window, one at a time."""
+"""Expected Attention (arXiv:2510.00636): evict the token with the lowest score outside sinks and window.
+
+One token is evicted at a time.
+"""
 
 import math
 
-# only float32 is used: the policy's scores have this type, and here the same scores must be equal
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked
@@ -18,9 +21,10 @@ CASES = [
 
 
 def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
-    """Keep the highest scores.
+    """Keep the tokens with the highest scores.
 
-    rows: each record's `future` has a pair for each head of the group: mean and variance of its logits.
+    rows: in each record, `future` has a pair for each head of the group: the mean and the variance of its
+    logits.
     """
     scores = []
     for row in rows:
@@ -44,6 +48,6 @@ def softmax(values):
     weights = [math.exp(value - most) for value in values]
     total = 0.0
     for weight in weights:
-        # a loop, because sum() of Python 3.12 compensates rounding errors, and the policy does not
+        # a loop, because sum() of Python 3.12 corrects rounding errors, which the policy does not
         total += weight
     return [weight / total for weight in weights]

@@ -1,9 +1,9 @@
-"""H2O (arXiv:2306.14048): evict the lowest attention sum outside window and sinks, one at a time.
+"""H2O (arXiv:2306.14048): evict the token with the lowest attention sum outside window and sinks.
 
-Among equals, the oldest token is evicted.
+One token is evicted at a time. On ties, the oldest token is evicted.
 """
 
-# only float32 is used: the policy's scores have this type, and here the same scores must be equal
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news

@@ -1,12 +1,12 @@
 """KeyDiff (arXiv:2504.15364): evict the key nearest to the average outside window and sinks, one at a time.
 
-Like the policy, the twin scales normalised keys by 127 and rounds them to integers. Sums of integers are
-exact, so both find the same ties between scores.
+The twin scales normalised keys by 127 and rounds them to integers, as the policy does. Sums of integers are
+exact, so twin and policy find the same ties between scores.
 """
 
 import math
 
-# only float32 is used: the policy's scores have this type, and here the same scores must be equal
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked

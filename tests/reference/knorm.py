@@ -1,4 +1,7 @@
-"""Knorm (arXiv:2406.11430): evict the largest key norm outside window and sinks, one at a time."""
+"""Knorm (arXiv:2406.11430): evict the token with the largest key norm outside window and sinks.
+
+One token is evicted at a time.
+"""
 
 from . import ends, keep_ranked
 

@@ -26,7 +26,7 @@ def keep(rows, *, chunk, **how):
 def reconstruct(stream, begin, end, asked, repeated):
     """Let a stream repeat the tokens from position begin to end, note their scores, then rewind the stream.
 
-    repeated: these tokens. asked: the request to repeat them, which is decoded first.
+    repeated: the tokens to repeat. asked: the request to repeat them. It is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
     seen = {row: [len(own) for own in row.seen] for rows in stream.rows for row in rows}

@@ -73,7 +73,7 @@ class Llama:
     # methods that architectures override
 
     def configure(self, number):
-        """Set the architecture's attributes. number(key, default) reads a number from the file's metadata."""
+        """Set the architecture's attributes. number(key, default) reads the file's metadata."""
 
     def frequencies(self, number, weights):
         """Return the attribute `freq`. Tensors that it is computed from are removed from `weights`."""
@@ -91,7 +91,7 @@ class Llama:
         return ATTENTION + FEED_FORWARD + own
 
     def mix(self, i, h, stream):
-        """Mix tokens by attention or convolution: f64[n_tokens, n_embd] for the normed input h."""
+        """Mix tokens by attention or convolution. Return f64[n_tokens, n_embd] for the normed input h."""
         layer = self.layers[i]
 
         def heads(name, n_head):
@@ -125,7 +125,7 @@ class Llama:
         return x * np.sqrt(x.shape[1]) if self.is_gemma else x
 
     def block(self, i, x, stream):
-        """One layer: f64[n_tokens, n_embd] -> the same."""
+        """Return the output f64[n_tokens, n_embd] of a layer for an input x of the same shape."""
         layer = self.layers[i]
         h = self.mix(i, self.norm(x, layer["attn_norm"]), stream)
         x = x + (self.norm(h, layer["post_attention_norm"]) if self.is_gemma else h)
@@ -138,7 +138,7 @@ class Llama:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
 
     def pairs(self, x):
-        """x f64[..., head_dim] -> c128[..., head_dim / 2], so that a rotation is a product."""
+        """Return x f64[..., head_dim] as c128[..., head_dim / 2], so that a rotation is a product."""
         half = x.shape[-1] // 2
         re, im = (x[..., :half], x[..., half:]) if self.pairs_are_halves else (x[..., 0::2], x[..., 1::2])
         return re + 1j * im
@@ -146,8 +146,8 @@ class Llama:
     def rotate(self, pairs, rot, i):
         """Rotate pairs c128[..., n, head_dim / 2] by positions rot i64[n]: f64[..., n, head_dim].
 
-        i: the layer. The result is in the order of the pairs, which need not be the model's order of
-        dimensions. Only dot products of two such vectors are used, and these do not depend on the order.
+        i: the layer. The dimensions of the result have the order of the pairs, which may differ from the
+        model's order. Only dot products of two such vectors are used, and these do not depend on the order.
         """
         if len(rot) and rot.max() >= len(self._phase[i]):
             self._phase[i] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[i]))
@@ -162,7 +162,7 @@ class Llama:
         return self.rotate(pairs, rot, i)
 
     def _take(self, weights, i):
-        """Move a layer's tensors out of `weights`; return them by name, a bias as NAME.bias."""
+        """Remove a layer's tensors from `weights` and return them by name. A bias has the name NAME.bias."""
         layer = {name: weights.pop(f"blk.{i}.{name}") for name in self.names(i)}
         biases = [f"{name}.bias" for name in layer if f"blk.{i}.{name}.bias" in weights]
         return layer | {name: weights.pop(f"blk.{i}.{name}") for name in biases}
@@ -209,7 +209,7 @@ class Maincoder(Llama):
 
 
 class Refact(Llama):
-    """Keys are not rotated: attention falls with distance (ALiBi), at a different slope in each head."""
+    """Keys are not rotated. Attention decreases with distance (ALiBi), in each head at a different rate."""
 
     archs = ("refact",)
 
@@ -222,7 +222,7 @@ class Refact(Llama):
 
 
 class GPT2(Llama):
-    """A learned vector for each position is added to the token's embedding; keys are not rotated."""
+    """A learned vector for each position is added to the token's embedding. Keys are not rotated."""
 
     archs = ("gpt2",)
 
@@ -273,7 +273,7 @@ class Qwen2VL(Llama):
 
 
 class GptOss(Llama):
-    """Each head has a sink: a logit in the softmax without a value. Every token uses all experts."""
+    """Each head has a sink: an additional logit in the softmax that has no value. Tokens use all experts."""
 
     archs = ("gpt-oss",)
     limit = 7.0
@@ -306,7 +306,7 @@ class GptOss(Llama):
 
 
 class LFM2(Llama):
-    """Layers without KV heads convolve each token with the few before it."""
+    """Layers without KV heads convolve each token with the few tokens before it."""
 
     archs = ("lfm2",)
     output_norm_name = "token_embd_norm"
@@ -334,9 +334,10 @@ class LFM2(Llama):
 
 
 class DeepSeek2(Llama):
-    """Latent attention (MLA): one row per layer. Its keys are [latent | rotary part], its values the latent.
+    """Latent attention (MLA) with one row per layer. Keys are [latent | rotary part], values are the latent.
 
-    Each head has a matrix that maps queries into the latent space, and one that maps the result out of it.
+    Each head has one matrix that maps queries into the latent space, and another that maps the result out of
+    it.
     """
 
     archs = ("deepseek2",)
@@ -380,7 +381,10 @@ class DeepSeek2(Llama):
 
 
 class DeepSeek32(DeepSeek2):
-    """DeepSeek2 with an index of cells. The index is left out here: it chooses all cells of a small cache."""
+    """DeepSeek2 with an index of cells.
+
+    There is no index here, because it would choose all cells of a small cache.
+    """
 
     archs = ("deepseek32",)
 
@@ -390,9 +394,9 @@ class DeepSeek32(DeepSeek2):
 
 
 class Gemma4(Llama):
-    """The last layers have no rows: they read those of an earlier layer.
+    """The last layers have no rows. They read the rows of an earlier layer.
 
-    The earlier layer is the last one that has rows and is of the same kind, sliding or not.
+    This is the last layer that has rows and is of the same kind, sliding or not sliding.
     """
 
     archs = ("gemma4",)
@@ -443,7 +447,7 @@ KINDS = {
 
 
 def load(path):
-    """Load the model of a GGUF, by its architecture."""
+    """Load the model of a GGUF with the class of its architecture."""
     return KINDS[gguf.GGUFReader(path).fields["general.architecture"].contents()](path)
 
 

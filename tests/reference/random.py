@@ -1,4 +1,4 @@
-"""Random: evict the lowest hash outside window and sinks, one at a time."""
+"""Random: evict the token with the lowest hash outside window and sinks, one at a time."""
 
 CASES = [[], ["window=1", "sinks=2", "seed=7"], ["window=0", "seed=-1"]]
 

@@ -1,4 +1,4 @@
-"""Recall: StreamingLLM, whose budget is smaller by the cells for recalled tokens.
+"""Recall: StreamingLLM with a smaller budget, which leaves cells for recalled tokens.
 
 tests/reference/transformer.py chooses the archived tokens that a step recalls.
 """

@@ -1,12 +1,12 @@
-"""R-KV (arXiv:2505.24133): evict the lowest score before the window, one at a time.
+"""R-KV (arXiv:2505.24133): evict the token with the lowest score before the window, one at a time.
 
-Like the policy, the twin scales normalised keys by 127 and rounds them to integers. Sums of integers are
-exact, so both find the same ties between scores.
+The twin scales normalised keys by 127 and rounds them to integers, as the policy does. Sums of integers are
+exact, so twin and policy find the same ties between scores.
 """
 
 import math
 
-# only float32 is used: the policy's scores have this type, and here the same scores must be equal
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked
@@ -44,7 +44,7 @@ def shares(votes):
 
 
 def pooled(values, kernel):
-    """Maximum of each value and its kernel // 2 neighbours on either side."""
+    """Return, for each value, the maximum of it and its kernel // 2 neighbours on either side."""
     reach = kernel // 2
     padding = [float("-inf")] * reach
     padded = padding + values + padding
@@ -52,7 +52,7 @@ def pooled(values, kernel):
 
 
 def similarities(keys):
-    """Return matrix[i][j]: the dot product of the rounded keys i and j; 0 on the diagonal."""
+    """Return matrix[i][j]: the dot product of the rounded keys i and j. The diagonal is 0."""
     unit = [_normalised(key) for key in keys]
     return [
         [sum(x * y for x, y in zip(one, other, strict=True)) if one is not other else 0 for other in unit]
@@ -66,7 +66,7 @@ def _normalised(key):
 
 
 def spared(matrix, threshold, n_spared):
-    """Set to 0, in each row, the last n_spared values that exceed the threshold. The diagonal stays."""
+    """In each row, set the last n_spared values above the threshold to 0. The diagonal is not changed."""
     result = [list(row) for row in matrix]
     for i, row in enumerate(result):
         alike = [j for j, value in enumerate(row) if value > threshold and j != i]
@@ -76,7 +76,7 @@ def spared(matrix, threshold, n_spared):
 
 
 def means(matrix):
-    """Mean of each column, divided by 127 * 127 to make it a mean cosine."""
+    """Return the mean of each column, divided by 127 * 127. This makes it a mean cosine."""
     n = len(matrix)
     return [sum(column) / (n * 127 * 127) for column in zip(*matrix, strict=True)]
 
@@ -85,6 +85,6 @@ def softmax(values):
     weights = [math.exp(value) for value in values]
     total = 0.0
     for weight in weights:
-        # a loop, because sum() of Python 3.12 compensates rounding errors, and the policy does not
+        # a loop, because sum() of Python 3.12 corrects rounding errors, which the policy does not
         total += weight
     return [weight / total for weight in weights]

@@ -1,6 +1,9 @@
-"""RoCo (arXiv:2402.06262): evict the lowest mean outside window and sinks, sparing the highest deviations."""
+"""RoCo (arXiv:2402.06262): evict the token with the lowest mean outside window and sinks.
 
-# only float32 is used: the policy's scores have this type, and here the same scores must be equal
+Tokens with the highest deviations are not evicted.
+"""
+
+# scores are float32, as in the policy, because scores that are equal there must be equal here
 import numpy as np
 
 CASES = [

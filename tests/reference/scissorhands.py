@@ -1,4 +1,7 @@
-"""Scissorhands (arXiv:2305.17118): evict the token with most low scores in the history, one at a time."""
+"""Scissorhands (arXiv:2305.17118): evict the token that has the most low scores in the history.
+
+One token is evicted at a time.
+"""
 
 from . import ends, keep_ranked, news
 
@@ -21,7 +24,10 @@ def keep(rows, *, next, slack, history, **how):
 
 
 def _count(row, next, n_part, n_query):
-    """Return {pos: number of pairs (query, head) in the last n_part parts that gave it less than 1 / t}."""
+    """Return {pos: number of low scores of the token in the last n_part parts}.
+
+    A pair (query, head) gives a token a low score if its attention is less than 1 / t.
+    """
     part = (next - 1) // n_query
     count = {}
     for token, seen in zip(row, news(row), strict=True):

@@ -1,4 +1,4 @@
-"""SnapKV (arXiv:2404.14469): evict the lowest pooled vote before the window, one at a time."""
+"""SnapKV (arXiv:2404.14469): evict the token with the lowest pooled vote before the window, one at a time."""
 
 from . import ends, keep_ranked
 
@@ -26,10 +26,11 @@ def keep(rows, *, next, window, kernel, pool, **how):
 
 
 def pooled(values, kernel, pool):
-    """Pool each value with kernel // 2 neighbours on either side. Padding: 0 for "avg", -inf for "max"."""
+    """Pool each value with kernel // 2 neighbours on either side. Padding is 0 for "avg", -inf for "max"."""
     reach = kernel // 2
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding
     windows = [padded[i : i + kernel] for i in range(len(values))]
-    # like the policy, "avg" does not divide sums: ranks are the same, and the sums are exact in the tests
+    # like the policy, "avg" does not divide sums. This does not change their order, and sums are exact in the
+    # tests
     return [sum(window) if pool == "avg" else max(window) for window in windows]

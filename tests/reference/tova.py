@@ -1,4 +1,4 @@
-"""TOVA (arXiv:2401.06104): evict the least attended token, the oldest among equals, one at a time."""
+"""TOVA (arXiv:2401.06104): evict the token with the least attention, one at a time; on ties, the oldest."""
 
 from . import ends, keep_ranked
 

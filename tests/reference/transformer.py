@@ -1,8 +1,8 @@
 """A transformer by definition: a row is a list of its live entries, and an eviction removes entries.
 
 There are no cells. Keys are stored before RoPE and rotated at every step, so that errors do not accumulate.
-Sliding layers hold the tokens in their window, independent of evictions. models.py has the rest of the model.
-Everything is float64 except matrix products with weights, which are F32.
+Sliding layers hold the tokens in their window, and evictions do not change these. models.py has the rest of
+the model. All numbers are float64, except that matrix products with weights are computed in F32.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ half_precision = False
 class Row:
     """Entries of one (layer, KV head), in the order of the stream.
 
-    pos i64[n]: position in the stream. rot i64[n]: position that the key is rotated by.
+    pos i64[n]: position in the stream. rot i64[n]: position by which the key is rotated.
     key c128[n, head_dim / 2]: before RoPE. value f64[n, value_dim].
     mass f64[n]: sum of the attention of all queries so far, over the group and all layers that read the row.
     last f64[n]: attention of the newest query, over the same heads.
-    seen: for each entry, the attention of each query since it came, as in records.
+    seen: for each entry, the attention of each query since the entry came. The format is that of `rows` in
+    tests/reference/__init__.py.
     old, notes: for the policy; at first False and empty.
-    asked: position of each query so far, and its vectors f64[head, head_dim] in all heads that read the row.
-    number: index of the row among all layers' rows; -1 in sliding layers.
+    asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
+    the row.
+    number: index of the row among the rows of all layers, or -1 in sliding layers.
     """
 
     def __init__(self, number, head_dim, value_dim=None):
@@ -63,7 +65,7 @@ class Row:
         self.notes += [{} for _ in pos]
 
     def records(self, scaled=lambda keys: keys):
-        """Return the row's records. scaled: transforms keys f64[n, head_dim] as the model does after RoPE."""
+        """Return the row's records. `scaled` transforms keys f64[n, head_dim] like the model after RoPE."""
         names = ("pos", "mass", "last", "seen", "key", "old", "notes")
         keys = scaled(self.key.view(np.float64)).tolist()
         own = (self.old, self.notes)
@@ -82,7 +84,7 @@ class Row:
             setattr(self, name, [getattr(self, name)[i] for i in index])
 
     def merge(self, terms):
-        """Merge values by terms {dst pos: [(src pos, weight), ...]}, reading all sources before any write."""
+        """Merge values by terms {dst pos: [(src pos, weight), ...]}. All sources are read first."""
         merged = {
             dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
             for dst, sources in terms.items()
@@ -98,7 +100,7 @@ class Row:
 
 
 class Archive:
-    """Evicted entries of a row, in the order of the stream: pos, key and value as in Row."""
+    """Evicted entries of a row, in the order of the stream. See Row for pos, key and value."""
 
     def __init__(self, head_dim, value_dim):
         self.pos = np.empty(0, np.int64)
@@ -110,12 +112,15 @@ class Archive:
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, score, k):
-        """Return the sorted indices of the k highest scores f64[n]; a newer token wins among equal scores."""
+        """Return the sorted indices of the k highest scores f64[n]. On ties, the newer token is chosen."""
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
 
 class Batch(NamedTuple):
-    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: count for each token, see Stream.t."""
+    """Tokens that are being decoded.
+
+    See Row for pos and rot. t i64[n]: for each token, the count that Stream.t describes.
+    """
 
     pos: np.ndarray
     rot: np.ndarray
@@ -128,16 +133,16 @@ class Stream:
     layers: layers that own rows and do not slide. rows[i][head]: live entries of layers[i].
     all_rows: for each layer of the model, the rows that it reads.
     next: position of the next token.
-    counter: position that the next token's query and key are rotated by.
-    t: Batch.t counts the tokens of the "stream", or the "cells" of the longest row.
+    counter: position by which the next token's query and key are rotated.
+    t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
     observe: a twin's function, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
     far: evicted entries before this position are placed at distance n_near from the step's first token. An
-    eviction sets `far` to n_near before the next token.
-    n_block: if set, entries become far in whole blocks of n_block tokens. In rows with higher numbers this
+    eviction sets `far` to the position that is n_near before the next token.
+    n_block: if set, entries become far in whole blocks of n_block tokens. In rows with a higher number this
     happens later, by up to a quarter of a block.
-    exact: number of tokens in clusters that a one-token step attends to exactly; None: no clusters.
+    exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
     future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """
 
@@ -193,7 +198,7 @@ class Stream:
 
     @property
     def n(self):
-        """Number of entries of the longest row."""
+        """Number of entries in the longest row."""
         return max(len(row) for rows in self.rows for row in rows)
 
     def decode(self, tokens):
@@ -233,7 +238,7 @@ class Stream:
             self._close_gaps(self.counter)
 
     def records(self, layer, rows):
-        """Return a list of records for each of a layer's rows."""
+        """Return a list of records for each row of a layer."""
         records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
         if self.future:
             for row, own in zip(rows, records, strict=True):
@@ -243,15 +248,15 @@ class Stream:
     def _look_ahead(self, layer, row, records):
         """Add `future` and `length` to the records.
 
-        Each of the last queries gives an entry a logit, averaged over the query's next n_future positions.
-        future: for each head, mean and variance of these logits. length: norm of the value; 1 if values are a
-        part of the keys.
+        Each of the last queries is moved to the stream's next n_future positions. The mean of its logits
+        there is the logit that the query gives to an entry. future: for each head, the mean and the variance
+        of the logits of all these queries. length: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
         rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
         freq = model.freq[layer]
-        # to move a query to a later position, move the keys back by the same distance
+        # instead of moving a query to a later position, move the keys back by the same distance
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
         farther *= np.exp(-1j * np.outer(np.arange(n_future), freq)).mean(axis=0)
         keys = model.rotate(row.key * farther[:, None], row.rot, layer)
@@ -263,10 +268,10 @@ class Stream:
             record |= {"future": own, "length": length}
 
     def attend(self, layer, query, key=None, value=None):
-        """Attend with queries c128[n_head, n_tokens, head_dim / 2]: f64[n_head, n_tokens, value_dim].
+        """Attend with queries c128[n_head, n_tokens, head_dim / 2]. Return f64[n_head, n_tokens, value_dim].
 
-        key, value [n_head_kv, n_tokens, ...]: added to the layer's rows; None if the layer reads an earlier
-        layer's rows. Keys and queries come without RoPE.
+        key, value [n_head_kv, n_tokens, ...]: new entries for the layer's rows, or None if the layer reads
+        the rows of an earlier layer. Keys and queries are not rotated yet (no RoPE).
         """
         model, (pos, rot, t) = self.model, self._batch
         slides, sinks = model.slides[layer], model.layers[layer].get("attn_sinks")
@@ -303,13 +308,16 @@ class Stream:
         return out
 
     def carry(self, layer, x, n):
-        """Return the layer's previous n entries (zeros at first), followed by x f64[n_tokens, size]."""
+        """Return the layer's previous n entries, followed by x f64[n_tokens, size].
+
+        The stream begins with n entries of zeros.
+        """
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
 
     def _ask(self, row, queries, is_first):
-        """Add a batch's rotated queries f64[group, n_tokens, head_dim] to a row. is_first: as in _note."""
+        """Add a batch's rotated queries f64[group, n_tokens, head_dim] to a row. See _note for is_first."""
         rot = self._batch.rot.tolist()
         for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
             if is_first:
@@ -337,15 +345,15 @@ class Stream:
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))
 
     def _first_near(self, row):
-        """Position from which on a row's archived entries keep their true distance to the query."""
+        """First position of the archived entries that keep their true distance to the query."""
         if not self.n_block:
             return self.far
         return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block
 
     def _recall(self, layer, row, asked, live, sinks):
-        """Return the logits of all queries with the recalled entries of the archive, and the entries' values.
+        """Return the logits of all queries with the recalled entries, and the values of these entries.
 
-        live: logits with the row's live entries.
+        live: logits of all queries with the live entries of the row.
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
         at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
@@ -384,7 +392,11 @@ class Stream:
 
 
 class Result(NamedTuple):
-    """nll f64[n - 1]: of all tokens but the first. logits f64[n, n_vocab], or None. stream: at the end."""
+    """Result of `run`.
+
+    nll f64[n - 1]: NLL of all tokens except the first. logits f64[n, n_vocab], or None. stream: the stream
+    after the text.
+    """
 
     nll: np.ndarray
     logits: np.ndarray | None
@@ -394,7 +406,7 @@ class Result(NamedTuple):
 def join(streams, counter):
     """Put the entries of earlier streams in front of the last stream's rows, and return the last stream.
 
-    counter: position that its next query and key are rotated by.
+    counter: position by which the next query and key of the last stream are rotated.
     """
     *_, stream = streams
     for rows in zip(*(each.rows for each in streams), strict=True):
@@ -423,12 +435,14 @@ def run(
     n_made=0,
     **options,
 ):
-    """Score a text in batches of n_batch tokens (default: slack, or all at once), never over the budget.
+    """Score a text in batches of n_batch tokens. Rows never exceed the budget.
 
-    Rows evict when they are full; with `ragged`, after every batch; without a budget, never.
-    keep: a twin's function (tests/reference/__init__.py), with its options bound.
-    n_made: cells of the budget that are set aside for recalled entries. 0: as many as `recalled`.
-    options: those of Stream.
+    If n_batch is None, batches have `slack` tokens. If this is also None, the text is one batch.
+    Rows evict when they are full. With `ragged` they evict after every batch. Without a budget they never
+    evict.
+    keep: the function `keep` of a twin (tests/reference/__init__.py), with its options bound.
+    n_made: number of cells of the budget that are reserved for recalled entries. With 0, it is `recalled`.
+    options: options of Stream.
     """
     stream = Stream(model, **options)
     n_live = None if budget is None else budget - (n_made or stream.recalled)
@@ -461,7 +475,10 @@ def _half(x):
 
 
 def _softmax(scores, sinks=None):
-    """Softmax over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits that have no value."""
+    """Return the softmax over the last axis of f64[head, n_tokens, n].
+
+    sinks f32[head]: additional logits that have no values.
+    """
     top = scores.max(axis=-1, keepdims=True)
     if sinks is None:
         weight = np.exp(scores - top)

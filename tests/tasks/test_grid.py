@@ -115,7 +115,7 @@ def test_bytes_are_for_cells_and_the_batch(common):
 
 def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
     rows = read(Path(common.options.model)).plain_layers.all
-    # a cell takes 512 bytes, the state as many as 256 cells
+    # a cell takes 512 bytes, and the state takes as many bytes as 256 cells
     layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
     found = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
     assert [run.budget for run in found] == [256, 512]
@@ -240,7 +240,7 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         (run,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, run), grid.KEY))
     assert keys[0] != keys[1]
-    # the key keeps the file's content, since the file may be edited or deleted meanwhile
+    # the key includes the content of the file, because the file may be edited or deleted meanwhile
     path.unlink()
     assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
 
@@ -303,7 +303,8 @@ def test_a_run_has_the_numbers_of_perplexity(common):
         pytest.approx(mean),
         pytest.approx(error),
     )
-    # 256 cells are allocated for the budget of 64: f16 keys and values, two layers of two heads of 32
+    # 256 cells are allocated for the budget of 64. Each has f16 keys and values in two layers, with two heads
+    # of size 32
     assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
     assert [event.n for event in seen[runs[1]]][-1] == N - 1
     assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
@@ -340,7 +341,7 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
         said = found[run].get("error")
         assert (said is None) if words is None else (words in said), (run.label, said)
         assert found[run]["policy"] == run.options.policy
-    # runs[4] is the policy that prints, runs[5] is `local`: both evict the same tokens
+    # runs[4] has the policy that prints, and runs[5] has `local`. They evict the same tokens
     assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
 
 
@@ -352,7 +353,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the runner killed the process, since waiting for its end would take a while
+    # the runner has killed the process, because waiting for its end would take a while
     assert process.returncode == -signal.SIGKILL
 
 

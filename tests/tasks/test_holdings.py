@@ -1,4 +1,4 @@
-"""Which tokens the rows hold, against a plain count, and for policies with a known answer."""
+"""The tokens that rows hold equal a plain count and, for some policies, a known answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
             assert engine.cells().share().tolist() == want
             assert holdings.n_forgotten(engine) == want.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
-        # rows must hold different tokens, or the test would say little
+        # rows must hold different tokens, because otherwise the test would say little
         assert len({share for share in want if 0 < share < 1}) > 1
 
 
@@ -59,12 +59,13 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         found = holdings.watch(engine, text(100), 10)
-    # the cache is full at 32, 40, ... 96 tokens; at 96 an eviction leaves 24 tokens, and 4 more follow
+    # the cache is full at 32, 40, ... 96 tokens. At 96 tokens an eviction leaves 24 of them, and then 4 more
+    # come
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
     assert found.share().tolist() == want.tolist()
-    # after 30 tokens nothing was evicted, after 40 the last eviction was at 32
+    # after 30 tokens, nothing was evicted. After 40 tokens, the last eviction was at 32
     assert found.share(2).tolist() == [1.0] * 30 + [0.0] * 70
     assert np.flatnonzero(found.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
 
@@ -100,14 +101,14 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     attended = holdings.Attended.none(np.array([2, 1]), 9)
     none = np.full((2, 2), -1), np.zeros((2, 2), np.float32)
     attended.add(*none, slice(0, 8))
-    # nothing was archived so far
+    # nothing has been archived yet
     assert attended.n_query == 0
     attended.add(np.array([[2, 3], [3, -1]]), np.array([[0.5, 0.25], [0.5, 0]], np.float32), slice(10, 12))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(13, 14))
     assert attended.attn.tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 0.5, 0.5, 0, 1, 0, 0, 0]]
-    # A share is attention divided by heads times queries. There are 3 heads; the first of these steps has 2
-    # queries, and all steps have 4
+    # A share is attention divided by (number of heads * number of queries). There are 3 heads. The first of
+    # the three later steps has 2 queries, and all three together have 4.
     assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
     assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
     assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]
@@ -122,7 +123,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # latent attention (MLA) has no synthetic cells: 7 archived tokens are recalled into cells
+        # latent attention (MLA) has no synthetic cells. Instead, 7 archived tokens are recalled into cells
         ("deepseek2", ["recalled=7"], 7),
     ],
 )
@@ -175,7 +176,7 @@ def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
         assert archived.sum() == engine.n_archived == 40
         assert holdings.n_forgotten(engine) == int(((found.share() == 0) & ~archived).sum()) > 0
     assert not (archived & (found.share() > 0)).any()
-    # the archive has the newest 40 tokens between sinks and window; at the first snapshot it is empty
+    # the archive has the newest 40 tokens between sinks and window. At the first snapshot, it is empty
     assert found.archived[0].tolist() == [0, 0]
     for snapshot, (begin, end) in enumerate(found.archived.tolist()[1:], 1):
         held = np.flatnonzero(found.held(snapshot)[0])

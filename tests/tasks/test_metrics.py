@@ -1,4 +1,4 @@
-"""The scores of tasks: published examples, definitions worked out by hand, brute force for small cases."""
+"""The scores of tasks: published examples, values worked out by hand, and brute force for small cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtool.tasks import metrics
 
 
 def test_squad_example_of_the_evaluate_library():
-    # "partial match" in the library's metric card of SQuAD: 66.67 for both scores
+    # the example "partial match" in the library's metric card of SQuAD has 66.67 for both scores
     asked = [("1976", "1976"), ("Beyonce", "Beyoncé and Bruno Mars"), ("climate change", "climate change")]
     for metric in (metrics.exact_match, metrics.f1):
         assert sum(metric(*pair) for pair in asked) / 3 == pytest.approx(2 / 3)
@@ -23,7 +23,7 @@ def test_squad_example_of_the_evaluate_library():
         ("The Cat!", "cat", 1, 1),
         ("an apple, a day", "apple day", 1, 1),
         ("the cat sat", "cat sat down", 0, 2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3)),
-        # a word counts as often as both texts contain it
+        # a word is counted as often as both texts contain it
         ("dog dog dog", "dog dog cat", 0, 2 / 3),
         # punctuation is removed before articles, as in SQuAD's script
         ("a.m.", "am", 1, 1),
@@ -73,7 +73,10 @@ def test_sacrebleu_is_what_its_readme_shows():
 
 
 def bleu(output, references):
-    """Return BLEU of words (Papineni et al. 2002), up to 4-grams. Orders without hits count 1/2, 1/4, ..."""
+    """Return BLEU of words (Papineni et al. 2002), up to 4-grams.
+
+    The first order of n-grams without hits is treated as 1/2 hit, the next as 1/4 hit, and so on.
+    """
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):
@@ -113,7 +116,7 @@ def test_self_bleu_is_the_mean_of_each_ones_bleu_against_the_others():
         # the output names two classes, so it scores half
         ("Definition or Date", "Definition", 1 / 2),
         ("Date", "Definition", 0),
-        # "Individual" is a part of the right name and does not count
+        # "Individual" is a part of the right name, so it does not count as a second class
         ("Individual group", "Individual group", 1),
         ("nothing", "Date", 0),
     ],
@@ -136,14 +139,15 @@ def test_numbers_of_longbench():
 
 
 def test_code_similarity_is_that_of_the_first_line_of_code():
-    # 13 of 14 characters are in common: 2 * 13 / 28 is 92.9 percent
+    # the lines have 13 of 14 characters in common, which is 2 * 13 / 28 or 92.9 percent
     assert metrics.code_similarity("\n# first\n```\nx = area(1, 2)\ny", "x = area(1, 3)") == 0.93
     assert metrics.code_similarity("return 1", "return 1") == 1
     assert metrics.code_similarity("# only a comment", "return 1") == 0
 
 
 def test_rouge_l_of_longbench_is_the_rouge_packages():
-    # LCS "boat sank": recall 2/3, precision 2/2; nothing is stemmed
+    # the longest common subsequence is "boat sank". Recall is 2/3, and precision is 2/2. Words are not
+    # stemmed
     assert metrics.rouge_l("boat sank", "boat quickly sank") == pytest.approx(0.8, abs=1e-6)
     assert metrics.rouge_l("boats sank", "boat quickly sank") == pytest.approx(0.4, abs=1e-6)
     assert metrics.rouge_l("", "boat") == 0
@@ -151,7 +155,7 @@ def test_rouge_l_of_longbench_is_the_rouge_packages():
 
 
 def test_chinese_is_scored_by_words():
-    # 小猫 喜欢 鱼 against 小猫 喜欢 牛奶: two of three
+    # 小猫 喜欢 鱼 is compared with 小猫 喜欢 牛奶: two of three words are equal
     assert metrics.f1_zh("小猫喜欢鱼。", "小猫，喜欢牛奶") == pytest.approx(2 / 3)
     assert metrics.rouge_l_zh("小猫喜欢鱼", "小猫喜欢牛奶") == pytest.approx(2 / 3, abs=1e-6)
     assert metrics.f1_zh("，。", "小猫") == 0

@@ -32,7 +32,8 @@ from tests.cli.called import called
 DATA = Path(__file__).parents[1] / "data"
 
 NIAH = {
-    # (number of keys, of values, of values asked for, kind of keys, of values); None: every line is a needle
+    # (number of keys, number of values, number of values asked for, kind of keys, kind of values). None means
+    # that every line is a needle
     "niah_single_1": (1, 1, 1, "word", "number"),
     "niah_single_2": (1, 1, 1, "word", "number"),
     "niah_single_3": (1, 1, 1, "word", "uuid"),
@@ -53,7 +54,7 @@ ESSAYS = {
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Replace the words of wonderwords by made-up ones."""
+    """Replace the words of wonderwords with made-up words."""
     made = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
     monkeypatch.setattr(sources, "_words", made.get)
 
@@ -69,7 +70,7 @@ def model(smol):
 
 @pytest.fixture
 def given(tmp_path):
-    """The task's parameters that name files."""
+    """Return the task's parameters that name files."""
     (tmp_path / "essays").mkdir()
     for name, text in ESSAYS.items():
         (tmp_path / "essays" / name).write_text(text)
@@ -105,7 +106,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
     assert [item.id for item in items] == [f"{name}-{length}-{i}" for i in range(2)]
     assert items == items_of(name, length=length, repeats=2)
     assert items[0].prompt != items[1].prompt
-    # few documents have few orders, so two seeds may give the same prompt
+    # a few documents have only a few orders, so two seeds may give the same prompt
     others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
     assert any(other != items[0].prompt for other in others)
     for item in items:
@@ -113,7 +114,8 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # no further line, sentence or word (cwe lists each 3 times) fits; qa has too few documents for that
+        # one more line, sentence or word would not fit (cwe lists each word 3 times). The tasks of qa have
+        # too few documents for that
         assert room < 100 or name.startswith("qa")
 
 
@@ -143,7 +145,7 @@ def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
     def around(name):
         (item,) = items_of(name)
         text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
-        # removing a needle leaves a second blank or line end, which is dropped
+        # if a needle is removed, a second blank or line end is left. It is removed as well
         return NEEDLE.sub("", text).replace("  ", " ").replace("\n\n", "\n").strip()
 
     assert set(around("niah_single_1").split("\n")) == {FILLER}
@@ -244,7 +246,7 @@ def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
     (dots, n_dots), *ranked = of.most_common()
     assert dots == "..."
     assert [word for word, _ in ranked[:3]] == list(item.references)
-    # counts follow the zeta distribution with alpha 2, rounded down
+    # the numbers of words follow the zeta distribution with alpha 2, rounded down
     n_word = [n for n in range(10, 5000) if int(n * 6 / np.pi**2) == n_dots]
     counts = [n_dots, *(n for _, n in ranked)]
     assert any(counts == [int(n / k**2 * 6 / np.pi**2) for k in range(1, len(counts) + 1)] for n in n_word)
@@ -299,7 +301,7 @@ def test_a_question_is_asked_of_its_documents(file, items_of):
 def test_all_documents_of_a_question_stay(items_of):
     counts = []
     for length in range(120, 180, 2):
-        # the question that is drawn first has two documents; they do not fit into the shortest lengths
+        # the question that is drawn first has two documents. They do not fit into the shortest lengths
         with suppress(InputError):
             (item,) = items_of("qa_2", f"hotpotqa={DATA / 'hotpotqa.jsonl'}", length=length)
             assert "clockmaker" in item.question
@@ -316,7 +318,7 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 def test_too_short_a_length_is_refused_with_the_least(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
-    # the least length is inexact, since samples drawn for another length differ by some tokens
+    # the least length is inexact, because samples that are drawn for another length differ by some tokens
     least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):
@@ -364,7 +366,7 @@ def test_answers_are_matched_as_by_ruler(references, output, all_of_them, any_of
 
 
 class Says:
-    """A reader whose model always says the same."""
+    """A reader whose model always gives the same answer."""
 
     def __init__(self, text):
         self.text = text
@@ -462,7 +464,7 @@ QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
 
 
 def reader_of(model, policy, *, chat=False, **settings):
-    """Return a reader. `full` has 1,024 cells; other policies have 64, and evict 40 tokens at a time."""
+    """Return a reader. `full` has 1,024 cells. Other policies have 64, and evict 40 tokens at a time."""
     fitted = policies.fit("full", 1024) if policy == "full" else policies.fit(policy, 64, 40)
     template = Template(tiny.CHAT_TEMPLATE, "", "") if chat else None
     return Reader(model, lambda n, n_answer: fitted, Settings(n_batch=32, n_threads=1, **settings), template)
@@ -470,7 +472,7 @@ def reader_of(model, policy, *, chat=False, **settings):
 
 @pytest.fixture(scope="module")
 def bytewise(tiny_model):
-    """A small random model most of whose tokens are bytes."""
+    """A small random model whose tokens are mostly bytes."""
     with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as opened:
         yield opened
 
@@ -554,7 +556,7 @@ def test_another_opening_is_another_record(tmp_path):
 
 
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
-    """Only a prompt ends in a reply header. The text before a question has none, so no token is held."""
+    """Only a prompt ends in a reply header. The text before a question has no header, so no token is held."""
     held = []
     read = Engine.read
     monkeypatch.setattr(

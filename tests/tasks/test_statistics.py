@@ -1,4 +1,4 @@
-"""Intervals and errors, against their definitions and against draws with a known mean."""
+"""Intervals and errors are compared with their definitions, and with draws whose mean is known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_what_never_varies_has_no_width():
 
 
 def _texts(n_text, n, reach):
-    """Return means of noise over `reach` tokens: values far from independent, whose expectation is 0."""
+    """Return moving means of noise over `reach` tokens.
+
+    The values depend strongly on each other. Their expectation is 0.
+    """
     rng = np.random.default_rng(1)
     noise = rng.normal(size=(n_text, n + reach - 1))
     return np.lib.stride_tricks.sliding_window_view(noise, reach, axis=1).mean(axis=2)
@@ -83,7 +86,7 @@ def test_many_items_take_little_memory():
     statistics.interval(sums, np.ones(500))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # all draws at once would take three arrays of 10,000 times 500 numbers
+    # if all draws were made at once, they would take three arrays of 10,000 times 500 numbers
     assert peak < 10_000_000
 
 

@@ -1,4 +1,4 @@
-"""Layouts of task files: those in tests/data, two records each, and unknown layouts."""
+"""Layouts of task files: unknown layouts, and those in tests/data, where each file has two records."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_longbench_has_21_tasks_and_their_prompts():
         "Passage 2:\nMills grind.\n\nAnswer the question based on the given passages. Only "
         "give me the answer and do not output any other words.\n\nQuestion: Where was the mill?\nAnswer:"
     )
-    # the ending _e of LongBench-E's dataset names is dropped
+    # the dataset names of LongBench-E end in _e. This ending is dropped
     assert second.about == {"dataset": "trec"}
     assert second.prompt.endswith("Type: Definition\nQuestion: What is a heron ?\nType:")
     assert second.choices == ["Individual", "Definition", "Date"]

@@ -1,4 +1,4 @@
-"""Common parts of all tasks: reading under a policy, hiding facts, resuming from records, the command."""
+"""Common parts of all tasks: reading under a policy, hiding facts, resuming from records, and the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ANSWER = " The fox looks back once more."
 
 @contextmanager
 def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **settings):
-    """Yield a reader with exact arithmetic. budget: cells, the same for every prompt."""
+    """Yield a reader with exact arithmetic. budget: number of cells, the same for every prompt."""
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32, "n_output": 32}
     model = Model(path)
 
@@ -56,7 +56,7 @@ def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **setti
 
 
 def stepwise(model, policy, settings, prompt, answer):
-    """Return an answer's log-likelihood by a fresh engine, token by token."""
+    """Return the log-likelihood of an answer, computed token by token in a new engine."""
     engine = Engine(model, policy, settings)
     engine.read(model.tokenize(prompt, start=True))
     total = 0.0
@@ -257,7 +257,7 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Length(Task):
-    """Task whose score is the prompt's length. `asked` counts how often each item was asked."""
+    """Task whose score is the length of the prompt. `asked` counts how often each item was asked."""
 
     asked: ClassVar[Counter] = Counter()
     by: ClassVar[tuple[str, ...]] = ("kind",)
@@ -273,7 +273,7 @@ class Length(Task):
 
 
 class Nothing:
-    """A reader with fixed figures, which reads nothing."""
+    """A reader that reads nothing and has fixed figures."""
 
     n_read, is_cut = 3, False
 
@@ -349,7 +349,7 @@ def test_means_are_by_score_and_by_what_items_share():
 
 
 class Says:
-    """A reader whose model always says the same."""
+    """A reader whose model always gives the same answer."""
 
     def __init__(self, text):
         self.text = text
@@ -433,7 +433,8 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     assert "found by depth and length" in done.stdout
     found = records.read(out)
     assert len(found) == 4
-    # a quarter of such a prompt ends in .75, so rounding to the nearest would give another number
+    # a quarter of this prompt's length ends in .75, so rounding to the nearest number would give another
+    # result
     assert any(record["prompt_tokens"] % 4 == 3 for record in found)
     for record in found:
         assert record["budget_cells"] == record["prompt_tokens"] // 4
@@ -505,7 +506,7 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
 
 def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # the policy waits in the second item, when the first has its record
+    # the policy waits as soon as the first item has its record, so it waits in the second item
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     own = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]
@@ -535,7 +536,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
         )
         os.close(slave)
-        # reading the terminal fails once the process has ended
+        # reading from the terminal fails after the process has ended
         with suppress(OSError):
             while new := os.read(master, 65536):
                 seen += new
@@ -548,7 +549,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
     os.close(master)
     assert "passkey" in seen
     if is_stopped:
-        # the cursor is shown again, and nothing follows the line
+        # the cursor is shown again, and no text follows the line
         said = "\x1b[?25h\r\nkvtool: stopped"
         assert seen.rstrip().endswith(said)
     else:

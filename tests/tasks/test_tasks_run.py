@@ -1,4 +1,4 @@
-"""Every task through `kvtool eval` with a small random model, and the tasks' calls of a reader."""
+"""Every task through `kvtool eval` with a small random model, and the calls that tasks make to a reader."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     assert drawn == written("--seed", "4", "--temp", "0.9")
     others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
     assert drawn not in (likeliest, *others)
-    # another way of sampling makes another record
+    # if answers are sampled in another way, there is another record
     assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
 
 
@@ -168,7 +168,7 @@ def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     for n, comment in enumerate("aba", 1):
         mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
-        # the third file equals the first, whose record is still valid
+        # the third file equals the first file, whose record is still valid
         assert len(records_of(out)) == min(n, 2)
 
 
@@ -225,7 +225,7 @@ def test_turns_follow_each_other_in_one_cache(model, chat):
 
 
 class FakeReader:
-    """A reader with given likelihoods of texts and given answers."""
+    """A reader that returns given likelihoods of texts and given answers."""
 
     def __init__(self, logp, output=""):
         self.logp, self.output = logp, output
@@ -267,7 +267,8 @@ class FakeReader:
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     task = tasks.make("choice", [])
     right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
-    # "a pond" is right: -6 for 6 bytes. "a clock" is less likely, but likelier per byte: -6.5 for 7 bytes
+    # "a pond" is right and has -6 for 6 bytes. "a clock" is less likely with -6.5, but has 7 bytes, so it is
+    # likelier per byte
     logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
     told = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
     assert told.output == "a pond"
@@ -281,7 +282,7 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     end = " was too small."
     reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
     told = task.answer(item, reader)
-    # the answer gets room for all bytes of a choice and the ending
+    # the answer has room for all bytes of a choice and of the ending
     assert reader.n_answer == len(f" pot{end}")
     assert told.output == "bag"
     assert told.scores == {"acc": 1, "acc_norm": 1}
@@ -419,7 +420,8 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
 
 def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
-    # 256 KiB are 512 cells (f16, two layers of two heads of 32), of which a batch takes some
+    # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch takes some of these
+    # cells
     evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--records", out)
     for record in records_of(out):
         assert record["kv_bytes"] <= 256 * 2**10
