@@ -17,7 +17,7 @@ for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
         del os.environ[name]
 # without bytecode files, each of hundreds of processes would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# pytest-xdist sets both, but tests of terminals set their own sizes
+# pytest-xdist sets COLUMNS and LINES, but tests of terminals set their own sizes
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
@@ -62,8 +62,8 @@ def _shared(items):
     """Return the items to run without --long: all unmarked items, and some items that have a `share` mark.
 
     The mark share(n, *names) runs n items of each case. The items of a case differ only in the parameters
-    `names` (default: SIZES). The first chosen item differs from case to case, so that some case tries every
-    size.
+    `names` (default: SIZES). The choice starts at a different item in each case, so that the cases together
+    try all sizes.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)
@@ -125,7 +125,10 @@ def smol(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The real SmolLM2 in F32, where a sum's order hardly matters. All workers share this 540 MB file."""
+    """The real SmolLM2 in F32, so that the order of sums hardly matters.
+
+    All workers share this 540 MB file.
+    """
     return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 
@@ -133,7 +136,7 @@ def smollm2_f32(smollm2, tmp_path_factory):
 def tiny_model(tmp_path_factory):
     """tiny_model(arch="lfm2", n_conv=3, ...) returns the path of a small random model.
 
-    A model is written once.
+    Each model is written only once.
     """
     folder = tmp_path_factory.mktemp("tiny")
 

@@ -56,7 +56,7 @@ OPTIONS = {
 """Options of subprocess.Popen that a fork supports."""
 
 SUBREAPER = 36
-"""Linux's PR_SET_CHILD_SUBREAPER. Orphaned descendants of a process that has set it become its children."""
+"""Linux's PR_SET_CHILD_SUBREAPER: the process that sets it becomes the parent of its orphaned descendants."""
 
 LONGEST = 100_000
 """Maximum size of a request in bytes. A request must fit into one message."""
@@ -258,7 +258,7 @@ def _become(message, streams, imported):
     os.environ.clear()
     os.environ.update(environment | imported)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # if the tests run under nohup, this process has inherited that SIGHUP is ignored
+    # if the tests run under nohup, forks would otherwise ignore SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if before:
         before()

@@ -51,8 +51,8 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     In a text, the position of the last section is always 0. The sections cover 13 of the 16 pairs. The other
     3 pairs use the positions of the first sections again. Attention has biases.
     """
-    # eps is nearly 0, because llama.cpp ignores this field and uses 0 for this architecture, but
-    # tests/reference reads the field
+    # llama.cpp ignores this eps and uses 0 for this architecture. tests/reference reads eps from the file, so
+    # eps is nearly 0.
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
@@ -140,13 +140,13 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
 def write_qwen35(
     path, *, n_layer=4, mtp=True, quiet=1.0, hidden=0.0, n_ctx_train=1024, chat_template=None, seed=0
 ):
-    """Three of four layers are recurrent, and one more layer predicts further tokens (MTP).
+    """Three of four layers are recurrent. Another layer is for multi-token prediction (MTP).
 
     Texts are letters.
     mtp: whether the model has the MTP layer.
     quiet: factor of the values that each layer adds. At 0 the next token depends only on the last token, and
     the MTP layer predicts it correctly.
-    hidden: size of the share that hidden states have in the input of the MTP layer.
+    hidden: how strongly hidden states change the input of the MTP layer. At 0 they do not change it.
     """
     n_state, n_group, n_rank = 32, 2, 4
     writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
@@ -298,7 +298,7 @@ def write_deepseek2(
 
     llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64. The default
     sizes are such a case.
-    q_rank: rank of the query projection; 0 for a projection without a rank.
+    q_rank: rank of the query projection. With 0, the projection is a single matrix.
     add_keys: function that adds the header fields of another architecture.
     more: function that returns the additional tensors that a layer of that architecture has.
     """
@@ -345,7 +345,7 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 4 to 7 have no cells: sliding ones read the cells of layer 2, and the rest those of layer 3."""
+    """Layers 4 to 7 have no cells. They read the cells of layer 2 if they slide, otherwise of layer 3."""
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)

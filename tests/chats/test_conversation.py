@@ -351,8 +351,8 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # if several copies share an archive, its bytes count once, and if a session uses the archive, they do not
-    # count
+    # If several copies share an archive, its bytes are counted once. If a session uses the archive, its bytes
+    # are not counted.
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")

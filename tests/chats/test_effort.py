@@ -110,7 +110,10 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""For each variable that switches thinking, the templates that have it. A person has read their sources."""
+"""For each variable that switches thinking, the templates that have it.
+
+They were found by reading the sources.
+"""
 
 LEVELED = {
     "Kimi-K3": ("thinking_effort", ("low", "high", "max")),
@@ -121,7 +124,7 @@ LEVELED = {
     "tencent-Hy3": ("reasoning_effort", ("low", "high")),
     "upstage-Solar-Open-100B": ("reasoning_effort", ("minimal", "low", "high")),
 }
-"""Templates that accept levels. For each template, the variable and its levels."""
+"""For each template that accepts levels, the variable and the levels."""
 
 
 def with_jinja_alone(source):

@@ -59,7 +59,7 @@ def test_a_loop_is_found_at_the_first_token_that_makes_it_one(block, n):
     assert looped(tokens) == (len(before) + n, len(block), n // len(block))
     # blocks without letters need more repetitions
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
-    # too long blocks, and blocks that change, are not loops
+    # blocks that are too long, and blocks that change, are not loops
     assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
     assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
 
@@ -101,8 +101,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # The detector is slow. It runs only if a part of the text that is long enough repeats at this
-        # distance.
+        # The detector is slow, so it runs only if a long enough part of the text repeats at this distance.
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):

@@ -17,7 +17,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 
-# Like many templates, this one renders earlier replies without their thoughts.
+# a template that renders earlier replies without their thoughts, as many templates do
 DROPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -63,7 +63,7 @@ def test_a_thought_that_the_reply_header_opened():
 HEADERS = Tags(
     "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
 )
-"""Tags like those of gpt-oss, but made of SmolLM2's control tokens."""
+"""Tags as in gpt-oss, but made of SmolLM2's control tokens."""
 
 HEADED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}"

@@ -32,7 +32,7 @@ def one_line(done, exit_code, words="", prints=False):
 def called(*arguments, stdin="", cwd=".", env=None):
     """Run `kvtool ...` in this process, and return a result like that of subprocess.run.
 
-    Errors are reported like those of a real process.
+    Errors are reported as in a real process.
     """
     words = [*map(str, arguments)]
     before, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)

@@ -28,7 +28,7 @@ PROMPT = "\n> "
 class Terminal:
     """`kvtool chat` in a terminal.
 
-    The screen has far more rows than the program is told, so that no line scrolls off the screen.
+    The screen has far more rows than the size that the program gets, so that no line scrolls off the screen.
 
     model: name or path; None for the default model.
     own: True if this is the controlling terminal of the process. The process then gets a SIGHUP when the

@@ -248,7 +248,7 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     assert len(data) > 4 * len(before[0])
     saved = session.read(path)[1]
     n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
-    # besides tokens, the archive has clusters of tokens
+    # in addition to tokens, the archive has clusters of tokens
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)

@@ -16,7 +16,7 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""Options of most tests. With recall, a session could have a second file. With h2o, /undo needs no copies."""
+"""Options of most tests. With recall, a session could have a second file, and /undo would need no copies."""
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
         assert chat_kv.read_bytes() == there
     assert "previous" not in chat.say("/undo")
     assert turns(chat_kv) == FOUR
-    # when an undo moves the set-aside file back, the chat says so
+    # the chat reports when an undo moves the set-aside file back
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert turns(chat_kv.with_name("chat.kv.1")) == FOUR

@@ -215,7 +215,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
 @pytest.mark.parametrize("state", [os.devnull, "file"])
 def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path, state):
     (tmp_path / "file").touch()
-    # docs/chat.md turns the history off with /dev/null. That path is absolute, so it replaces tmp_path here.
+    # docs/chat.md turns the history off with /dev/null. As an absolute path, it replaces tmp_path here.
     chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / state)})
     assert chat.say("hello").endswith("tokens/s")
 

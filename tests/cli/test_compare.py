@@ -260,7 +260,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json --jobs 2", "--json --jobs 2"),
         ("--json text.txt", "--json text.txt"),
         ("--json passkey", "--json passkey"),
-        # in earlier versions, --json took the name of a file. That still works.
+        # in earlier versions, --json took the name of a file, and this still works
         ("x --json -", "x --json"),
         ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
         ("x --json=new", "x --records new"),
@@ -282,7 +282,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     printed = compare(*own, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
-    # in earlier versions, --json took the name of a file. That still works.
+    # in earlier versions, --json took the name of a file, and this still works
     assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
     assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1

@@ -232,7 +232,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command that has kvtool's option must not also have an option with another program's name for it
+        # no command has both kvtool's name and another program's name of an option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
@@ -249,7 +249,7 @@ def test_what_is_suggested_exists():
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
-        # no name for which another command is suggested is itself a command
+        # the wrong names in this table must not be names of commands
         assert not set(names) & set(at.commands)
     assert not set(near.NOT_HERE) & set(COMMANDS)
 
@@ -406,7 +406,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert code == 7
     assert 'mine.py", line 8, in plan' in shown
     assert 'mine.py", line 11, in helper' in shown
-    # -v shows the lines of the policy, but not those of the engine
+    # -v shows the lines of the policy, but not the lines of the engine
     assert "eviction.py" not in shown
     assert shown.endswith(f"RuntimeError: no idea\n{line}")
     assert "llama_context" not in shown

@@ -220,7 +220,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # the colour of a row depends on two shares of its tokens: those that it holds, and those that are only
+    # the colour of a row depends on its share of held tokens, and on its share of tokens that are only
     # archived
     held = found.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)

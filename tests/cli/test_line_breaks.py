@@ -21,7 +21,7 @@ BREAKS = {"CRLF": "\r\n", "CR": "\r"}
 every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 
 READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
-"""Files that need no `decoded`: they read TOML or JSON, or Python opens their file as text."""
+"""Files that need no `decoded`, because their bytes are TOML or JSON, or Python opens them as text."""
 
 
 def written(folder, text, end):

@@ -568,7 +568,10 @@ class Fuzz:
         self.check_archive()
 
     def table(self):
-        """Read the archive's table, and write it back. Sometimes a number is changed or added before."""
+        """Read the archive's table, and write it back.
+
+        Sometimes a number is changed or added before it is written.
+        """
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)

@@ -157,7 +157,7 @@ class Worker:
     def run(self, path):
         """Return (codes, died) for a file.
 
-        codes: exit codes of the commands, or () if the process died.
+        codes: exit codes of the commands, or () if the process died or hung.
         died: exit status of the process, "hang", or None if the process still runs.
         """
         if self.process is None:

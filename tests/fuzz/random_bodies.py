@@ -71,10 +71,7 @@ SCHEMAS = (
 
 
 def ending(body):
-    """Replace limits of -1 (no limit) and 2**31 - 1 tokens, which would take too long, with 8.
-
-    Return the body.
-    """
+    """Replace limits that would take too long, -1 (no limit) and 2**31 - 1, by 8 tokens. Return the body."""
     if isinstance(body, dict):
         body |= {name: 8 for name in LIMITS if body.get(name) in (-1, 2**31 - 1)}
     return body

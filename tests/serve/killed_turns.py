@@ -186,7 +186,7 @@ def go_on(model, policy, folder, finished):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a server at every step-th call, each in a new run. Return the number of calls of a whole run."""
+    """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
     # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)

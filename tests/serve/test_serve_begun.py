@@ -151,7 +151,7 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """The prompt continues from the user's message like the rendered chat with the whole reply."""
+    """Compared from the user's message on, the rendered chat with the whole reply begins with the prompt."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
     # there is one exception: a template whose reply header has instructions that earlier replies lack
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}

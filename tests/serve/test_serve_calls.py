@@ -208,7 +208,7 @@ def test_texts_and_calls_in_any_order(format):
         reply, expected, follows = "", [], True
         for _ in range(draw.randrange(1, 7)):
             if draw.random() < 0.6:
-                # The text begins with a letter. So it does not begin with a tag, and it loses no white space.
+                # The text begins with a letter, so that it does not begin with a tag or lose white space.
                 text = "x" + draw.choice(parts)
                 if expected and isinstance(expected[-1], str):
                     expected[-1] += text

@@ -4,8 +4,8 @@ tests/data/clients.jsonl has the requests of one chat of each program, which a p
 descriptions were shortened, and most tools and headers were removed. Fields and the shapes of messages and
 schemas are unchanged. Requests that the model must answer with a call got a `tool_choice` and a limit of
 tokens. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are placeholders: each is replaced by a part of the
-server's answer to request n of the same program. The field `follows` of a line names the request whose chat
-the line continues, by its number.
+server's answer to request n of the same program. The field `follows` of a line is the number of the request
+whose chat the line continues.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fields of other servers. If a field changes nothing, it is accepted.
+"""Fields of other servers.
 
-Others are supported, or refused by name.
+A field is accepted if it changes nothing, else it is supported or refused by name.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a `likes` for random text. It often begins a text of `ends` and completes that text."""
+    """Return a `likes` for random text in which the texts of `ends` are frequent."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):

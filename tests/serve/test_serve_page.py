@@ -1,4 +1,4 @@
-"""The web page of kvtool serve: its files are complete, it needs no other files, and it shows Markdown.
+"""The web page of kvtool serve: its files are complete, it loads nothing else, and it shows Markdown.
 
 tests/tools/check_page.py checks the page in a browser.
 """

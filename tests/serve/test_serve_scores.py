@@ -1,7 +1,4 @@
-"""kvtool serve scores a prompt if a request has `echo` and `logprobs`.
-
-lm-evaluation-harness asks like this.
-"""
+"""kvtool serve scores a prompt if a request has `echo` and `logprobs`, as in lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
         long[0].cancel()
         assert all(job.text for job in third)
         assert not long[1].is_cancelled
-        # a job is in the list of running jobs until after its last event
+        # a job leaves the list of running jobs only after its last event
         until(lambda: server.jobs.running == long[1:])
         assert len(server.jobs) == 0
         long[1].cancel()

@@ -1083,9 +1083,9 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
     }
 }
 
-// A stream whose archive has a group of blocks, and so has sets. n_near is 1, so all blocks are far. Far blocks are
-// clustered by their keys without RoPE. Here these keys are in tight groups, so that the mean of a cluster represents
-// its tokens.
+// A stream whose archive has a group of blocks, and so has sets. n_near is 1, so clustered blocks are far. Far blocks
+// are clustered by their keys without RoPE. Here these keys are in tight groups, so that the mean of a cluster
+// represents its tokens.
 struct tight_stream : stream {
     tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
         for (auto & k : keys) {
@@ -1170,8 +1170,8 @@ struct device_cells {
         }
     }
 
-    // Let the heads choose residents for queries at position rot. Return the share of attention that was missed, of the
-    // head that missed most.
+    // Let the heads choose residents for queries at position rot. Return the largest share of attention that a head
+    // missed.
     float choose(const std::vector<std::vector<float>> & queries, int64_t rot, const logit_params & logits = plain) {
         float missed = 0.0f;
         for (int head = 0; head < n_head; ++head) {
@@ -1250,7 +1250,8 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
     const tight_stream s;
     const auto is_far = far_blocks(s);
     device_cells cells(s, 20*n_cluster, 300);
-    for (int i = 0; i < 3; ++i) { // in round 0 nothing is resident, in rounds 1 and 2 the clusters that the queries chose
+    // nothing is resident in round 0; in rounds 1 and 2, the clusters that the queries chose are resident
+    for (int i = 0; i < 3; ++i) {
         cells.update(4610);
         cells.expect_attention(4610, 0.1, is_far);
         EXPECT((cells.choose(some_queries(2), 4610) > 0.0f) == (i == 0));

@@ -48,10 +48,10 @@ from tests.engine.running import open_engine, text
 from tests.engine.test_draft import N_DRAFT, told
 
 ROUNDING = 1e-4
-"""Tolerance. The largest difference between results is divided by the results' standard deviation."""
+"""Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
 
 ORDER = 3 * ROUNDING
-"""Tolerance in the same unit, for results in which every sum is added up in a different order."""
+"""Tolerance in the same unit, if every sum of the results is added up in a different order."""
 
 NO_FLASH = ("plm",)
 """Architectures on which llama.cpp itself aborts if flash attention is on and a batch has several tokens."""

@@ -35,7 +35,7 @@ TYPES = {"f16": 1, "q8_0": 8}
 def cases(paths):
     """Yield the cases: (index of a model's path, how it runs).
 
-    After the first three, a model runs in one way.
+    The first three models run in all ways, and the remaining models in one way.
     """
     for model, cache, batch in product(range(len(MODELS)), CACHES, BATCHES):
         yield model, *cache, batch

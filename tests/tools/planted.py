@@ -673,7 +673,7 @@ def found(part: str, fault: Fault) -> bool:
 
 
 def built(copy: Path, env: dict[str, str]) -> Path:
-    """Build llama.cpp in the copy. Return the folder where it is installed."""
+    """Build llama.cpp in the copy. Return the folder into which it is installed."""
     build = [sys.executable, "-m", "kvtool.build"]
     done = subprocess.run(build, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, check=True)
     site = copy / "site"

@@ -46,7 +46,8 @@ def unpack_headers(folder: Path) -> None:
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("archive")
     unpack_headers(folder)
-    (folder / "src").mkdir()  # as in llama.cpp, "../ggml/src" is a path from here
+    # the folder from which "../ggml/src" is found, as in llama.cpp
+    (folder / "src").mkdir()
     # All files are compiled as one. The compiler then reads the standard library's headers, which take most
     # of the time, only once.
     parts = sorted((SRC / "archive").glob("*.cpp")) + [SRC / "cache" / "rope.cpp"]

@@ -227,7 +227,7 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
 def installed(monkeypatch, wheel):
     """Make this wheel appear to be installed.
 
-    With None, an installed library appears to be built by others.
+    None: the installed library appears not to be built by kvtool.
     """
 
     class Distribution:

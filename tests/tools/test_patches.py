@@ -247,7 +247,10 @@ def test_import_then_export_then_check(archive):
 
 
 def release(folder: Path, **files: str) -> Path:
-    """Write a source distribution with these files in src/. Their names have no ending. Return its path."""
+    """Write a source distribution and return its path.
+
+    files: texts of the files in src/. The keys are their names without the ending.
+    """
     path = folder / "other.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():

@@ -38,7 +38,7 @@ ALONE = {
     "starlette": "serve",
     "uvicorn": "serve",
 }
-"""For each of these packages, the only room that may import it."""
+"""Packages that only one room may import, and the name of this room."""
 
 
 def allowed() -> dict[str, set[str]]:
