@@ -8,7 +8,7 @@ from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# a library may start more threads all the same; waiting ones must not occupy a core
+# Some libraries start more threads anyway. Waiting threads must not occupy a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
@@ -17,7 +17,7 @@ for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
         del os.environ[name]
 # without bytecode files, each of hundreds of processes would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# pytest-xdist sets both, but tests of terminals set their own sizes
+# pytest-xdist sets COLUMNS and LINES, but tests of terminals set their own sizes
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
@@ -31,10 +31,10 @@ LONGEST = (
     *("chat_terminal", "cli", "help", "archive", "grammar", "encodings", "sliding", "tasks", "recall"),
     *("faults", "prefill"),
 )
-"""Files whose tests take longest. They go first, so that all workers end at about the same time."""
+"""The test files that take longest. They run first, so that all workers end at about the same time."""
 
 SIZES = ("budget", "evict_every", "seed", "pinned", "shape", "group", "held", "n_value")
-"""Parameters of tests that change only the size of a case."""
+"""Test parameters that change only the size of a case."""
 
 
 def pytest_addoption(parser):
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 
 def _cases(items, sizes):
-    """Return lists of items. The items of a list differ only in the parameters that sizes(item) names."""
+    """Group items into lists. The items of a list differ only in the parameters that sizes(item) returns."""
     cases = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -59,10 +59,11 @@ def _cases(items, sizes):
 
 
 def _shared(items):
-    """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
+    """Return the items to run without --long: all unmarked items, and some items that have a `share` mark.
 
-    The mark share(n, *names) runs n items of each case. The items of a case differ in the parameters `names`
-    (default: SIZES). Each case starts at another item, so that every size is tried in some case.
+    The mark share(n, *names) runs n items of each case. The items of a case differ only in the parameters
+    `names` (default: SIZES). The choice starts at a different item in each case, so that the cases together
+    try all sizes.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)
@@ -88,7 +89,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def share_of(request):
-    """share_of(n, n_all) returns n, or n_all with --long. For checks that take long and rarely fail."""
+    """A function: share_of(n, n_all) returns n_all with --long, else n.
+
+    Checks use it if they are slow and rarely fail.
+    """
     return lambda n, n_all: n_all if request.config.getoption("--long") else n
 
 
@@ -121,13 +125,19 @@ def smol(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The real SmolLM2 in F32, where a sum's order hardly matters. All workers share this 540 MB file."""
+    """The real SmolLM2 in F32, so that the order of sums hardly matters.
+
+    All workers share this 540 MB file.
+    """
     return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(arch="lfm2", n_conv=3, ...) returns the path of a small random model, written once."""
+    """tiny_model(arch="lfm2", n_conv=3, ...) returns the path of a small random model.
+
+    Each model is written only once.
+    """
     folder = tmp_path_factory.mktemp("tiny")
 
     def make(arch="llama", **shape):
@@ -149,7 +159,10 @@ def chat_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
-    """A small random model that chats in letters and blanks, so replies never break a terminal's lines."""
+    """A small random model that chats.
+
+    Its replies have only letters and blanks, so they have no line breaks.
+    """
     path = tmp_path_factory.mktemp("talker") / "talker.gguf"
     tiny.write_llama(path, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
     return path

@@ -1,10 +1,11 @@
 """Run Python programs as forks of a process that has already imported kvtool.
 
-Starting Python takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. `Popen`
-and `run` work like those of subprocess for `python -m MODULE ...` and `python -c CODE ...`: the fork is a
-child of the test process with its own arguments, streams, folder, environment and signals, and it ends as a
-process does. Calls that a fork cannot serve start a new Python. A fork loads compiled kernels from the folder
-that $KVTOOL_CACHE named when the forking process started, even if the fork's own $KVTOOL_CACHE differs.
+Starting Python takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. The
+`Popen` and `run` of this file work like subprocess.Popen and subprocess.run for `python -m MODULE ...` and
+`python -c CODE ...`. The fork is a child of the test process. It has its own arguments, streams, folder,
+environment and signals, and it ends like any other process. Calls that a fork cannot serve start a new
+Python. A fork loads compiled kernels from the folder that $KVTOOL_CACHE named when the forking process
+started, even if the fork's own $KVTOOL_CACHE differs.
 
 Tests of start-up, of imports and of memory use `run_python`, which always starts a new Python.
 """
@@ -55,17 +56,17 @@ OPTIONS = {
 """Options of subprocess.Popen that a fork supports."""
 
 SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of Linux: orphaned descendants of a process that sets it become its children."""
+"""Linux's PR_SET_CHILD_SUBREAPER: the process that sets it becomes the parent of its orphaned descendants."""
 
 LONGEST = 100_000
-"""Maximum bytes of a request: it must fit into one message."""
+"""Maximum size of a request in bytes. A request must fit into one message."""
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen that starts a fork if it can, and else a new Python.
+    """A subprocess.Popen that starts a fork if it can. Otherwise it starts a new Python.
 
     is_forked: True if the process is a fork.
-    preexec_fn: a function that pickle finds by its name; any other starts a new Python.
+    preexec_fn: a function that pickle can find by its name. With any other function, a new Python is started.
     """
 
     is_forked = False
@@ -111,7 +112,7 @@ class Popen(subprocess.Popen):
 def run(args, *, input=None, timeout=PATIENCE_S, check=False, popen=Popen, **options):
     """subprocess.run with the Popen of this file. It captures text, unless `options` say otherwise.
 
-    args: bytes are passed on; anything else becomes a string.
+    args: list of arguments. Bytes are passed unchanged. All other types are converted to strings.
     """
     pipe = subprocess.PIPE
     options = {"stdout": pipe, "stderr": pipe, "text": True} | options
@@ -180,9 +181,10 @@ _sources: dict[frozenset[tuple[str, str]], list[Source | None]] = {}
 
 
 def _source(environment):
-    """Return the Source for this environment; None if forks would not work.
+    """Return the Source for this environment. Return None if forks would not work.
 
-    The first call for an environment also returns None: a Source is of use only from a second program on.
+    The first call for an environment also returns None: starting a Source pays off only from the second
+    program on.
     """
     key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
     if key not in _sources:
@@ -203,11 +205,14 @@ def _close():
         source.close()
 
 
-# functions that run in the process that forks
+# the functions below run in the process that forks, or in a fork
 
 
 def _main(number):
-    """Fork once per request. Return the request in each fork, and None in this process when requests end."""
+    """Fork once per request.
+
+    Return the request in the fork; in this process, return None when requests end.
+    """
     sys.path[0] = str(ROOT)
     # Ctrl-C also reaches this process, but only the tests should end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -253,7 +258,7 @@ def _become(message, streams, imported):
     os.environ.clear()
     os.environ.update(environment | imported)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # tests that run under nohup ignore it
+    # if the tests run under nohup, forks would otherwise ignore SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if before:
         before()
@@ -305,7 +310,7 @@ kept: list[ModuleType] = []
 
 
 def _end(code):
-    """End as Python does, without clearing the modules, which takes 50 ms of CPU."""
+    """End like Python, but do not clear the modules: that would take 50 ms of CPU."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

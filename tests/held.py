@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 PATIENCE_S = 300
-"""Seconds after which a test gives up as hanging: all steps take far less, even on a busy machine."""
+"""Seconds after which a test counts as hanging. Every step takes far less, even on a busy machine."""
 
 POLICY = '''
 """The newest tokens stay; an eviction waits for a file."""
@@ -41,7 +41,7 @@ POLICY = Held
 class Held:
     """A policy file, and the processes that wait in its evictions.
 
-    when: condition for an eviction to wait, a Python expression of `view`.
+    when: a Python expression of `view`. An eviction waits if it is true.
     """
 
     def __init__(self, folder, when="True"):

@@ -11,7 +11,10 @@ import gguf
 import numpy as np
 
 ROPE_ARCH = {"norm": "llama", "neox": "qwen2"}
-"""Architectures with the same tensors. RoPE pairs elements (2i, 2i+1) in "norm", (i, i + d/2) in "neox"."""
+"""Two architectures with the same tensors.
+
+The element pairs of RoPE are (2i, 2i+1) in "norm", and (i, i + d/2) in "neox".
+"""
 
 N_SPECIAL = 3
 """Number of special tokens. <unk>, <s> and </s> begin the vocabulary; then come the 256 bytes in order."""
@@ -57,7 +60,8 @@ def write_llama(
     Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
     The output rows of special tokens are zero, so greedy text rarely ends.
     letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
-    n_head_kv: an int. With arch="deci", which is otherwise like llama, it may be a list with one per layer.
+    n_head_kv: an int. With arch="deci" it may also be a list with one number per layer; otherwise deci is
+    like llama.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
@@ -74,7 +78,7 @@ def write_llama(
 
 
 def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
-    """Write a GGUF of write_llama's tokenizer alone, with control tokens and user-defined `words` added."""
+    """Write a GGUF with only the tokenizer of write_llama, plus control tokens and user-defined `words`."""
     n_vocab = N_SPECIAL + 257 + 52 * 52 + len(control) + len(words)
     writer = _sized(path, "llama", 1024, 1, 1, 1, 32, 64, n_vocab)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -97,9 +101,9 @@ def write_gemma3(
     chat_template=None,
     seed=0,
 ):
-    """Write a model as write_llama does, of architecture gemma3.
+    """Write a model like write_llama, but of architecture gemma3.
 
-    Every pattern-th layer attends to the whole stream; the rest have a sliding window.
+    Every `pattern`-th layer attends to the whole stream. The other layers have a sliding window.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, "gemma3", n_ctx_train, *sizes)
@@ -119,8 +123,8 @@ def write_like(
 ):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
-    The new model writes words of ASCII letters, and quotes, braces and digits often enough that JSON ends.
-    Tests use it where they need only the tokens of the other model.
+    The new model writes words of ASCII letters. It also writes quotes, braces and digits, often enough that
+    JSON ends. Tests use it where they need only the tokens of the other model.
     """
     reader = gguf.GGUFReader(src)
     arch = reader.fields["general.architecture"].contents()
@@ -133,7 +137,7 @@ def write_like(
     writer.add_rope_dimension_count(head_dim)
     _copy_metadata(reader, writer, "tokenizer.chat_template", only="tokenizer.")
     writer.add_chat_template(chat_template or reader.fields["tokenizer.chat_template"].contents())
-    # \u0120: a blank in byte-level BPE tokens
+    # byte-level BPE tokens write a blank as \u0120
     words = [bool(re.fullmatch("\u0120[A-Za-z]+", token)) for token in tokens]
     scale = np.array(words, np.float32)
     for token in '"}123':
@@ -156,8 +160,8 @@ def start(
 ):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: an int, or one for each layer. The embedding has head_dim numbers for each query head
-    of the layer with the fewest query heads.
+    n_head, n_head_kv: an int, or a list with one number per layer. An embedding has head_dim numbers for each
+    query head of the layer with the fewest query heads.
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
@@ -189,7 +193,7 @@ class Tensors:
         self.rng = np.random.default_rng(seed)
 
     def matrix(self, n_out, n_in, std=1.0, *, of=()):
-        """Return a matrix [*of, n_out, n_in] whose outputs have size std for inputs of size 1."""
+        """Return a random matrix [*of, n_out, n_in]. Inputs of size 1 (RMS) give outputs of size std."""
         return (self.rng.standard_normal((*of, n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
 
     def norm(self, n=None, size=1.0):
@@ -201,7 +205,7 @@ class Tensors:
     def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm", scale=None):
         """Write the tensors before and after the layers.
 
-        n_silent: number of first tokens whose output rows are zero.
+        n_silent: the output rows of the first n_silent tokens are zero.
         scale: factor of each token's logits, or None.
         """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
@@ -314,7 +318,7 @@ def dequantize(src, dst):
     _copy_metadata(reader, writer, "general.file_type")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for tensor in reader.tensors:
-        # the reader has axes in ggml's order, and the writer expects NumPy's
+        # the reader's shapes are in ggml's order of axes, but the writer expects NumPy's order
         shape = tensor.shape[::-1].tolist()
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), 4 * tensor.n_elements)
     writer.write_header_to_file()
@@ -341,9 +345,10 @@ def _copy_metadata(reader, writer, *but, only=""):
 
 
 def write_lora(path, model, *, rank=4, alpha=8.0, arch=None, seed=0):
-    """Write a random LoRA adapter for all matrices of a model's layers, which changes its logits.
+    """Write a random LoRA adapter for all matrices of a model's layers.
 
-    arch: architecture in the adapter's header; defaults to the model's.
+    The adapter changes the model's logits.
+    arch: architecture in the adapter's header; defaults to the model's architecture.
     """
     reader, rng = gguf.GGUFReader(model), np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, arch or reader.fields["general.architecture"].contents())

@@ -2,9 +2,9 @@
 
     python -m tests.tiny_archs DIR
 
-The program writes a file NAME.gguf for each architecture into the folder DIR, with the trained context of
-llama.cpp's own files. Chameleon is left out: in a batch, llama.cpp hides image tokens only in the logits of
-the first token.
+The program writes a file NAME.gguf for each architecture into the folder DIR. The models' trained context is
+the same as in the files of test-llama-archs. Chameleon is left out: in a batch, llama.cpp hides image tokens
+only in the logits of the first token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _qk_norms(tensors, size=1.0):
 
 
 def _experts(tensors):
-    """Return the tensors of a feed-forward network: N_EXPERT routed experts, and one that all tokens use."""
+    """Return the tensors of a feed-forward network with N_EXPERT routed experts and a shared expert."""
     return {
         "ffn_norm": tensors.norm(),
         "ffn_gate_inp": tensors.matrix(N_EXPERT, N_EMBD),
@@ -74,7 +74,7 @@ def _add_expert_sizes(writer, n_dense):
 
 
 def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """RoPE has factors. The feed-forward network has no gate; each layer has parameters of its xIELU."""
+    """RoPE has factors. Feed-forward networks have no gate. Each layer has its own xIELU parameters."""
     writer = _start(path, "apertus", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_xielu_alpha_n([0.9, 0.6])
@@ -95,7 +95,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """The inputs of attn_output and ffn_down are normalized. Matrices have scales; the output is tied."""
+    """The inputs of attn_output and ffn_down are normalized. Matrices have scales. The output is tied."""
     writer = _start(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
@@ -108,7 +108,7 @@ def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
-    """Plain attention with a KV head for each query head; experts after the first layer."""
+    """Attention is plain, with a KV head for each query head. All layers except the first have experts."""
     writer = _start(path, "deepseek2-ocr", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     _add_expert_sizes(writer, 1)
     tensors = Tensors(writer, N_EMBD, seed)
@@ -121,8 +121,8 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
     """Every fifth of 20 layers attends to all tokens. Two more layers read the cells of layers 18 and 19."""
-    # sizes that have no header field: number of layers with cells, number of states per token (AltUp), size
-    # of a layer's additional input, rank of LAuReL's bypass
+    # The header has no fields for these sizes: number of layers with cells, number of states per token
+    # (AltUp), size of a layer's additional input, rank of LAuReL's bypass.
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
@@ -153,7 +153,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
                 "laurel_r": tensors.matrix(N_EMBD, rank),
                 "laurel_post_norm": tensors.norm(),
                 "altup_router_norm": tensors.norm(),
-                # as large as N_EMBD, by which llama.cpp divides the router's input
+                # std is N_EMBD because llama.cpp divides the router's input by N_EMBD
                 "altup_router": tensors.matrix(n_state, N_EMBD, N_EMBD),
                 "altup_predict_coef": tensors.matrix(n_state**2, n_state, 0.1),
                 "altup_correct_coef": tensors.matrix(n_state, n_state, 0.1),
@@ -169,7 +169,10 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
 
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
-    """Values and half of each key come from a latent. The other half is rotated and equal in all heads."""
+    """Values and half of each key come from a latent.
+
+    The other half is rotated, and the same in all heads.
+    """
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_key_length(n_nope + n_rot)
@@ -219,7 +222,8 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # a factor for each pair of a whole key; full layers rotate half a key and use half of the factors
+    # A key has a factor for each of its pairs. Full layers rotate half a key, so they use half of the
+    # factors.
     writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
     for i in range(n_layer):
         tensors.add_layer(

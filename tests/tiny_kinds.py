@@ -1,4 +1,4 @@
-"""Small random GGUFs of other architectures than the plain ones of tests/tiny.py."""
+"""Small random GGUFs of special architectures. (tests/tiny.py writes the plain ones.)"""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
 
 
 def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """M-RoPE: four sections of pairs, each with its own position; the last position is 0 in a text.
+    """M-RoPE: the pairs have four sections, each with its own position.
 
-    The sections have 13 of the 16 pairs; the other 3 take the positions of the first sections again.
-    Attention has biases.
+    In a text, the position of the last section is always 0. The sections cover 13 of the 16 pairs. The other
+    3 pairs use the positions of the first sections again. Attention has biases.
     """
-    # nearly 0: llama.cpp ignores this architecture's eps and takes 0; tests/reference reads it from the file
+    # llama.cpp ignores this eps and uses 0 for this architecture. tests/reference reads eps from the file, so
+    # eps is nearly 0.
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
@@ -108,7 +109,10 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
 
 
 def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, chat_template=None, seed=0):
-    """Layers without KV heads convolve the last n_conv tokens; their state keeps the newest n_conv - 1."""
+    """A layer without KV heads convolves the last n_conv tokens.
+
+    Its state keeps the newest n_conv - 1 tokens.
+    """
     n_layer = len(n_head_kv)
     writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
@@ -136,10 +140,13 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
 def write_qwen35(
     path, *, n_layer=4, mtp=True, quiet=1.0, hidden=0.0, n_ctx_train=1024, chat_template=None, seed=0
 ):
-    """Three of four layers are recurrent. Another one is for multi-token prediction (MTP). Texts are letters.
+    """Three of four layers are recurrent. Another layer is for multi-token prediction (MTP).
 
-    quiet: factor of what each layer adds. At 0 the next token depends on the last one alone, and the MTP
-    layer predicts it correctly. hidden: size of what the MTP layer takes from hidden states.
+    Texts are letters.
+    mtp: whether the model has the MTP layer.
+    quiet: factor of the values that each layer adds. At 0 the next token depends only on the last token, and
+    the MTP layer predicts it correctly.
+    hidden: how strongly hidden states change the input of the MTP layer. At 0 they do not change it.
     """
     n_state, n_group, n_rank = 32, 2, 4
     writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
@@ -178,7 +185,7 @@ def write_qwen35(
             }
             writer.add_tensor(f"blk.{i}.ssm_a", -tensors.norm(n_rank))
         else:
-            # each head's queries are followed by a gate of its output
+            # attn_q has a head's queries, and then a gate for the head's output
             mix = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
                 "attn_q": tensors.matrix(2 * N_HEAD * HEAD_DIM, N_EMBD),
                 "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
@@ -194,7 +201,7 @@ def write_qwen35(
 
 
 def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """Queries and keys are normalized, with weights, after their rotation."""
+    """Queries and keys are normalized after their rotation. The norms have weights."""
     writer = _start(path, "maincoder", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     tensors = Tensors(writer, N_EMBD, seed)
@@ -207,12 +214,12 @@ def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """Attention falls with distance (ALiBi); keys are not rotated."""
+    """Attention logits decrease with distance (ALiBi). Keys are not rotated."""
     _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)
 
 
 def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n_ctx_train=1024, seed=0):
-    """Attention logits are capped; every other layer slides."""
+    """Attention logits are capped. Every other layer slides."""
     writer = _start(path, "gemma2", n_ctx_train, n_layer, n_head_kv, 1e-6)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
@@ -254,7 +261,7 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_deepseek32(path, *, n_index_head=64, n_index=128, top_k=512, **shape):
-    """Write a model as write_deepseek2 does, with an index that chooses top_k cells for each query."""
+    """Write a model like write_deepseek2, plus an index that chooses top_k cells for each query."""
 
     def add_index(writer):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
@@ -287,11 +294,13 @@ def write_deepseek2(
     add_keys=lambda writer: None,
     more=lambda tensors, q_rank: {},
 ):
-    """Multi-head latent attention, with one row per layer. q_rank: rank of the query projection; 0 for none.
+    """Multi-head latent attention, with one row per layer.
 
-    llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64, as here.
-    add_keys: function that adds another architecture's header fields.
-    more: function that returns its additional tensors of a layer.
+    llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64. The default
+    sizes are such a case.
+    q_rank: rank of the query projection. With 0, the projection is a single matrix.
+    add_keys: function that adds the header fields of another architecture.
+    more: function that returns the additional tensors that a layer of that architecture has.
     """
     n_nope, n_value = 32, 40
     writer = _start(path, arch, n_ctx_train, n_layer, 1)
@@ -336,7 +345,7 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 4 to 7 have no cells: they read the cells of layer 2, which slides, or of 3, which does not."""
+    """Layers 4 to 7 have no cells. They read the cells of layer 2 if they slide, otherwise of layer 3."""
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)
@@ -354,7 +363,7 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_final_logit_softcapping(20.0)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # factors of layers that do not slide: the last quarter of the pairs hardly rotates
+    # RoPE factors of the layers that do not slide. The last quarter of the pairs hardly rotates.
     factors = np.repeat(np.float32([1, 4, 1e30]), [8, 4, 4])
     writer.add_tensor("rope_freqs.weight", factors)
     for i in range(n_layer):

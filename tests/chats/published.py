@@ -1,4 +1,4 @@
-"""Chat templates that models were published with, from the sources of llama.cpp that kvtool is built from."""
+"""Published chat templates of models, from the sources of llama.cpp that kvtool is built from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from kvtool.build import sources
 
 WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
-"""Templates that render no chat unless their variable for tools is set."""
+"""Templates that cannot render a chat unless their variable for tools is set."""
 
 
 @cache
 def templates() -> dict[str, str]:
-    """Return {file name without its ending: Jinja text}; empty if llama.cpp's sources are not stored here."""
+    """Return {file name without its ending: Jinja text}, or {} if llama.cpp's sources are not stored here."""
     kept = sources.place(sources.Upstream.read(sources.patches_dir()))
     found: dict[str, str] = {}
     if kept.is_file():

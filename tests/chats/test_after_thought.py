@@ -1,4 +1,4 @@
-"""Constraints that begin after a thought, whatever opens and closes it."""
+"""Constraints that begin after a thought, for different ways to open and close the thought."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ KINDS = {
     "Gemma 4": (GEMMA, "<|turn>model\n", ("<|channel>", "<channel|>", "<|turn>"), ("thought\n",)),
     "Mistral": (tags_in("[THINK]"), "", ("[THINK]", "[/THINK]"), ()),
 }
-"""Tags, a header, control tokens and words of each kind of template."""
+"""For each kind of template: tags, a header, control tokens, and words."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """make(kind): a model with the tokens of this kind, and tokens in which text follows the ">" of a tag."""
+    """make(kind): a model with the tokens of this kind of template.
+
+    In some of its tokens, text follows the ">" that ends a tag.
+    """
     folder, made = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
@@ -65,7 +68,7 @@ def fitting(constraint, model):
 
 
 def wander(constraint, model, rng, n=400, likes=()):
-    """Return random tokens that a constraint allows, up to the end of a turn. likes: tokens to draw often."""
+    """Return random tokens that a constraint allows, until the turn ends. likes: tokens to draw often."""
     tokens = []
     while len(tokens) < n:
         allowed = fitting(constraint, model)
@@ -79,7 +82,7 @@ def wander(constraint, model, rng, n=400, likes=()):
 
 
 def parts(model, tokens, tags, header):
-    """Return (thought, answer, True if there was a thought), as a server splits these tokens."""
+    """Split tokens like a server does. Return (thought, answer, True if there was a thought)."""
     is_open = tags.start in header and tags.end not in header
     splitter = Splitter(tags, is_open=is_open)
     pieces = [model.piece(token, special=True) for token in tokens]
@@ -105,7 +108,7 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
         n_thoughts += had_thought
         n_tags = sum(len(Vocabulary.of(model).tokens_of(tag.encode())) for tag in (tags.start, tags.end))
         n_answer = len(Vocabulary.of(model).tokens_of(answer.encode()))
-        # the model may write a tag in more tokens than the tokenizer gives, up to one per character
+        # a model may write a tag in more tokens than the tokenizer would, at most one token per character
         assert len(tokens) <= budget + n_answer + len(tags.start + tags.end) + n_tags, (thought, answer)
     assert n_thoughts or (budget == 0 and tags.plain)
 
@@ -148,7 +151,7 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
             assert constraint.accept(each)
     allowed = fitting(constraint, model)
     assert {of[b'>{"'], of[b">\n"], of[b">"]} <= {*allowed.tolist()}
-    # x would begin the answer, which the schema does not allow
+    # the x of ">x" would begin the answer, and the schema does not allow that
     assert of[b">x"] not in allowed
     assert not constraint.accept(of[b">x"])
     assert constraint.accept(of[b'>{"'])
@@ -169,7 +172,7 @@ def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
         tokens = model.tokenize(text, special=True).tolist()
         assert all(map(constraint.accept, tokens))
         assert fitting(constraint, model).tolist() == [*Vocabulary.of(model).ends]
-    # a reply that begins as the tag does may still become a thought
+    # a reply whose first characters match the tag may still become a thought
     constraint = AfterThought(
         Matcher(Vocabulary.of(model), gbnf.rules_of('root ::= "<t>" | "a"')), model, THINK, ""
     )
@@ -220,7 +223,7 @@ def test_guesses_are_checked_ahead(models):
     constraint.accept(close)
     answer = Vocabulary.of(model).tokens_of(b'{"city": "Nice"}')
     assert constraint.n_fitting([*answer, answer[0]]) == len(answer)
-    # `n_fitting` has not changed the constraint
+    # `n_fitting` must not have changed the constraint
     assert all(map(constraint.accept, answer))
     constraint.restart()
     assert constraint.n_fitting(guesses) == 4

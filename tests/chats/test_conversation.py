@@ -1,4 +1,4 @@
-"""Chats: one cache for all turns, only new tokens decoded, the template's structure kept."""
+"""Chats: all turns use one cache, only new tokens are decoded, and the template's structure is kept."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
     assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    # until the next turn, the last reply's last token and its end marker are not in the stream
+    # the last token of the last reply, and its end marker, enter the stream only with the next turn
     assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
     assert len(writer.tokens) == writer.engine.n_past
     assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
@@ -172,7 +172,7 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
 def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
-    # stop after two steps of 64 tokens
+    # stop after two batches of 64 tokens
     decode = writer.engine._decode
 
     def stop_after_the_second(*args, **kwargs):
@@ -233,7 +233,7 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     said = "".join(talk.reply("And a colour.", 12))
     assert talk.undo()
     assert (talk.writer.engine.n_past, talk.messages) == before
-    # sampling is greedy, so another try gives the same reply
+    # sampling is greedy, so a second try gives the same reply
     assert "".join(talk.reply("And a colour.", 12)) == said
     assert talk.undo() == 'the turn "And a colour."'
     assert talk.messages == before[1]
@@ -262,12 +262,12 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
 
     turn("Name a fruit.")
     before, messages = everything(talk), list(talk.messages)
-    # `undo` needs a copy of the chat; the session file is one, so no temporary file is made
+    # `undo` needs a copy of the chat. The session file can serve as this copy, so no temporary file is made.
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", None)
         reset()
     assert (everything(talk), talk.messages) == (before, messages)
-    # after failed saves the session file is older than the last turn: it must not serve as the copy
+    # Here saving fails, so the session file lacks the last turn. It must not be used as the copy.
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
     before, messages = everything(talk), list(talk.messages)
@@ -295,11 +295,14 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
 
 @pytest.fixture
 def keep(chat):
-    """keep(path): a chat with a tiny archive, and its ChatFiles. path: its session file, or None."""
+    """keep(path): return a chat with a tiny archive, and its ChatFiles.
+
+    path: the session file, or None.
+    """
     opened = []
 
     def make(path):
-        # the archive has the cache's type, so the restored state equals the saved one
+        # the archive has the same type as the cache, so a restored state equals the saved state
         talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
         opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
@@ -321,7 +324,10 @@ def everything(talk):
 
 
 def check_alike(talk, other):
-    """Check that two chats hold and archive the same tokens. Cells differ, so sums may differ by rounding."""
+    """Check that two chats hold and archive the same tokens.
+
+    The tokens may be in different cells. Sums may then differ by rounding errors.
+    """
     own, others = (dict(each.writer.engine.save()) for each in (talk, other))
     for name in ("engine", "live", "archive"):
         assert (own[name] == others[name]).all(), name
@@ -345,7 +351,8 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # copies that share an archive count its bytes once, and not at all if a session uses it
+    # If several copies share an archive, its bytes are counted once. If a session uses the archive, its bytes
+    # are not counted.
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")
@@ -361,7 +368,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         for each in (again, again_files), (plain, plain_files):
             say(*each, "Why?")
         assert again.messages == plain.messages
-        # turns of the earlier run can be undone as well
+        # the turns of the earlier run can also be undone
         assert again.undo() == 'the turn "Why?"'
         assert again.undo() == 'the turn "Of whom?"'
         again_files.keep_session(undone=True)
@@ -391,14 +398,14 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
     )
-    # take back one turn or several, and say the next turn again
+    # take back one or more turns, and repeat the turn that follows
     for turn in (12, 11, 5, 4, 1):
         while len(talk.undo_stack) > turn:
             assert talk.undo()
         assert not read
         assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
         assert "".join(talk.reply(texts[turn], 12)) == said[turn]
-        # every new token was decoded exactly once
+        # each new token was decoded once
         assert sum(map(len, read)) == engine.n_past - sizes[turn]
         read.clear()
     while talk.undo():
@@ -433,7 +440,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
         for messages, text, reply in reversed(said):
             assert each.undo_turn() == text
             assert each.messages == messages
-            # the stream is the same again, so the same seed gives the same reply
+            # the stream and the seed are the same again, so the reply is the same
             each.n_reply = len(messages) // 2
             assert say(each, text) == reply
             assert each.undo_turn() == text
@@ -473,7 +480,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
         say(talk, files, text)
     first = everything(talk)
-    # a saved session gets its own archive file
+    # saving under another name gives the session its own archive file
     assert files.save(tmp_path / "b")
     assert names() == ["a", "a.archive", "b", "b.archive"]
     for path in tmp_path.glob("a*"):
@@ -482,7 +489,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     say(other, other_files, "Name as many fruits as you can think of, and then their colours, in a list.")
     say(other, other_files, "And animals.")
     second = everything(other)
-    # after /load, the next reply sets the old session aside as a.1
+    # after /load, the next reply moves the old session to a.1
     assert other.remember("/load")
     other.restore(*other_files.read(tmp_path / "b"))
     assert everything(other) == first
@@ -494,16 +501,16 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # undoing both changes restores the session that was set aside: the file a.1 is called a again
+    # Undoing both changes returns to the session that was moved to a.1. Its file gets the name a again.
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)
         other_files.check()
     assert everything(other) == second
     rest = ["b", "b.archive", "moved", "moved.archive"]
-    # the loaded chat is not part of this session, so it is kept as a.2
+    # the loaded chat does not belong to this session, so it is kept as a.2
     assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
-    # start another stream, which has other tokens at the same positions
+    # start a new stream that has different tokens at the same positions
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
@@ -545,7 +552,7 @@ def test_what_copies_share_drops_none_of_them():
         for archive, n_bytes, left in (
             (large, 310, 1),
             (large, 320, 2),
-            # a session uses this archive, so its bytes do not count
+            # a session uses this archive, so its bytes are not counted
             (named, 10, 1),
             (older, 20 + 90, 2),
         ):
@@ -577,7 +584,7 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        # writing a copy fails while more than n_free copies exist
+        # writing a copy fails if more than n_free copies exist
         if len(talk.undo_stack) > n_free:
             raise OSError("no space left")
         plain(file, *what)
@@ -700,7 +707,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     assert said in terminal.status()
     Commands(terminal).run("/stats")
     made = engine.policy.recall.n_cell
-    # no reply was written here, so there is no speed to show
+    # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
     assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
@@ -710,7 +717,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
-    # a closed terminal also stops the reply; its signal is raised again in the end
+    # A closed terminal also stops the reply. At the end, the chat raises the signal again.
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64), tmp_path / "chat.kvs"
     talk.undoable = True
@@ -733,10 +740,10 @@ def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monke
 
 
 def test_a_status_line_says_what_each_share_is_a_share_of():
-    # all rows hold the same tokens: the shares add up
+    # if all rows hold the same tokens, the shares add up to 100 %
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
-    # rows hold different tokens
+    # rows that hold different tokens
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 
@@ -747,6 +754,6 @@ def test_policies_of_each_kind_chat(chat, policy):
     said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
     assert all(said)
     engine = talk.writer.engine
-    # corm itself decides how much to keep, and may evict nothing
+    # corm decides for itself how much to keep, so it may evict nothing
     assert engine.n_evicted > 0 or policy in ("full", "corm")
     assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3

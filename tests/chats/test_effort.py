@@ -1,4 +1,4 @@
-"""Efforts: a wish for more or less thinking becomes the variables that a chat template reads."""
+"""Efforts: a user's wish for more or less thinking is converted to variables of a chat template."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
     assert off.reply_start().endswith("[assistant] <think></think>")
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
-    # variables may have any name and JSON value, but cannot replace the chat itself
+    # variables may have any name and any JSON value, but they cannot replace the chat
     other = made(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
     assert other.render(USER).startswith("a b 4 [user] Hello")
     assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
@@ -89,7 +89,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
 def test_a_template_names_the_variables_that_it_reads():
     assert "enable_thinking" in SWITCHED.reads
     assert "thinking" not in SWITCHED.reads
-    # computing `reads` first must not change the levels that are found
+    # `reads` is computed first here: the levels that are found must not depend on that
     assert TAKES_THREE.reads
     assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
 
@@ -110,7 +110,10 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""Templates by the variable that switches their thinking, found by reading their sources."""
+"""For each variable that switches thinking, the templates that have it.
+
+They were found by reading the sources.
+"""
 
 LEVELED = {
     "Kimi-K3": ("thinking_effort", ("low", "high", "max")),
@@ -121,11 +124,11 @@ LEVELED = {
     "tencent-Hy3": ("reasoning_effort", ("low", "high")),
     "upstage-Solar-Open-100B": ("reasoning_effort", ("minimal", "low", "high")),
 }
-"""Templates that take levels, with the variable and the levels."""
+"""For each template that accepts levels, the variable and the levels."""
 
 
 def with_jinja_alone(source):
-    """with_jinja_alone(source)(**variables): the chat as Jinja renders it."""
+    """with_jinja_alone(source)(**variables): the chat as plain Jinja renders it, without kvtool."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -142,7 +145,7 @@ def with_jinja_alone(source):
         try:
             return chat(tools=None, **variables)
         except TypeError:
-            # a template that loops over tools without a check fails if they are None
+            # some templates loop over `tools` without a check, and fail if it is None
             return chat(**variables)
 
     return rendered
@@ -173,7 +176,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
             assert under.render(USER) == rendered(**variables), (name, effort)
             if effort == OFF and why is None:
                 assert not under.opens_thought, name
-                # if the header opens a thought, it must also close it
+                # with thinking off, a header that opens a thought must also close it
                 start, end, _ = under.tags
                 after = under.reply_start().rpartition(start)[2] if start in under.reply_start() else end
                 assert re.search(re.escape(end), after), name

@@ -1,4 +1,4 @@
-"""A reply that loops is stopped, with one line about it; ordinary text is not taken for a loop."""
+"""A reply that loops is stopped, and one line reports it. Ordinary text is not taken for a loop."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (tokens read until a loop is found, length of its block, repetitions), or None without a loop.
+    """Return (tokens read until a loop is found, length of its block, number of repetitions).
 
+    Return None if there is no loop.
     letters: the tokens whose text has letters.
     """
     loop = Loop()
@@ -38,7 +39,7 @@ def looped(tokens, letters=range(1_000_000)):
 
 
 def by_definition(tokens, letters):
-    """Return what `looped` returns, by comparing slices."""
+    """Return the same as `looped`, computed from the definition of a loop."""
     for n in range(1, len(tokens) + 1):
         for block in range(1, min(MOST_BLOCK, n) + 1):
             has_letters = any(token in letters for token in tokens[n - block : n])
@@ -58,7 +59,7 @@ def test_a_loop_is_found_at_the_first_token_that_makes_it_one(block, n):
     assert looped(tokens) == (len(before) + n, len(block), n // len(block))
     # blocks without letters need more repetitions
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
-    # longer blocks, and blocks that change, are no loop
+    # blocks that are too long, and blocks that change, are not loops
     assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
     assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
 
@@ -85,7 +86,7 @@ def test_it_finds_what_the_definition_finds(monkeypatch):
 def test_no_usual_text_counts_as_a_loop(smollm2):
     paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
     paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
-    # long files are cut to the length of a long reply
+    # a long file is cut to the length of a long reply
     texts = [path.read_text(encoding="utf-8", errors="replace")[:60_000] for path in paths]
     texts += [
         "\n".join(f"{a} x {b} = {a * b}" for a in range(1, 13) for b in range(1, 13)),
@@ -100,7 +101,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # the detector is slow: run it only if a long part of the text repeats at this distance
+        # The detector is slow, so it runs only if a long enough part of the text repeats at this distance.
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):
@@ -112,7 +113,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
 
 
 LOOPING = ("-t", 1, "--temp", 0, "--logit-bias", "70+100")
-"""Options with which the model writes only token 70."""
+"""With these options, the model writes only token 70."""
 
 LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets it go on\n"
 

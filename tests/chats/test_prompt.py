@@ -1,4 +1,4 @@
-"""Pinned parts of a rendered chat; pinning changes no token."""
+"""Pinned parts of a rendered chat. Pinning must not change the tokens."""
 
 from __future__ import annotations
 
@@ -101,20 +101,20 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     model = engine.model
     tokens = pin_prefix(engine, TEXT, n_pinned)
     assert tokens.tolist() == model.tokenize(TEXT, special=True, start=True).tolist()
-    # the tokens' text differs from TEXT only in spaces and the BOS
+    # the text of the tokens differs from TEXT only in spaces and the BOS
     bos = b"<s>" if model.adds_bos else b""
     wanted, shown = TEXT[:n_pinned].replace(" ", ""), []
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # one pinned token less would not cover the wanted text
+    # without the last pinned token, the wanted text would not be covered
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 
 def test_a_token_may_cross_the_border(engine):
     whole = pieces(engine.model, pin_prefix(engine, "ab", 1)).decode()
     assert whole.strip(" ") in ("ab", "<s> ab")
-    # one character is to be pinned, but "ab" may be one token, which is pinned whole
+    # Only "a" has to be pinned. If "ab" is one token, the whole token is pinned.
     assert engine.n_pinned == len(engine.model.tokenize("ab", start=True))
 
 
@@ -152,7 +152,7 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
             next(writer.write(2))
         writer.read(engine.model.tokenize("ab cd"))
         assert "".join(writer.write(2))
-        # the context keeps the logits of the earlier text, which must not be sampled from
+        # the context still has the logits of the earlier text, but they must not be used for sampling
         writer.reset()
 
 

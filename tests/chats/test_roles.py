@@ -1,4 +1,4 @@
-"""Chats with roles, or an order of roles, that a template does not support."""
+"""Chats whose roles, or the order of their roles, are not supported by a template."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
 
 
 def said(roles):
-    """Return a chat with these roles (letters s, u, a and t). Each content is the message's index."""
+    """Return a chat with these roles (letters s, u, a and t). The content of a message is its index."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
 
@@ -79,27 +79,27 @@ def said(roles):
 @pytest.mark.parametrize(
     ("source", "roles", "text"),
     [
-        # roles that a template accepts stay
+        # the template accepts these roles, so they stay
         (CHATML, "ssuuaasu", "<system>0<system>1<user>2<user>3<assistant>4<assistant>5<system>6<user>7<a>"),
         (CHATML, "au", "<assistant>0<user>1<a>"),
         (CHATML, "s", "<system>0<a>"),
         (CHATML.replace("m.content", "m.content | upper"), "su", "<system>0<user>1<a>"),
         (GEMMA2, "uau", "<user>0<end><model>1<end><user>2<end><model>"),
         (LLAMA2, "suau", "[INST]<<SYS>>0<</SYS>>1[/INST] 2</s>[INST]3[/INST]"),
-        # templates without a system role
+        # the template has no system role
         (GEMMA2, "su", "<user>0\n\n1<end><model>"),
         (GEMMA2, "ssuau", "<user>0\n\n1\n\n2<end><model>3<end><user>4<end><model>"),
         (GEMMA2, "s", "<user>0<end><model>"),
         (GEMMA2, "sau", "<user>0<end><model>1<end><user>2<end><model>"),
         (DROPS, "su", "<user>0\n\n1<a>"),
-        # a template that puts the system prompt into the newest message: kvtool puts it into the first
+        # the template puts the system prompt into the newest message, but kvtool puts it into the first
         (MISTRAL3, "suau", "[INST]0\n\n1[/INST] 2</s>[INST]3[/INST]"),
-        # templates that take one system prompt, only at the beginning
+        # the template accepts only one system prompt, at the beginning
         (QWEN35, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (TWO_AT_MOST, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (FIRST_ONLY, "ssuasu", "<s>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (LLAMA2, "ssuasu", "[INST]<<SYS>>0\n\n1<</SYS>>2[/INST] 3</s>[INST]4\n\n5[/INST]"),
-        # templates in which user and assistant must alternate
+        # the template wants user and assistant to alternate
         (GEMMA2, "uuaau", "<user>0\n\n1<end><model>2\n\n3<end><user>4<end><model>"),
         (GEMMA2, "au", "<user><end><model>0<end><user>1<end><model>"),
         (LLAMA2, "sau", "[INST]<<SYS>>0<</SYS>>[/INST] 1</s>[INST]2[/INST]"),
@@ -117,7 +117,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # a template that tests whether `tools` is None finds that it is
+    # a template that asks whether `tools` is None must get True
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 
@@ -211,10 +211,10 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
         own = rendering(model, source)
         assert text_of(model, own.whole(turns, TOOLS)[0]) == text
         assert text_of(model, own.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
-        # the user's next message is joined to the result
+        # the tool's result and the user's next message become one message
         more = text_of(model, own.whole(check([*said("u"), CALL, RESULT, *said("u")]), TOOLS)[0])
         assert f"{answer}\n\n0" in more
-    # a template with tools, but without a role for their results
+    # this template has tools, but no role for their results
     raises = "{% if m.role == 'tool' %}{{ raise_exception('Only user and assistant') }}{% endif %}"
     listed = "{{ tools }}<tool_call>" + CHATML.replace("<{{ m.role }}>", raises + "<{{ m.role }}>")
     assert f"<user>{answer}<a>" in text_of(model, rendering(model, listed).whole(turns, TOOLS)[0])
@@ -227,7 +227,7 @@ def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
         text = text_of(model, own.whole(check([*said("u"), CALL, *results, *said("u")]), TOOLS)[0])
         assert text.startswith('[INST]0[/INST][TOOL_CALLS][{"name": "now", "arguments": {}}]</s>')
         assert text.endswith("[INST]0[/INST]")
-    # a reply and the call after it are one message
+    # a reply and the call after it become one message
     text = text_of(model, own.whole(check([*said("ua"), CALL, RESULT, *said("a")]), TOOLS)[0])
     assert text.count("</s>") == 2
 

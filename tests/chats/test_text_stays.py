@@ -1,4 +1,4 @@
-"""Texts of messages and tools stay text, whatever markers they contain."""
+"""Texts of messages and tools stay text, even if they contain markers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEMPLATES = {
     "LFM2": ("<|im_start|>%s\n", "<|im_end|>\n", "<|tool_call_start|>%s<|tool_call_end|>"),
     "Kimi K2": ("<|im_%s|>%s<|im_middle|>", "<|im_end|>", "<|tool_call_begin|>%s<|tool_call_end|>"),
 }
-"""Markers that open and end a turn, and that enclose a call."""
+"""Per template: the markers that open a turn, that end a turn, and that enclose a call."""
 
 MARKER = re.compile(r"<\|.+?\|?>|<\w+\|>|<｜.+?｜>|</?\w+>|\[/?[A-Z_]+\]")
 
@@ -81,7 +81,7 @@ def model(request, shape, tmp_path_factory):
 
 @pytest.fixture
 def vocab(tmp_path):
-    """vocab(control=[...], words=[...]): a model that has only a vocabulary."""
+    """vocab(control=[...], words=[...]): a model that has only a vocabulary and no weights."""
     with ExitStack() as stack:
 
         def make(**what):
@@ -98,7 +98,7 @@ def template(model, shape):
 
 
 def chat(text):
-    """Return a chat and its tools, with `text` in every place where a text may be."""
+    """Return a chat and its tools. Each place that may have a text contains `text`."""
     call = {"name": "now", "arguments": json.dumps({f"k {text}": [f"v {text} w"]})}
     messages = [
         said("system", f"Be {text} brief."),
@@ -116,7 +116,7 @@ N_TEXT = str(chat("%%")).count("%%")
 
 
 def special(model, tokens):
-    """Return the control tokens among `tokens`."""
+    """Return the tokens among `tokens` that are control tokens."""
     control = {int(model.tokenize(text, special=True)[-1]) for text in model.markers}
     return [token for token in tokens.tolist() if token in control]
 
@@ -130,7 +130,7 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
     for marker in model.markers:
-        # a marker, two of them, the start of one, and one with kvtool's own marks
+        # the texts: a marker, two markers, the start of a marker, and a marker with kvtool's own marks
         for text in (marker, f"{marker}{marker}", marker[:-1], f"{JOINT}{marker}{CUT}{CUT}"):
             tokens, _ = rendering.whole(*chat(text))
             assert special(model, tokens) == harmless
@@ -148,7 +148,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # all markers, except one of gpt-oss that llama.cpp takes for a word
+    # this has all markers except one of gpt-oss, which llama.cpp treats as a word
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([said("user", "stand-in")]).split("stand-in")
@@ -229,11 +229,11 @@ def real(smol):
 
 
 def count(model, messages):
-    """Return the tokens of a chat whose messages are plain texts, up to the header of a reply."""
+    """Return the tokens of a chat up to the header of a reply. The messages are plain texts."""
     start, end = (model.tokenize(text, special=True).tolist() for text in ("<|im_start|>", "<|im_end|>"))
     found = []
     for each in [*messages, said("assistant", "")]:
-        # a reply is tokenized apart from its header
+        # a reply and its header are tokenized separately
         n = len("assistant\n") if each["role"] == "assistant" else 0
         text = f"{each['role']}\n{each['content']}"
         parts = [model.tokenize(part).tolist() for part in (text[:n], text[n:], "\n")]
@@ -260,7 +260,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [said("system", EVIL), said("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
-    # a pinned prefix is either the system prompt or a request that stands before a text
+    # pinned prefixes are of two kinds: the system prompt, and a request that comes before a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))
@@ -278,7 +278,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # plus 1 for the last reply, which is one token (-n 1)
+    # the last reply adds 1, because it is one token (-n 1)
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

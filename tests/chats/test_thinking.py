@@ -1,4 +1,4 @@
-"""Reasoning: separated from the answer, shown dimmed and folded, hidden from later turns."""
+"""Thoughts are separated from the answer, shown dimmed and folded, and hidden from later turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 
-# this template, like many, renders earlier replies without their thoughts
+# a template that renders earlier replies without their thoughts, as many templates do
 DROPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -42,7 +42,7 @@ def parts(text, n, tags=THINK, **how):
         ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "\n\ntwo"),
         ("<think>never closed", "never closed", ""),
         ("<think></think>", "", ""),
-        # a tag after the beginning is text, and so is anything that only resembles a tag
+        # a tag that is not at the beginning is text, and so is text that only resembles a tag
         ("Use <think>x</think> here", "", "Use <think>x</think> here"),
         ("<thin air", "", "<thin air"),
         ("  <thi", "", "  <thi"),
@@ -63,7 +63,7 @@ def test_a_thought_that_the_reply_header_opened():
 HEADERS = Tags(
     "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
 )
-"""Tags like the ones of gpt-oss, made of SmolLM2's control tokens."""
+"""Tags as in gpt-oss, but made of SmolLM2's control tokens."""
 
 HEADED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}"
@@ -132,7 +132,7 @@ def talk(model):
 
 
 def says(talk, text):
-    """Make the model write this text next, with markers as control tokens."""
+    """Make the model write this text next. Markers in the text become control tokens."""
     model, sampler = talk.writer.engine.model, talk.writer.sampler
     end = model.tokenize("<|im_end|>", special=True)
     tokens = iter([*model.tokenize(text, special=True).tolist(), *end.tolist()])
@@ -155,7 +155,7 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
     says(theirs, "It is seven.")
     "".join(theirs.reply("Name a number."))
     assert ours.messages[-1]["content"] == reply
-    # from here on the model sees the same tokens as without the thought
+    # from now on, the model's tokens are the same as without the thought
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
     again = f"{opening and 'Hm.</think>'}Yes."
     for each, text in ((ours, again), (theirs, "Yes.")):
@@ -206,7 +206,7 @@ def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
     assert ours.messages == theirs.messages
     assert ours.messages[-1]["content"] == "It is seven."
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
-    # a reply without a thought stays unchanged
+    # a reply that has no thought is not changed
     again = HEADERS.plain + "Yes."
     for each in (ours, theirs):
         says(each, again)
@@ -219,13 +219,14 @@ SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n
 OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
-# this template gives earlier replies an empty thought, and states the effort in the prompt
+# this template shows an empty thought in earlier replies, and the effort in the prompt
 TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")
 
 
-# the thought is in its own field; SHOWS renders it for all replies, HIDES only for the last message
+# The thought is in its own field. SHOWS renders the thoughts of all replies, HIDES only that of the last
+# message.
 SHOWS, HIDES = (
     KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
     for thought in (
@@ -236,12 +237,12 @@ SHOWS, HIDES = (
 
 
 def read(talk):
-    """Return the text of the tokens read so far, without markers."""
+    """Return the text of all tokens that were read, without markers."""
     return b"".join(map(talk.writer.engine.model.piece, talk.writer.tokens.tolist())).decode()
 
 
 def read_afresh(talk):
-    """Return the tokens of the chat so far, as its template renders it."""
+    """Render the whole chat with its template, and return its tokens."""
     whole = talk.template.render([*talk.messages, {"role": "user", "content": "."}])
     text = whole.removesuffix(talk.template.turn(talk.messages[:-1], "."))
     return talk.writer.engine.model.tokenize(text, special=True).tolist()
@@ -287,7 +288,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.rereads("low")
     assert ours.remember("/think low")
     ours.set_effort("low")
-    # the chat is read again only when the next message comes
+    # `set_effort` clears the cache, but the chat is read again only with the next message
     assert ours.writer.engine.n_past == 0
     says(ours, "Hm.</think>Yes.")
     "".join(ours.reply("Sure?"))

@@ -17,9 +17,9 @@ KEEPS = (
 
 
 def one_line(done, exit_code, words="", prints=False):
-    """Check the end of a command: its exit code, and one line on stderr with these words.
+    """Check how a command ended: its exit code, and that stderr is one line with these words.
 
-    prints: True if the command may have written to stdout before.
+    prints: True if the command may have written to stdout before the error.
     """
     assert done.returncode == exit_code, done.stderr[-2000:]
     assert prints or not done.stdout
@@ -30,7 +30,10 @@ def one_line(done, exit_code, words="", prints=False):
 
 
 def called(*arguments, stdin="", cwd=".", env=None):
-    """Run `kvtool ...` and return its result as subprocess.run does. Errors are reported as in a process."""
+    """Run `kvtool ...` in this process, and return a result like that of subprocess.run.
+
+    Errors are reported as in a real process.
+    """
     words = [*map(str, arguments)]
     before, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
     os.chdir(cwd)

@@ -2,9 +2,10 @@
 
     python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
 
-STEP: 1 for every call, 4 for one in four. Each run takes the same turns, with resets, retries and undo, in a
-child process, which exits at its call. Then every chat that was saved before the call must be in the session
-file or in a file that was set aside, and another child must be able to continue the session.
+STEP: with 1, each call is tried; with 4, every fourth call. Each run starts a child process that takes the
+same turns, resets, retries and undoes, and exits just before its call. Then each chat that was saved before
+the call must be in the session file or in a file that was set aside, and another child must be able to
+continue the session.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def open_chat(model, policy, folder):
 
 
 class User:
-    """Takes turns and undoes them, as the commands of `kvtool chat` do.
+    """A user who takes turns and undoes them, like the commands of `kvtool chat`.
 
     saved: the messages of each chat that is on disk, in the order in which the chats began.
     """
@@ -77,18 +78,19 @@ class User:
 
 
 def turns(user):
-    """Take the turns; yield after each change of the files."""
+    """Take all turns of a run. Yield after each change of the files."""
     for text in (LONG, f"0: {LONG}"):
         yield user.say(text)
     yield user.say(f"1: {LONG}", again=True)
-    # another chat; once all its turns are undone, the first chat is in the file again
+    # This begins a second chat. Once all turns of the second chat are undone, the first chat is in the file
+    # again.
     user.reset()
     for text in ("What is a stone?", LONG):
         yield user.say(text)
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # another chat; an undo of two changes returns to the first chat
+    # This begins another chat. The undo of two changes then returns to the first chat.
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)
@@ -97,9 +99,10 @@ def turns(user):
 
 
 def live(model, policy, folder, n_call):
-    """Take turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn).
+    """Take turns until the n_call-th call that changes a file.
 
-    If there are fewer calls, their number follows the chats in the list.
+    Return (exit code, the saved chats after each turn).
+    If the turns make fewer calls than n_call, the list has one more item at its end: the number of calls.
     """
 
     def work(write):
@@ -115,7 +118,7 @@ def live(model, policy, folder, n_call):
 
 
 def go_on(model, policy, folder):
-    """Continue the session by one turn in another process; return the messages that it had before."""
+    """Continue the session by one turn in another process. Return the messages from before that turn."""
 
     def work(write):
         chat, files = open_chat(model, policy, folder)
@@ -131,24 +134,24 @@ def go_on(model, policy, folder):
 
 
 def stored(folder):
-    """Return the messages of each session of the folder. Raises SessionError if one is damaged."""
+    """Return the messages of each session in the folder. Raises SessionError if a session is damaged."""
     paths = [path for path in folder.iterdir() if NAMES.fullmatch(path.name)]
     return {path.name: session.read(path)[0]["messages"] for path in sorted(paths)}
 
 
 def check(folder, before, after):
-    """Check that the folder has each chat as in `before` or as in `after`."""
+    """Check that the folder has each chat either as in `before` or as in `after`."""
     there = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]
-        # a chat whose turns were all undone has no messages, and so matches any session
+        # a chat whose turns were all undone has no messages, so any session matches it
         assert any(found[: len(each)] == each for found in there.values() for each in wanted), (i, there)
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a chat at every call, or at one in `step`; return the number of calls."""
+    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
-    # the first process may also write compiled kernels: its calls are not counted
+    # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)
     code, saved = live(model, policy, folder / "whole", NEVER)
     assert code == 0

@@ -28,10 +28,11 @@ PROMPT = "\n> "
 class Terminal:
     """`kvtool chat` in a terminal.
 
-    The screen has far more rows than the program believes, so that no line scrolls off it.
+    The screen has far more rows than the size that the program gets, so that no line scrolls off the screen.
 
     model: name or path; None for the default model.
-    own: True if the terminal controls the process, which then gets a SIGHUP at the terminal's end.
+    own: True if this is the controlling terminal of the process. The process then gets a SIGHUP when the
+    terminal ends.
     raw: bytes that the program has written.
     """
 
@@ -63,7 +64,7 @@ class Terminal:
 
     @property
     def text(self):
-        """Lines up to the cursor, without blanks at their ends; the last line keeps them."""
+        """All lines up to the cursor. Blanks at line ends are removed, except in the last line."""
         cursor = self._screen.cursor
         rows = [self._row(y).rstrip() for y in range(cursor.y)]
         return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
@@ -82,11 +83,11 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, words, pressing=""):
-        """Read up to these words; return the text before them.
+        """Read until these words appear. Return the text before them.
 
         pressing: keys to type after each half second without output.
-        PROMPT counts only at the end of the text: a chat that continues shows its last turn after the same
-        characters.
+        PROMPT is only accepted at the end of the text, because a chat that continues shows its last turn
+        after the same characters.
         """
         self._read_until(
             lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
@@ -136,9 +137,9 @@ class Terminal:
         return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
 
     def ended(self, pressing):
-        """Type a key every half second until the program has ended; return its exit code.
+        """Type a key every half second until the program has ended. Return the program's exit code.
 
-        A key that is typed before the prompt reads the keyboard is lost.
+        The key is typed repeatedly because keys are lost if they arrive before the prompt reads the keyboard.
         """
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:

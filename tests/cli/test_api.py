@@ -1,4 +1,4 @@
-"""kvtool as a library: the documents' examples run, and the held tokens equal a plain count."""
+"""kvtool as a library: the documents' examples run, and the reported cells and shares are right."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
         engine.reset()
         assert list(kvtool.generate(engine, f"One, two, three,{first} and", n_max=0)) == []
         assert engine.n_past == n + 1
-        # the tokens were read in batches of other lengths, which round differently
+        # the two runs read these tokens in batches of different lengths, and so rounded differently
         assert np.abs(engine.context.logits()[-1] - after).mean() < 0.25
         # only a text that starts a stream gets a BOS
         assert starts == [True, False, True]

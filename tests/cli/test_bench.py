@@ -1,4 +1,4 @@
-"""kvtool bench: its rows, the streams that it measures, ratios to an earlier run, and how it ends."""
+"""kvtool bench: its rows, the streams that it measures, the ratios to an earlier run, and how it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loaded(model):
 
 @pytest.fixture(scope="module")
 def whole(model):
-    """Result of a run with --json at two depths, the second beyond the trained context."""
+    """Result of a run with --json at two depths. The second depth is beyond the trained context."""
     own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
     return kvtool("bench", *own, "--depths", "64,2k", "--rounds", 2, "--json")
 
@@ -83,13 +83,13 @@ def test_bytes_are_those_of_the_caches(whole):
     assert quantized == full * 34 // 64
     for row in found.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
-    # h2o also has 4 numbers of 4 bytes for each of 256 cells, in 2 layers with 2 KV heads: a position, a
-    # rotation, a sum and a signal
+    # h2o also stores 4 numbers of 4 bytes (position, rotation, sum, signal) for each of 256 cells. The model
+    # has 2 layers with 2 KV heads.
     h2o = found["h2o, 64", 64]
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (found["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
-    # evicted tokens are in the archive: 32 numbers have 22 bytes in keys and 18 in values
+    # evicted tokens are in the archive, where 32 numbers take 22 bytes in keys and 18 in values
     token_bytes = full * (22 + 18) // 128 // 256
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 
@@ -104,7 +104,7 @@ def test_the_first_line_names_the_machine(model):
     assert f"kvtool {__version__}; llama-cpp-python " in first
     assert second == f"{model.stem}, 1 thread"
     assert done.stdout.count("full, flash on        beyond the trained context (512 tokens)") == 1
-    # in a pipe, nothing goes to stderr
+    # in a pipe, the command writes nothing to stderr
     assert done.stderr == ""
 
 
@@ -204,7 +204,7 @@ def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
 
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
-    """The lengthened stream has the counters, window and archive of a stream that was read."""
+    """A lengthened stream has the same counters, window and archive as a stream that was read."""
     policy, settings = policies.fit(name, 64), Settings(n_batch=64, n_threads=1)
     tokens = depths.text(loaded)[: depths.n_start(policy)]
     saved = depths.start(loaded, policy, settings, tokens, lambda: False)
@@ -237,7 +237,7 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
     there = bench.earlier(old)
-    # read from a pipe, as with a shell's <(...)
+    # the file may also be a pipe, like a shell's <(...)
     pipe, end = os.pipe()
     os.write(end, old.read_bytes())
     os.close(end)

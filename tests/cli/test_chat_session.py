@@ -1,4 +1,4 @@
-"""Sessions of `kvtool chat` that are killed, resumed, in use by another process, or short of disk space."""
+"""Sessions of `kvtool chat` that are killed, resumed, used by another process, or short of disk space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options): run a chat with replies of 12 tokens, which soon exceeds budget and context."""
+    """talk(turns, *options): run a chat with replies of 12 tokens.
+
+    The chat soon exceeds the budget and the context.
+    """
 
     def run(turns, *options, session="chat.kvs", **kwargs):
         return forked.run(
@@ -105,8 +108,8 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # Stdin is a file, since writing to a full pipe would wait. It has few turns, so that fast machines
-        # reach its end.
+        # Stdin is a file, because writing to a full pipe would block. The file has only a few turns, so that
+        # the chat reaches its end on fast machines.
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -115,18 +118,19 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # without a buffer, which would read ahead
+                # no buffer, because it would read ahead
                 bufsize=0,
             )
         said = b""
         if n_kill % 5:
-            # kill it while it reads, writes or saves; waiting for output gives slow machines time to reply
+            # Kill the chat while it reads, writes or saves. The test first waits for output, so that slow
+            # machines have time to reply.
             n_said = rng.randint(1, 80)
             while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
                 said += part
             time.sleep(rng.uniform(0, 0.1))
         else:
-            # kill it while it starts
+            # kill the chat while it starts
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         said += chat.communicate()[0]
@@ -136,7 +140,8 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         runs.append((first, len(now) // 2, said))
         saved = now
     assert len(saved) > 0.8 * n
-    # take one turn more than was saved, because the last kill may have cut the reply of that turn
+    # The whole chat takes one turn more than was saved: the last kill may have interrupted the reply of that
+    # turn.
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
@@ -147,7 +152,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     assert whole[: len(saved)] == saved
     replies = [message["content"].encode() + b"\n" for message in whole[1::2]]
     for first, end, said in runs:
-        # replies that were shown completely were saved
+        # each reply that was shown completely must have been saved
         assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
 
 
@@ -227,7 +232,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     assert "[b]brief[/b]." in said
     assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
-    # budget and eviction have their own lines, so the policy's line begins with other parameters
+    # the policy's line omits budget and eviction, which have their own lines
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
 
 
@@ -237,13 +242,13 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
     assert talk(TURNS[2:12]).returncode == 0
     data = archive.read_bytes()
-    # the archive file only grows: its old bytes stay at its start, new ones are appended
+    # the archive file only grows: new bytes are appended, and the old bytes do not change
     assert data.startswith(before[0])
     assert archive.stat().st_ino == before[1]
     assert len(data) > 4 * len(before[0])
     saved = session.read(path)[1]
     n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
-    # apart from tokens, the archive has clusters of tokens
+    # in addition to tokens, the archive has clusters of tokens
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)
@@ -292,7 +297,8 @@ def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, le
 
 
 def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
-    # with draft tokens, the machine's speed decides how many tokens a step has, and so how keys are rounded
+    # Both chats must round keys equally. With draft tokens, the number of tokens in a step, and so the
+    # rounding of keys, would depend on the machine's speed.
     for name in ("chat.kvs", "whole"):
         talk(TURNS[:6], *RECALL, "--draft", "off", session=name)
     path = tmp_path / "chat.kvs"
@@ -364,7 +370,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
-    # the limit lets the session be written, but only a part of the archive's new segment
+    # under this limit the whole session can be written, but only a part of the archive's new segment
     assert len(before[0]) < len(before[1])
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
     done = talk(TURNS[6:8], preexec_fn=full)
@@ -417,7 +423,7 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
     path.unlink()
     talk(TURNS[:6], *RECALL)
     assert stored() == ("q8_0" if has_gpu() else "rotated q5_0/q4_0")
-    # a machine with a GPU would choose another type
+    # the session stores the type, because a machine with a GPU would choose another type
     assert session.read_meta(path)["options"]["archive_type"] == stored().removeprefix("rotated ")
     assert talk(TURNS[6:7]).returncode == 0
 
@@ -459,7 +465,7 @@ def test_a_file_in_the_archives_place_is_told_before_the_first_turn(talk, tmp_pa
     assert archive.read_bytes() == b"my own file"
     assert path.exists() != is_new
     assert is_new or path.read_bytes() == before
-    # without its checkpoints the chat continues
+    # the chat continues even without its checkpoints
     archive.rename(tmp_path / "mine")
     assert talk(TURNS[3:4], *own).returncode == 0
     assert session.read_meta(path)["n_turn"] == (1 if is_new else 4)

@@ -16,7 +16,7 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""Options with h2o, since with recall a session may have a second file, and /undo needs no copies."""
+"""Options of most tests. With recall, a session could have a second file, and /undo would need no copies."""
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_help_says_what_undo_keeps(terminal):
 
 def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     chat = terminal(columns=80, rows=24)
-    # the typed line and the next prompt take the other three rows
+    # the other three rows show the typed line and the next prompt
     assert len(chat.say("/help").split("\n")) <= 24 - 3
     assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
     for name in ("set", "/SET"):
@@ -214,7 +214,7 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
 def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
     before = chat_kv.read_bytes()
     own = ["other"] if "/load" in change else []
-    # chat.kv.1 exists already, so the next name is taken
+    # chat.kv.1 exists already, so the set-aside file will be chat.kv.2
     chat_kv.with_name("chat.kv.1").write_text("mine")
     chat = terminal("--session", chat_kv)
     chat.say(change.format(other=other_kv))
@@ -241,7 +241,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     )
     assert turns(chat_kv) == ["other"][:own]
     command = name if own else name.split()[0]
-    # the four turns of the earlier process can be taken back as well
+    # /undo can also take back the four turns of the earlier process
     assert f"took back {command}; the chat has 5 turns; /undo can take back 5 more" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
     # chat.kv has the whole chat again, so the set-aside file chat.kv.1 is gone
@@ -263,7 +263,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
         assert chat_kv.read_bytes() == there
     assert "previous" not in chat.say("/undo")
     assert turns(chat_kv) == FOUR
-    # a moved file is reported when the chat returns to it
+    # the chat reports when an undo moves the set-aside file back
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert turns(chat_kv.with_name("chat.kv.1")) == FOUR
@@ -309,7 +309,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.say("/system Be a pirate.")
     for change, n in (("/system", "no"), ("/reset", "1")):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
-    # /undo 2, but the chat has only one change left
+    # /undo 2 takes back one change, because the chat has only one left
     undone = chat.say("/undo 2")
     assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
     chat.leave()

@@ -57,11 +57,11 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         ("/help", "/help", True),
         ("/load some/where.kv", "/load some/where.kv", True),
         ("//help", "/help", False),
-        # quoted input is text
+        # quoted input is a text for the model
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # a single line that begins with a slash is a command, until the user confirms that it is for the
-        # model; several lines are a command only if the command takes a text
+        # A single line that begins with a slash is read as a command first. (The chat then asks whether the
+        # line is for the model.) Several lines are a command only if the command takes a text.
         ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
         ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
@@ -73,7 +73,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # if the text is put at the prompt and sent again, its meaning is the same
+        # if this text is offered at the prompt and sent from there, it has the same meaning
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -96,7 +96,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.start()
     assert with_files("Explain @pipe") == "Explain from a pipe"
     writer.join()
-    # in code, @ does not name a file
+    # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
@@ -107,7 +107,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
-    """typed_at(keys, default) returns the text that a prompt with this default gives after these keys."""
+    """typed_at(keys, default): the text that a prompt with this default returns after these keys."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
@@ -215,7 +215,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
 @pytest.mark.parametrize("state", [os.devnull, "file"])
 def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path, state):
     (tmp_path / "file").touch()
-    # docs/chat.md turns the history off with /dev/null, which stays an absolute path here
+    # docs/chat.md turns the history off with /dev/null. As an absolute path, it replaces tmp_path here.
     chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / state)})
     assert chat.say("hello").endswith("tokens/s")
 
@@ -224,7 +224,7 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
     path, held = tmp_path / "chat.kv", Held(tmp_path)
     chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
     before = chat.say("hello").split("\n")[-1]
-    # so many words that most of them are read after the first eviction
+    # the words are so many that most of them are read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
     held.wait()
@@ -287,7 +287,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
-    # /edit-last puts the last turn at the prompt; the turn stays until another is sent
+    # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
     kept = "\nthe last turn is unchanged\n"
     for leaving, left in (
         ("\x03", f"> one{kept}\n> "),
@@ -356,7 +356,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # the next prompts have no text to edit, so lines that were typed ahead are read and not dropped
+    # The next prompts start without a text. Lines that were typed ahead are then read and not dropped.
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
@@ -408,7 +408,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
         before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
-            # set the terminal as a shell does between a stop and `fg`
+            # set the terminal like a shell between a stop and `fg`
             termios.tcsetattr(theirs, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
             return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
@@ -430,7 +430,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set top-p 0.5") == "top_p  0.5"
     assert chat.say("/set top-p") == "top_p  0.5"
     assert chat.say('/set stop "a b"') == 'stop  "a b"'
-    # typed \n is a line break, and \\n a backslash with an n; both are shown in the form that was typed
+    # A typed \n means a line break, and \\n means a backslash with an n. Both are shown as they were typed.
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
@@ -440,7 +440,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
     assert chat.say("/set temp 99") == hot
     assert chat.say("/set temp 0") == "temp  0.0"
-    # /set shows the most useful settings and those that were changed
+    # /set shows the most useful settings, and all settings that were changed
     lines = chat.say("/set").split("\n")
     assert [line.split()[0] for line in lines] == [
         *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),

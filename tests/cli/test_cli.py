@@ -1,4 +1,4 @@
-"""Commands: what they write to stdout and to stderr, and how they end."""
+"""Commands: their output to stdout and stderr, and their exit codes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def loaded_by_help():
-    """Map each command to (its help, heavy modules loaded by then). One process runs them in order."""
+    """Map each command to (its help, the heavy modules that are loaded after it).
+
+    One process prints the help of all commands, in their order.
+    """
     code = (
         "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
@@ -88,7 +91,10 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """Slow modules stay unloaded too: pydantic, which new versions of typer import, and gguf's writers."""
+    """The command does not load other commands, pydantic or gguf.
+
+    New versions of typer import pydantic, which is slow.
+    """
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -216,12 +222,12 @@ def test_policies_lists_all_with_their_parameters():
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
-    # a table with one line per policy; in a pipe nothing is cut
+    # the table has one line per policy, and in a pipe nothing is cut
     table = called("policies", "--budget", 512).stdout
     assert len(table.splitlines()) == 1 + len(listed)
     for policy in listed.values():
         assert f" {policy['paper']} " in table
-    # without a budget: only names and what each policy keeps
+    # without a budget, the table has only the names and what each policy keeps
     title, *lines, blank, more = called("policies").stdout.splitlines()
     assert (title.split()[0], blank) == ("policy", "")
     assert [line.split()[0] for line in lines] == list(listed)
@@ -241,7 +247,8 @@ def test_a_policy_shows_what_a_budget_gives():
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # window: half of the 512 - 32 cells that stay; group: mean becomes sum, which gives the same ranks
+    # The default window is half of the 512 - 32 cells that stay. group=mean is stored as "sum", because both
+    # give the same ranks.
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -305,7 +312,7 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399
-    # 2 layers, K and V, 2 heads of 32 at f16, 256 cells
+    # bytes of 2 layers, K and V, 2 heads of 32 numbers in f16, 256 cells
     assert result["kv_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
     assert result["tokens_per_s"] > 0
 
@@ -353,7 +360,7 @@ def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
-    # these are not names of files
+    # neither prompt is the name of a file
     for prompt in ("notes", "word " * 200):
         assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
 
@@ -404,7 +411,8 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # `whole` frees the large cache that the prompt is read into, so llama.cpp reserves its buffers again
+    # "whole" reads the prompt into a large cache and then frees that cache, so llama.cpp reserves its buffers
+    # again
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
@@ -416,9 +424,10 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # `cells` is a mean over 90 rows. One of two means may be a whole number by chance, but hardly both
+    # `cells` is a mean over 90 rows. By chance one of the means may be a whole number, but hardly both.
     assert any(mean % 1 for mean in means)
-    # little more is allocated than the cells take: K and V of 30 layers with 3 heads of 64 at f16
+    # Not much more is allocated than the cells need. The model has 30 layers, each with K and V of 3 heads
+    # with 64 numbers in f16.
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 
@@ -444,7 +453,7 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     )
     assert writer.stdout.readline().strip()
     writer.stdout.close()
-    # the exit code of a program that was ended by the closed pipe
+    # this is the exit code of a program that a closed pipe has ended
     assert writer.wait(PATIENCE_S) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()

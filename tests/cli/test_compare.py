@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment with an empty per-user cache, except for links to the usual kernels and models."""
+    """Environment variables with a per-user cache that has only links to the usual kernels and models."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
@@ -60,7 +60,7 @@ def compare(model, folder, environment):
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    # so that the package is found from any folder
+    # this lets Python find the package from any folder
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return run
 
@@ -174,7 +174,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [one["kl"] for one in results.of_run.values()] == [None]
-    # the second round tries only `full`: `local` is done except for its KL
+    # In the second round, only `full` runs. `local` lacks nothing but its KL, which needs `full`.
     assert asked == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
@@ -260,7 +260,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json --jobs 2", "--json --jobs 2"),
         ("--json text.txt", "--json text.txt"),
         ("--json passkey", "--json passkey"),
-        # in earlier versions, --json took the name of a file, which still works
+        # in earlier versions, --json took the name of a file, and this still works
         ("x --json -", "x --json"),
         ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
         ("x --json=new", "x --records new"),
@@ -282,7 +282,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     printed = compare(*own, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
-    # in earlier versions, --json took the name of a file, which still works
+    # in earlier versions, --json took the name of a file, and this still works
     assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
     assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
@@ -295,7 +295,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
         (["--types", "f16,q9"], 2, "--types must name some of"),
         (["--resume"], 2, "--records FILE"),
         (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
-        # tide.txt has no records, so it is not taken for a file of --json, but for a second text
+        # tide.txt has no records, so it cannot be a file for --json. It is read as a second text.
         (["--json", "tide.txt"], 2, "`kvtool compare` takes only [FILE]; leave out tide.txt"),
         (["--plot", "nowhere/out.png"], 2, "an existing folder"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
@@ -323,7 +323,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     ) as process:
         held.wait(2)
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        # signal the whole process group, as a terminal does on Ctrl-C
+        # a terminal sends Ctrl-C to the whole process group
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 130
@@ -456,10 +456,11 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     monkeypatch.setattr(Axes, "plot", record)
     data = output.png(compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2"))
     assert data.startswith(b"\x89PNG")
-    # the full cache itself is left out: its KL is 0, which a logarithmic axis does not have
+    # the full cache has a KL of 0, which a logarithmic axis cannot show, so only quantized full caches are
+    # drawn
     assert lines["full, quantized"] == [(0.25, 0.04)]
     assert lines["h2o"] == [(2.0, 0.5)]
-    # a line leads from the bytes of the budget's cells to those allocated
+    # a line connects the bytes of the budget's cells with the allocated bytes
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}

@@ -1,4 +1,4 @@
-"""Names, paths, errors and typed texts are printed without reading them as markup."""
+"""Names, paths, errors and typed texts are printed literally: rich does not read them as markup."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_there_is_no_other_console_and_no_column_with_markup():
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # rich's `status` reads a string as markup even if the console's markup is off, but not a Text
+        # If rich's `status` gets a string, it reads the string as markup, even if the console's markup is
+        # off. It does not do this with a Text.
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 
@@ -90,6 +91,6 @@ def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
         step(20)
         (task,) = bars[0].tasks
         assert task.time_remaining > 0
-        # with its defaults rich would forget steps of more than half a minute
+        # by default, rich would forget steps that take more than half a minute
         step(30)
         assert task.time_remaining > 0

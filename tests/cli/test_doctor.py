@@ -1,4 +1,4 @@
-"""`kvtool doctor` names each fault and its remedy. The exit code is 0 only without faults."""
+"""`kvtool doctor` names each fault and its remedy. The exit code is 0 only if there are no faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtool.system.files import LOCK, locked
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """The library's report about itself, without a fault; tests change it."""
+    """The library's report about itself. It has no faults until a test changes it."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     monkeypatch.setattr(flags, "asked_cmake_args", lambda: "")
     monkeypatch.setattr(wheel, "installed_key", lambda: wheel.wheel_key(sources.patches_dir(), ""))
@@ -48,7 +48,7 @@ def library(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(library, capsys):
-    """run(exit_code, *words, **options): run doctor, check exit code and words, and return its output."""
+    """run(exit_code, *words, **options): run doctor, check its exit code and words, and return its output."""
 
     def printed(exit_code, *words, **options):
         with pytest.raises(typer.Exit) as ended:
@@ -143,7 +143,7 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path)
     with locked(running / LOCK):
         for folder in (killed, running):
             os.utime(folder, (0, 0))
-        # listing the folders does not change them
+        # listing the folders must not change them
         for _ in range(2):
             lines = [line for line in run(0).splitlines() if line.startswith("left ")]
             assert lines == [

@@ -1,4 +1,4 @@
-"""The engine does what --explain and the notices announce."""
+"""The engine does what --explain and the notices say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list to which each plan adds the number of tokens read so far."""
+    """Return a list. Each eviction plan appends the number of tokens read so far."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):
@@ -131,7 +131,7 @@ def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
         assert capsys.readouterr().err == ""
         notice(n)
         assert capsys.readouterr().err == (f"{line}\n" if words else "")
-        # a text that is partly forgotten is announced each time
+        # the notice is printed again each time that a text is partly forgotten
         notice(n)
         assert capsys.readouterr().err == (f"{line}\n" if words and name == "h2o" else "")
         notice(n, is_explained=True)
@@ -152,7 +152,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     assert lines["policy"] == "streamingllm sinks=4"
     assert lines["rows"] == "4: 2 layers of 2 KV heads"
     assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 49 window + 8 slack"
-    # batches of 24 tokens: the third exceeds the budget of 64
+    # batches have 24 tokens, so the third batch exceeds the budget of 64
     assert lines["eviction"] == "first after 72 tokens"
     assert lines["prefill"].startswith("stream: in batches of up to 24 tokens; the prompt has ")
     assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}
@@ -209,7 +209,7 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 14 window + ")
         assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
-        # a prompt of 40 tokens fits in the cache, but not in the requested budget of 32
+        # the cache holds a prompt of 40 tokens, but the requested budget of 32 does not
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
         assert policy.budget > 40
         engine.read(text(40))

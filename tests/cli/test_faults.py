@@ -1,6 +1,6 @@
 """Faults of a process: a crash of compiled code, Ctrl-C, no memory, a closed terminal.
 
-Each ends in at most one line and the right exit code.
+After each fault, the process writes at most one line and ends with the right exit code.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ main()
 """
 
 
-# 40 MB are too few for the file, 130 for cells and buffers, 160 for the graph. In these cases llama.cpp
-# returns an error, throws or aborts.
+# With 40 MB, there is no room for the file; with 130 MB, for the cells and buffers; with 160 MB, for the
+# graph. In these cases llama.cpp returns an error, throws or aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
     done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, popen=subprocess.Popen)
-    # on CPUs with AMX, ggml writes a line outside its log
+    # on CPUs with AMX, ggml writes a line to stderr directly and not to its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
     one_line(done, 8, "choose a smaller --budget")
 
@@ -206,7 +206,7 @@ def test_a_pipe_that_nobody_reads_is_quiet(command):
     assert done.stderr == ""
 
 
-# Ctrl-C: a hook in the process sends SIGINT at a given stage
+# tests of Ctrl-C: a hook in the process sends SIGINT at a given stage
 
 PRESS = """
 import os, signal, sys
@@ -231,7 +231,8 @@ def before(owner, name, times=1):
 module = ""
 sys.meta_path.insert(0, At())
 """
-# llama.cpp's log is written in a C callback, in which Python prints exceptions and drops them
+# llama.cpp calls Python to write its log. If an exception occurs in this callback, Python prints the
+# exception and drops it.
 IN_A_CALLBACK = """
 from kvtool.llama.library import api
 class Errors:
@@ -269,7 +270,8 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
-    # without a library of compiled kernels, the first eviction imports numba; these options cause an eviction
+    # The first eviction imports numba if there is no library of compiled kernels. These options cause an
+    # eviction.
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
     done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
@@ -278,7 +280,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert done.stderr.endswith("kvtool: stopped\n")
     if stage != "load":
         assert done.stderr == "kvtool: stopped\n"
-    # after one Ctrl-C, the current step is finished and printed; a second one ends it
+    # the first Ctrl-C lets the current step finish and prints its result, and a second Ctrl-C ends the step
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
@@ -324,7 +326,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
-    # the program reads this empty line once the turn has ended
+    # the program reads this empty line only after the turn has ended
     chat.stdin.write("\n")
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
@@ -340,7 +342,7 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """A policy that waits in its first eviction, which comes in a reply, since prompts fit into the cache."""
+    """A policy that waits in its first eviction. Prompts fit into the cache, so this happens in a reply."""
     return Held(tmp_path)
 
 
@@ -360,7 +362,8 @@ def terminal(talker, held):
 def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
-    # Python's readline misses a signal between the prompt and its first read, so Ctrl-C is pressed repeatedly
+    # Python's readline misses a signal that arrives between the prompt and the first read, so the test
+    # repeats Ctrl-C
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
     held.wait()
@@ -379,7 +382,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal.type("/stats\n\x04")
     held.go()
     terminal.wait_for("tokens/s")
-    # /stats was typed during the reply: it runs only at the next prompt
+    # /stats was typed during the reply, but it runs only at the next prompt
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
     assert terminal.process.wait(PATIENCE_S) == 0
@@ -391,7 +394,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
     os.close(terminal.master)
-    # the signal or the end of the input ends the process; a shell shows 129 for both
+    # the process is ended by the signal or by the end of its input (a shell shows 129 for both)
     assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
 
 

@@ -1,4 +1,4 @@
-"""Options of weights on the command line: where they lie, and LoRA adapters."""
+"""Options of weights on the command line: where the weights are stored, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generate(*options):
 def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, tmp_path):
     plain = generate()
     assert plain.stderr == ""
-    # all is in host memory anyway
+    # without a GPU, all weights are in host memory, so these options change nothing
     moe = generate("--n-cpu-moe", 2, "--cpu-moe", "-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
     assert (moe.stdout, moe.stderr) == (plain.stdout, "")
     typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
@@ -97,7 +97,7 @@ def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
     assert chat().returncode == 0
     assert session.read_meta(path)["n_turn"] == 2
     moved = lora.rename(tmp_path / "moved.gguf")
-    # the same bytes elsewhere
+    # the file has a new name, but the same bytes
     assert chat("--lora", f"{moved}:0.5").returncode == 0
     short = sha256(moved)[:12]
     one_line(chat("--lora", moved), 9, f"with --lora {short}:0.5; it cannot continue with --lora {short}:1.0")
@@ -128,7 +128,7 @@ def test_records_tell_the_adapters(default_talker, lora, tmp_path):
     scales = [record["lora"] and record["lora"][0]["scale"] for record in of]
     assert sorted(scales, key=str) == [1.0, 1.0, 2.0, 2.0, None, None]
     assert len({record["nll"] for record in of}) == 6
-    # compared with the full cache of the same adapters
+    # the reference is the full cache with the same adapters
     assert all(record["kl"] < 1e-9 for record in of if record["policy"] == "full")
 
 
@@ -157,7 +157,7 @@ def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
 
 
 class FakeGpu:
-    """A device that is a GPU to kvtool alone, with room for some of a model's layers or experts."""
+    """A made-up GPU that only kvtool sees. It has room for some of a model's layers or experts."""
 
     def __init__(self, monkeypatch, path, n_cell=0):
         self._monkeypatch, self._n_cell = monkeypatch, n_cell
@@ -166,7 +166,7 @@ class FakeGpu:
         self._cache_bytes = info.plain_layers.cell_bytes() * n_cell // self._weights.n_layer
 
     def has_room_for(self, n_layer, n_expert=0):
-        """Give it memory for the output, the last n_layer layers and experts of n_expert layers."""
+        """Set the memory to fit the output, the last n_layer layers, and the experts of n_expert layers."""
         weights = self._weights
         n_bytes = (
             weights.output + sum(weights.dense[weights.n_layer - n_layer :]) + n_layer * self._cache_bytes
@@ -200,7 +200,7 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
 def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):
     path = tiny_model("qwen35")
     FakeGpu(monkeypatch, path).has_room_for(0)
-    # an MTP layer that is not loaded takes no room, but it counts as a layer
+    # an MTP layer counts as a layer, even if it is not loaded and needs no room
     for draft, n in ("lookup", 2), ("mtp", 1):
         done = generate("--raw", "-m", path, "--draft", draft)
         assert f"the GPU has room for {n} of 6 layers; the rest" in done.stderr
@@ -208,7 +208,7 @@ def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model,
 
 def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):
     class Full(Model):
-        """A model whose GPU holds only `most` layers."""
+        """A model that raises OutOfMemory if more than `most` layers are on the GPU."""
 
         most, tried = 1, []
 
@@ -224,11 +224,11 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert done.returncode == 0
     assert Full.tried == [None, 0]
     assert "the GPU has room for 0 of 3 layers" in done.stderr
-    # one more try, then one line
+    # kvtool tries once more, and then prints one line
     Full.most = -1
     one_line(generate("--raw"), 8, "the GPU is full")
     assert Full.tried[2:] == [None, 0]
-    # options by hand are tried once
+    # if the user chose the layers, kvtool does not try again
     one_line(generate("--raw", "-ngl", 2), 8, "the GPU is full")
     assert Full.tried[4:] == [2]
 

@@ -50,7 +50,7 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
-    # help names values in capitals instead of types, and gives ranges in words
+    # help shows values as names in capitals and not as types, and it gives ranges in words
     shown = first.split("\nExamples:")[0]
     assert not re.search(
         r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
@@ -94,7 +94,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in said
     assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
-    # defaults have no parentheses, and ranges are not in typer's form
+    # defaults are not in parentheses, and ranges are not in typer's form
     assert "(1,024" not in said
     assert "x>=" not in said
 
@@ -116,7 +116,7 @@ def test_json_and_plot_mean_the_same_in_every_command():
         for param in command.params:
             if "--json" in param.opts:
                 assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
-            # in all commands, the option that writes a PNG is --plot
+            # the option that writes a PNG is --plot in all commands
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
 
@@ -177,9 +177,9 @@ def test_a_command_of_several_lists_their_options_alone():
             ["Why is the sky blue?"],
             'name a command first: `kvtool generate "Why is the sky blue?"` or `kvtool chat`',
         ),
-        # options of other programs
+        # these are options of other programs
         (["chat", "-hf", "a/b:Q8_0"], "no such option: -hf; use -m hf:a/b:Q8_0"),
-        # although -h is an option, -hf is not read as -h -f
+        # -hf is not read as -h -f, although -h is an option
         (["generate", "-hf", "a/b"], "no such option: -hf; use -m hf:a/b"),
         (["generate", "x", "--hf-repo=a/b"], "no such option: --hf-repo; use -m hf:a/b"),
         (["chat", "-hf"], "no such option: -hf; use -m hf:..."),
@@ -187,11 +187,11 @@ def test_a_command_of_several_lists_their_options_alone():
         (["chat", "--max-tokens", "9"], "no such option: --max-tokens; use --predict"),
         (["chat", "-s", "9"], "no such option: -s; use --seed"),
         (["chat", "--type-k", "f16"], "no such option: --type-k; use --cache-type-k"),
-        # although -c is an option, -cnv is not read as -c nv
+        # -cnv is not read as -c nv, although -c is an option
         (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
         (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
         (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
-        # `bench` has no option for a temperature at all, so the message names its help
+        # `bench` has no option for a temperature, so the message names the help of `bench`
         (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
         (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
         (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
@@ -232,11 +232,11 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command with kvtool's option does not also have another program's name for it
+        # no command has both kvtool's name and another program's name of an option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
-    assert len(names) - len(set(names)) == 2  # -no-cnv and --no-conversation are in both
+    assert len(names) - len(set(names)) == 2  # -no-cnv and --no-conversation are in both tables
     for command in ("chat", "serve", "perplexity", "bench"):
         for name in set(names) - shown[command,]:
             assert called(command, name, "9").returncode == 2, (command, name)
@@ -249,7 +249,7 @@ def test_what_is_suggested_exists():
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
-        # no near miss is the name of an existing command
+        # the wrong names in this table must not be names of commands
         assert not set(names) & set(at.commands)
     assert not set(near.NOT_HERE) & set(COMMANDS)
 
@@ -258,7 +258,7 @@ def test_what_is_suggested_exists():
     ("words", "said"),
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
-        # with more threads, ggml would end the process
+        # ggml would end the process if it had more threads
         (["-t", "513"], "--threads must be in 1..512, got 513"),
         (["--resident", "4294967360"], "--resident must be in 0..1048576, got 4294967360"),
         (["--temp", "-1"], "--temp must be in 0.."),
@@ -344,7 +344,7 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     )
     assert compare.stderr.count(line) == 1
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
-    # as in llama.cpp, 0 is the trained context
+    # 0 means the trained context, like in llama.cpp
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
 
 
@@ -406,7 +406,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert code == 7
     assert 'mine.py", line 8, in plan' in shown
     assert 'mine.py", line 11, in helper' in shown
-    # -v shows the policy's lines, but not the engine's
+    # -v shows the lines of the policy, but not the lines of the engine
     assert "eviction.py" not in shown
     assert shown.endswith(f"RuntimeError: no idea\n{line}")
     assert "llama_context" not in shown
@@ -419,7 +419,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
 
 def test_explain_says_what_a_small_budget_costs(smollm2):
     done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
-    # 30 layers, K and V, 3 heads of 64 at f16
+    # bytes of a cell: 30 layers, K and V, 3 heads of 64 numbers in f16
     cell = 30 * 2 * 3 * 64 * 2
     taken, spare = 100 * cell / 2**20, 156 * cell / 2**20
     assert f"(256 cells per row; {taken:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
@@ -436,7 +436,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # write a byte, because `os.read` would wait if the command has written nothing
+    # if the command has written nothing, `os.read` would wait without this byte
     os.write(theirs, b".")
     os.close(theirs)
     said = os.read(own, 4096).decode()
@@ -494,7 +494,7 @@ def completed(line, **env):
         ("kvtool eval passk", ["passkey"]),
         ("kvtool chat --positions in", ["in-cache"]),
         ("kvtool chat -fa o", ["on", "off"]),
-        # the shell itself completes names of files
+        # the shell itself completes file names
         ("kvtool chat -m ./x", []),
     ],
 )

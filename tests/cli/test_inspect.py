@@ -1,4 +1,4 @@
-"""Output of kvtool inspect and /cells: in a terminal, as a page, and as a picture."""
+"""The output of kvtool inspect and /cells: in a terminal, as a page, and as a picture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_colour_each_column_has_a_mark_below_it():
     )
     assert ". no row, 1 2%, 2 5%, 3 10%, 4 20%, 5 40%, 6 70%, 7 more, # all rows" in legend
     assert strip == "#7631."
-    # a character that is two columns wide has two marks
+    # the wide character takes two columns, so it has two marks
     assert body.split("\n")[:4] == ["One and twos.\u23ce", "###77776666311", "\u4e16 end", "......"]
     assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
 
@@ -71,7 +71,7 @@ def test_lines_break_between_words_and_show_what_steers_a_terminal():
         "b\u2192   c\u241b[2J\u23ce",
     ]
     assert drawn(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
-    # a word of more than a line, and characters two columns wide
+    # one word is longer than a line, and some characters are two columns wide
     assert drawn(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
     assert drawn(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
     assert drawn(["", ""], 5) == []
@@ -92,7 +92,7 @@ def test_with_256_colours_tokens_are_shaded():
     assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
     assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
     assert "\x1b[38;5;244m gone\x1b[0m" in out
-    # colours replace the marks: apart from them, the text is printed as it is
+    # colours replace the marks, and nothing else is added to the text
     assert "\nOne and two or three gone\n" in Text.from_ansi(out).plain
 
 
@@ -128,7 +128,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """Return a run's holdings, the positions that each row held at each snapshot, and the tokens' texts."""
+    """Return (a run's holdings, the positions in each row at each snapshot, the texts of the tokens)."""
     seen = {}
 
     def record(n):
@@ -154,7 +154,10 @@ def data_of(page):
 
 
 def run_script(page, driver):
-    """Run the script `driver` with the page's functions, and the page's data on stdin; return its JSON."""
+    """Run the script `driver` after the page's own script. Return the JSON that it prints.
+
+    The script gets the page's data on stdin.
+    """
     script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     done = subprocess.run(
         ["node", "-e", script + driver],
@@ -217,7 +220,8 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # the page mixes a row's colour from the share of tokens it holds and the share that is only archived
+    # the colour of a row depends on its share of held tokens, and on its share of tokens that are only
+    # archived
     held = found.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -245,7 +249,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           console.log(JSON.stringify([of, levels]));
         });"""
     share = found.attended.row_share()[:, 30:]
-    # a plain mean, since all rows have the same number of query heads
+    # all rows have the same number of query heads, so the plain mean is right
     want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
@@ -264,7 +268,7 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), found, texts)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines[3:])) <= width
-    # rounded as in the record
+    # the record has rounded numbers
     share, rows = found.attended.share().round(6), found.attended.row_share().round(6)
     whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
     assert lines[1] == whole
@@ -306,7 +310,8 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # find the rows of the plot: these colours fill more than half of its width, but less in the legend below
+    # Find the rows of the plot. These colours fill more than half of the width there, and less in the legend
+    # below the plot.
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]
@@ -361,7 +366,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     }
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
-    # by the policy's definition, the sinks and the newest tokens stay
+    # the policy's definition says that it keeps the sinks and the newest tokens
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]

@@ -1,4 +1,4 @@
-"""Texts with CRLF or CR are read as the same texts with LF, by every command and in a chat."""
+"""All commands and chats read texts with CRLF or CR like the same texts with LF."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BREAKS = {"CRLF": "\r\n", "CR": "\r"}
 every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 
 READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
-"""Files that decode bytes without `decoded`: TOML, JSON, and text that Python opens as text."""
+"""Files that need no `decoded`, because their bytes are TOML or JSON, or Python opens them as text."""
 
 
 def written(folder, text, end):
@@ -76,7 +76,7 @@ def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatc
     assert SystemOptions.from_values({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
     written(tmp_path, 'root ::= "a"\n', end)
     assert GenerationOptions.from_values({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
-    # a typed escape is not a line break
+    # typed escapes \r\n are not changed to LF
     assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)
 
 

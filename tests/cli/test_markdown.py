@@ -1,4 +1,4 @@
-"""Replies in a terminal: nothing is lost, nothing is printed twice, whatever the size of the window."""
+"""Replies in a terminal: nothing is lost or printed twice, whatever the size of the window."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Screen:
         self.file.truncate()
 
     def lines(self):
-        """Return all lines, first those that scrolled out of the window."""
+        """Return all lines. The lines that have scrolled out of the window come first."""
         self.draw()
         old = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
         return [line.rstrip() for line in (*old, *self.screen.display)]
@@ -75,7 +75,7 @@ def test_no_character_is_lost(columns, plain):
     seen = re.sub(r"\x1b\[[0-9;]*m", "", screen.file.getvalue())
     assert re.sub(r"\s", "", seen) == re.sub(r"\s", "", TEXT)
     if plain or columns == 400:
-        # lines break where the model breaks them
+        # lines end only where the model ends them
         assert seen == TEXT + "\n"
 
 
@@ -140,7 +140,7 @@ def test_a_thought_is_folded_to_a_line(hide):
     view = ReplyView(screen.console, Splitter(THINK), hide=hide)
     with view:
         for i in range(60):
-            # pretend that the view was last drawn long ago, so that it draws each write
+            # the view limits how often it draws; with this value it draws each write
             view._drawn = 0.0
             write(view, f"{'<think>' * (i == 0)}thought {i}\n", seed=i)
         seen = "\n".join(screen.lines())

@@ -1,4 +1,4 @@
-"""Options as data: filling, checking, storing and printing them, and their effect on a run."""
+"""Options as data: how they are filled, checked, stored and printed, and their effect on a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting()
     assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
     again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
-    # options of a session do not count as given
+    # options that come from a session are not in `given`
     assert again_there.given == {"share"}
     assert its.session_values() == {"share": 0.75, "moon": "new"}
     assert its.record_values() == {"share": 0.75}
@@ -79,7 +79,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """Return (options, flag, typed options) that a command gets, or Typer's result if it refuses them."""
+    """Return (options, flag, typed options) as a command gets them. If Typer refuses, return its result."""
     got = []
 
     @options
@@ -97,7 +97,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
     assert (tide.moon, tide.height, tide.names, tide.share, loud) == ("new", 4, ("a", "b"), 0.5, True)
     assert tide.typed == tide.given == {"moon", "height", "names"}
     assert typed == {"moon": "--moon", "height": "--height", "names": "--name", "loud": "--loud"}
-    # refused by Typer before the command runs
+    # Typer refuses this value before the command runs
     assert called("-h2", "0").exit_code == 2
 
 
@@ -136,7 +136,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
         assert report.line(said).startswith("0/512 cells per row, cache ")
     with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
-        # each token is scored, and no batch goes over the budget
+        # each token is scored, and no batch exceeds the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
         assert not opened.engine.settings.over_budget
     with open_run(RunOptions(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
@@ -148,7 +148,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     [
         ({}, "recall", 512),
         ({"policy": "tova"}, "tova", 1024),
-        # recall does not work with these positions; the policy in its place has its own default budget
+        # recall does not work with these positions. The policy that replaces it has its own default budget.
         ({"positions": "in-cache"}, "h2o", 1024),
         ({"positions": "in-cache", "budget": "96"}, "h2o", 96),
         ({"policy": "corm"}, "corm", 2048),

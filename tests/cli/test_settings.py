@@ -1,4 +1,4 @@
-"""Defaults of options: typed options override variables, and variables override the file."""
+"""Defaults of options: typed options have priority over variables, and variables over the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ temp = 0.75
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """file(text) writes the config file."""
+    """file(text) writes the config file and returns its path."""
     path = tmp_path / "config.toml"
     monkeypatch.setenv("KVTOOL_CONFIG", str(path))
 
@@ -65,7 +65,7 @@ def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
 
 
 def held(words, *arguments):
-    """Return the settings of a command with these arguments, by parameter."""
+    """Return the settings that apply to a command with these arguments. Keys are names of parameters."""
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
@@ -79,7 +79,7 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
         **{"budget": "512", "temp": 0.5, "policy": "tova"},
         **{"n": 100, "options": ("window=64",), "seed": 1},
     }
-    # perplexity samples no tokens, so options of sampling do not apply
+    # perplexity samples no tokens, so it has no options of sampling
     assert held("perplexity") == {"budget": "512", "policy": "tova"}
     # a command of two words has its own table
     assert held("models show") == {}
@@ -107,7 +107,8 @@ def test_a_models_table_beats_a_commands(file):
     assert held("chat")["temp"] == 0.25
     assert held("generate")["temp"] == 0.125
     assert held("generate")["n_ctx"] == 4096
-    # the model may be named in an option, an argument, a variable or the file, also by its file's path
+    # The model may be named in an option, an argument, a variable or the file. The name may also be the path
+    # of the model's file.
     for arguments in (["-m", "other"], ["other"], ["-m", "/some/where/other.gguf"]):
         assert held("chat", *arguments)["temp"] == 0.75
     file('model = "other"\n' + FILE)
@@ -148,7 +149,7 @@ def test_no_option_has_the_name_of_another_variable_of_ours():
 
 def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
     file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
-    # 3 is below buzz's smallest budget
+    # buzz needs a larger budget than 3
     assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
     done = kvtool("policies", "buzz", "--budget", 512)
     (buzz,) = json.loads(done.stdout)
@@ -182,7 +183,7 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
     [
         ("budge = 5", "config.toml: budge is not an option. Did you mean budget"),
         ("[chat]\nbudge = 5", "[chat] budge is not an option. Did you mean budget"),
-        # an option of another command
+        # `raw` is an option of another command
         ("[chat]\nraw = true", "[chat] raw is not an option"),
         ("[chta]\ntemp = 1", "[chta] is not a command. Did you mean chat"),
         ("[chat.more]\ntemp = 1", "[chat.more] is not a command"),
@@ -202,10 +203,10 @@ def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, wo
     path, done = file(text), kvtool("chat")
     one_line(done, 2, words)
     assert done.stderr.startswith(f"kvtool: {path}")
-    # kvtool config checks all that can be checked without running
+    # kvtool config finds all errors that can be found without running a command
     if "n = 0" not in text and "size" not in text and "another" not in text:
         assert kvtool("config").returncode == 2
-    # help works whatever is set
+    # help works with any settings
     assert kvtool("chat", "-h").returncode == 0
 
 
@@ -297,7 +298,8 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
 )
 def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkeypatch, name, instead):
     monkeypatch.setenv(name, "4")
-    # options of this and of another command
+    # KVTOOL_JSON belongs to an option of these commands, and KVTOOL_SERVE_PORT to an option of another
+    # command
     monkeypatch.setenv("KVTOOL_JSON", "true")
     monkeypatch.setenv("KVTOOL_SERVE_PORT", "8000")
     for command in (["models", "list"], ["config"], ["config", "chat"]):
@@ -345,7 +347,7 @@ def test_config_shows_what_holds_for_a_command(file):
 
 
 def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
-    """The file and the environment apply only to options that a session does not have."""
+    """The file and the environment apply only to options that the session has not stored."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
     there = tmp_path / "talk.kv"

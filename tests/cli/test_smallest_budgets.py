@@ -1,4 +1,4 @@
-"""Errors about budgets that are too small: the named budget works, and one cell less does not."""
+"""Errors about budgets that are too small name a budget that works. One cell less would not work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def named(done):
 
 
 def check(run):
-    """Check that errors name the smallest budget that works. run(budget) calls a command."""
+    """Check that errors name the smallest budget that works.
+
+    run(budget) calls a command with this budget.
+    """
     least = named(run(1))
     assert named(run(0)) == named(run(least - 1)) == least
     done = run(least)
@@ -68,7 +71,8 @@ def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
         open_engine(path, policies.fit(name, 40)) as engine,
         pytest.raises(UsageError, match="choose a budget of") as refused,
     ):
-        # `hold` instead of `pin`: with recall, `pin` refuses no text, since it pins only a part
+        # The test uses `hold` and not `pin`. With recall, `pin` would pin a part of the text and refuse
+        # nothing.
         engine.hold(100)
     n = int(re.search(r"choose a budget of (\d+)", str(refused.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:

@@ -1,4 +1,4 @@
-"""Texts that commands stream from files, pipes, named pipes and stdin, reading no more than needed."""
+"""Commands stream texts from files, pipes, named pipes and stdin. They read no more than they need."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STREAMS = {
     "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
-"""Fields that depend on the text alone."""
+"""Fields that depend only on the text."""
 
 
 @pytest.fixture(scope="module")
 def models(smollm2, talker):
-    """Two models by kind of vocabulary: byte-pair encoding, and SentencePiece."""
+    """Two models with different kinds of vocabulary: byte-pair encoding and SentencePiece."""
     opened = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
     yield opened
     for each in opened.values():
@@ -53,7 +53,7 @@ def models(smollm2, talker):
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
-    # the usual blocks are larger than these texts: they would be read whole
+    # the usual blocks are larger than these texts, so each text would be read whole
     monkeypatch.setattr(system_texts, "_BLOCK", 1)
     monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
     model, file = models[vocabulary], tmp_path / "text"
@@ -67,7 +67,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypa
 
 
 class Endless:
-    """A stdin that never ends, of which at most `most` bytes may be read."""
+    """A stdin that never ends. Reading more than `most` bytes is an error."""
 
     def __init__(self, line, most):
         self.line, self.left = line, most
@@ -83,7 +83,7 @@ class Endless:
 
 
 def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
-    # the first read has 8 bytes per needed token, and a further read doubles that
+    # the first read gets 8 bytes per needed token, and each further read doubles the amount
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
     assert len(first_tokens(models["BPE"], source(None), 50)) == 50
     n = 40_000
@@ -114,7 +114,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
     wanted = "na\u00efve\n\u4e16\u754c\n"
     for n in range(0, 40, size):
         with closing(TextSource(str(file))) as text:
-            # the text may end within a line break, but never within a character
+            # a part of a text may end inside a CRLF, but never inside a character
             assert wanted.startswith(text.start(n).rstrip("\n"))
 
 
@@ -125,7 +125,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
         (b" \n \t", "is empty"),
         (b"a\0b", "is binary"),
         (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
-        # faults beyond the part of the file that is read first
+        # these faults are after the part of the file that is read first
         (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),
         ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
     ],
@@ -138,7 +138,7 @@ def test_what_is_no_text_is_refused(tmp_path, data, words):
 
 
 def of_text(done):
-    """Return the fields of a command's output that depend on the text alone."""
+    """Return the fields of a command's output that depend only on the text."""
     assert done.returncode == 0, done.stderr
     found = [
         {name: value for name, value in json.loads(line).items() if name in SAME}
@@ -190,7 +190,7 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
         assert read("-f", name, input="Say hello.") == wanted
     with file.open() as stdin:
         assert read("-f", "/dev/stdin", stdin=stdin) == wanted
-    # read from a pipe, as with a shell's <(...)
+    # the file may also be a pipe, like a shell's <(...)
     own, theirs = os.pipe()
     os.write(theirs, b"Say hello.")
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""--think and /think, as a person types them."""
+"""The option --think and the command /think, tested with typed input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """models(source): the path of a small model with this chat template."""
+    """models(source): return the path of a small model with this chat template."""
     folder, found = tmp_path_factory.mktemp("thinkers"), {}
 
     def model(source):
@@ -112,7 +112,7 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
         assert "</think>" not in "".join(tokens[:n])
         assert "".join(tokens[n:]).startswith("</think>")
         assert len(tokens) == 40
-    # without a limit the thought does not end
+    # without a limit the thought never ends
     assert "</think>" not in json.loads(called(*own, "--think-budget", -1).stdout)["text"]
     done = called(*own, "--think-budget", 7, "--raw")
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
@@ -158,7 +158,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert len(chat.say("/show thought")) <= 5 * len("aB")
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
-        # no system prompt was given: the template shows its default
+        # the test has set no system prompt, so the command says that the template brings its own
         own = "none was given; the model's chat template brings its own"
         assert chat.say("/show system") == chat.say("/system") == own
         chat.say("/system Be brief.")

@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
     make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
 
-The expected answers are computed here from the header's rules, so the test checks more than "no crash".
+This file computes the expected answers from the rules in the header, so it checks more than "no crash".
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ N_BATCH = 32
 N_SIGNAL = 7
 LARGEST = 2**31 - 1
 MOST = 2**40
-"""Positions in a stream are less than this."""
+"""Positions in a stream are smaller than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
 
-# without flash attention V is stored transposed, and cannot be quantized
+# without flash attention, V is stored transposed, so it cannot be quantized
 CACHES = [
     *(("f32", "f32", "off"), ("f32", "f32", "on"), ("f16", "f16", "off"), ("f16", "f16", "on")),
     *(("q8_0", "f16", "off"), ("q8_0", "q8_0", "on"), ("bf16", "f32", "off"), ("q4_0", "q8_0", "on")),
@@ -56,7 +56,7 @@ CACHES = [
 
 
 class Fuzz:
-    """A context, the expected state of its cache, and random calls."""
+    """A context, the state that its cache should have, and random calls."""
 
     def __init__(self, model, rng, counts):
         self.rng, self.counts = rng, counts
@@ -73,7 +73,8 @@ class Fuzz:
         self.forget_archive()
 
     def forget_archive(self):
-        # where each layer's tokens begin and end; slabs of memory, unused ones included
+        # `spans`: where the tokens of each layer begin and end. `n_slab`: slabs of memory, including unused
+        # slabs.
         self.spans, self.has_file, self.n_slab = [(0, 0)] * N_LAYER, False, 0
 
     def forget(self):
@@ -96,7 +97,10 @@ class Fuzz:
         return int(values[self.rng.integers(len(values))])
 
     def expect(self, name, status, ok):
-        """Check a call's status. ok: True if the call is valid; else it must be refused with a reason."""
+        """Check a call's status. ok: True if the call is valid.
+
+        An invalid call must be refused with a reason.
+        """
         self.counts[name, "done" if ok else "refused"] += 1
         why = error_text()
         assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
@@ -124,9 +128,9 @@ class Fuzz:
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
             if self.maybe(0.6):
-                # enough cells for the synthetic cells of all tokens of a step
+                # 100 cells are enough for the synthetic cells of all tokens of a step
                 params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
-            # f32, f16, q8_0, q4_0
+            # the numbers are f32, f16, q8_0 and q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
         if not ok:
@@ -137,14 +141,15 @@ class Fuzz:
             if params.n_recall:
                 bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
-                # types with blocks of 256 numbers, more than a head has
+                # blocks of these types have 256 numbers, which is more than a head has
                 bad += [("type_k", 12), ("type_v", 16)]
                 bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # 2**31 - 1 queries, or their attention to 100 cells, would take a terabyte: the call is refused.
-            # Their attention to fewer cells might fit into memory; to avoid this, n_query is reduced
+            # 2**31 - 1 queries, or their attention to 100 cells, would need a terabyte, so the call is
+            # refused. Their attention to fewer cells might fit into memory. This must not happen, so n_query
+            # is reduced.
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
@@ -180,7 +185,7 @@ class Fuzz:
         status = lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
         if status >= 0:
             assert out.tolist() == np.repeat(np.arange(N_LAYER), N_HEAD_KV).tolist()
-        # null pointers are refused
+        # each call with a null pointer is refused
         for name, status in (
             ("n_dim", lib.llama_kvtool_n_dim(None)),
             ("cache_bytes", lib.llama_kvtool_cache_bytes(None)),
@@ -205,7 +210,7 @@ class Fuzz:
         if self.ragged:
             wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
         else:
-            # multiples of 256, to which llama.cpp pads attention
+            # multiples of 256, because llama.cpp pads attention to such sizes
             wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
         n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
         if self.maybe(0.3):
@@ -221,7 +226,7 @@ class Fuzz:
             self.n_table = self.n_table if self.ragged else wanted[0]
 
     def some_signal(self):
-        """Return (signal, n_row, n_cell, True if the library can read this)."""
+        """Return (signal, n_row, n_cell, True if the library can read these)."""
         enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
         signal = self.one_of(1, 2, 4, 8, 16, 32, 64, 0, 3, 128, 2**31, *enabled * 8)
         most = max(self.cells)
@@ -250,7 +255,7 @@ class Fuzz:
             np.testing.assert_array_equal(found, values)
 
     def recent(self):
-        """Read or write the recent attention of each query."""
+        """Read or write the recent attention of the queries."""
         most = max(self.cells)
         n_cell = self.one_of(0, 1, 20, 20, most, most + 1, -1)
         n_query = self.one_of(*[self.n_query] * 6, 0, -1, self.n_query - 1)
@@ -329,7 +334,7 @@ class Fuzz:
         assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
 
     def decode(self):
-        """Decode as the engine does, and sometimes with invalid arguments."""
+        """Decode tokens like the engine. Sometimes an argument is invalid."""
         n = int(self.rng.integers(1, N_BATCH + 1))
         tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
         pos = self.next
@@ -369,7 +374,7 @@ class Fuzz:
         if self.ragged:
             n_keep = int(rng.integers(0, min(self.cells) + 1))
         rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
-        # LARGEST - most is the largest pos_0 that the header allows
+        # the header allows pos_0 up to LARGEST - most
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
@@ -427,7 +432,8 @@ class Fuzz:
             setattr(edit, name, value)
             setattr(edit, name.removeprefix("n_") + "s", None)
         ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
-        # compare the states before and after some refused edits; the state of ragged rows cannot be saved
+        # For some refused edits, compare the states before and after. (The state of ragged rows cannot be
+        # saved.)
         before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
         status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
         self.expect("apply", status, ok)
@@ -435,7 +441,7 @@ class Fuzz:
         if ok:
             self.n_used, self.next = n_keep, pos_0 + n_keep
             self.n_asked *= n_keep > 0
-            # if all kept cells are hidden, any position may follow
+            # if all kept cells are hidden, the next token may have any position
             self.any_pos = n_hidden == n_keep
             if self.any_pos:
                 self.next = int(rng.integers(0, 50))
@@ -516,12 +522,12 @@ class Fuzz:
         self.expect("rewind", status, ok)
         if ok:
             self.spans = [(begin, end - n) if begin < end - n else (0, 0)] * N_LAYER
-            # an empty archive has no memory, not even in a file
+            # an empty archive uses no memory, even if it is in a file
             self.n_slab *= self.size > 0
         self.check_archive(trims=ok)
 
     def copy(self):
-        """Read a layer's tokens from the archive; write the same bytes or random ones into it."""
+        """Read a layer's tokens from the archive. Write the same bytes, or random bytes, into the archive."""
         layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
         known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
         begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
@@ -562,7 +568,10 @@ class Fuzz:
         self.check_archive()
 
     def table(self):
-        """Read the archive's table, and write it back, sometimes with a changed or an added number."""
+        """Read the archive's table, and write it back.
+
+        Sometimes a number is changed or added before it is written.
+        """
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)
@@ -628,7 +637,10 @@ class Fuzz:
             left = lib.llama_kvtool_seal(self.pointer, n_max)
 
     def file(self):
-        """Name a new file, which the library unlinks at once, or a path that exists or is impossible."""
+        """Name a file for the archive. A new file works, and the library unlinks it at once.
+
+        A path that exists already, or that is impossible, must be refused.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "archive"
             path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
@@ -644,7 +656,10 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """Correct `spans` by the archive's table: an archive with clusters forgets tokens in whole blocks."""
+        """Correct `spans` with the archive's table.
+
+        An archive with clusters forgets only whole blocks of tokens.
+        """
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
             table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
@@ -669,13 +684,13 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # a key gets at most 1 from each of the row's N_GROUP heads and each of the step's tokens
+            # each of the row's N_GROUP heads and each of the step's tokens gives a key at most 1
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self, *, trims=False):
-        """Check that the archive has the expected tokens, and memory for them.
+        """Check that the archive has the expected tokens, and enough memory for them.
 
-        trims: True if the archive has just given back its unused slabs.
+        trims: True if the archive has just freed its unused slabs.
         """
         if not self.n_recall:
             return
@@ -686,9 +701,9 @@ class Fuzz:
         n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
         begin, end = max(self.spans, key=lambda span: span[1] - span[0])
         n_used = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
-        # slabs of a file are not given back
+        # an archive in a file does not free slabs
         self.n_slab = n_used if trims and not self.has_file else max(self.n_slab, n_used)
-        # `slab` includes clusters, which unused slabs and the newest blocks do not have
+        # the size `slab` includes clusters, but unused slabs and the newest blocks have no clusters
         assert (0.8 if self.n_exact else 1) * self.n_slab <= n_slab <= self.n_slab, (n_slab, self.n_slab)
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
@@ -724,7 +739,10 @@ class Fuzz:
 
 
 def run(n, seed=0, calls=150):
-    """Return a Counter of (call, "done" or "refused") after n plans. calls: number of calls per context."""
+    """Try n plans. Return a Counter of (call, "done" or "refused").
+
+    calls: number of calls per context.
+    """
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"

@@ -2,8 +2,9 @@
 
     python tests/fuzz/fuzz_gguf.py --n 2000
 
-One process handles many files as `kvtool models show` and `kvtool generate` would; if it dies, another one is
-started. Each file is made from its number, so `--first 17 --n 1 --keep DIR` repeats a finding.
+One process handles many files, in the same way as `kvtool models show` and `kvtool generate`. If the process
+dies, a new process is started. The number of a file determines its damage, so `--first 17 --n 1 --keep DIR`
+repeats a finding.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 SECONDS = 10
-"""Time limit of a file, for both commands together."""
+"""Time limit per file in seconds, for both commands together."""
 
 MEMORY = 3 * 2**30
-"""Bytes that a worker may allocate once it has started, so that a damaged length cannot take all memory."""
+"""Bytes that a worker may allocate after its start.
+
+The limit prevents a damaged length from taking all memory.
+"""
 
 EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) for i in (0, 1)), 2**40)
 
 KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# exit codes that a damaged file may give. Among them, 2 means that the context is too small for the budget,
-# 6 that the stream ends, 7 that attention is not finite
+# The exit codes that are allowed for a damaged file. Some are not obvious: 2 means that the context is too
+# small for the budget, 6 that the stream ends, 7 that attention is not finite.
 CODES = {0, 2, 3, 4, 6, 7, 8}
 CRASHED = {3, 4, 8}
 
 
 def whole_file(path):
-    """Return a valid model's bytes, its header's numbers as [(offset, size), ...], and the header's end."""
+    """Return (bytes of a valid model, (offset, size) of each number in its header, end of its header)."""
     from kvtool.models.gguf import HeaderReader
     from tests import tiny
 
@@ -63,7 +67,12 @@ def whole_file(path):
 
 
 def damaged(number, data, numbers, end):
-    """Return the bytes of the file with this number. end: end of the header."""
+    """Return the bytes of the damaged file with this number.
+
+    data: bytes of a valid model.
+    numbers: (offset, size) of each number in its header.
+    end: end of its header.
+    """
     rng = np.random.default_rng(number)
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -76,7 +85,7 @@ def damaged(number, data, numbers, end):
                 value = int.from_bytes(out[at : at + size], "little") * int(rng.choice([1, 2])) + value - 20
             out[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         elif kind == "byte":
-            # a byte at or just after a number, or any byte of the header, such as one of a name
+            # change a byte at or just after a number, or any byte of the header, for example in a name
             near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else at
             out[near + int(rng.integers(8))] = int(rng.integers(256))
         elif kind == "cut":
@@ -97,7 +106,10 @@ def damaged(number, data, numbers, end):
 
 
 def serve():
-    """For each path on stdin, run both commands and write "CODE CODE" to stdout. stderr goes to path.err."""
+    """Read paths from stdin. For each path, run both commands and write "CODE CODE" to stdout.
+
+    The commands' stderr is written to path.err.
+    """
     import resource
 
     from kvtool.cli import app
@@ -109,7 +121,7 @@ def serve():
     nowhere = os.open(os.devnull, os.O_WRONLY)
     asked = os.fdopen(os.dup(0))
     os.dup2(nowhere, 1)
-    # stdin is empty, so that generate finds no piped input
+    # stdin must be empty, or generate would read the paths as piped input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in asked:
         path = line.rstrip("\n")
@@ -145,8 +157,8 @@ class Worker:
     def run(self, path):
         """Return (codes, died) for a file.
 
-        codes: exit codes of the commands that ended. died: exit status of the process, "hang", or None if it
-        still runs.
+        codes: exit codes of the commands, or () if the process died or hung.
+        died: exit status of the process, "hang", or None if the process still runs.
         """
         if self.process is None:
             self.process = subprocess.Popen(
@@ -176,7 +188,11 @@ class Worker:
 
 
 def verdict(codes, died, said):
-    """Return the fault, or "". codes, died: as in Worker.run. said: stderr of each command."""
+    """Return the fault, or "" if there is none.
+
+    codes, died: see `Worker.run`.
+    said: stderr of each command.
+    """
     if died == "hang":
         return f"no end within {SECONDS} s"
     if died is not None and died not in CRASHED:
@@ -196,7 +212,7 @@ def verdict(codes, died, said):
 
 
 def run(n, first=0, keep=None, report=lambda number, outcome: None):
-    """Return (Counter of outcomes, [(number, fault, stderr), ...]) of n files."""
+    """Try n files. Return (Counter of outcomes, [(number, fault, stderr), ...])."""
     outcomes, found = Counter(), []
     worker = Worker()
     with tempfile.TemporaryDirectory() as folder:

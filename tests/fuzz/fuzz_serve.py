@@ -4,9 +4,9 @@
     python -m tests.fuzz.fuzz_serve --api messages
     make fuzz-serve
 
-At the end the server must answer a plain chat as before, must have written nothing to stderr, and must hold
-no more memory or files than after a quarter of the requests. `random_bodies` and `random_messages` draw the
-bodies; this file draws the ways to send them.
+At the end the server must still give the same answer to a plain chat. It must have written nothing to stderr,
+and it must not have more memory or files than after a quarter of the requests. `random_bodies` and
+`random_messages` draw the bodies. This file draws the ways to send them.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ PATIENCE_S = 300
 READ_TIMEOUT_S = 2
 
 N_FILE = 30
-"""More files than an idle server has open."""
+"""An idle server has fewer open files than this."""
 
 MOST_GROWTH = 1.25
-"""Largest memory at the end of a long run, as a multiple of the memory after a quarter of the run."""
+"""Limit of the memory at the end of a long run, as a multiple of the memory after a quarter of the run."""
 
 PLAIN = {"messages": [{"role": "user", "content": "What is a stone?"}], "max_tokens": 8, "temperature": 0}
 
 APIS = {"all": Bodies, "messages": MessageBodies}
-"""Classes that draw requests, by the name of --api."""
+"""Classes that draw requests. The keys are the values of --api."""
 
-# statuses that a proper and a broken request may get; 0: the connection is closed without an answer
+# The statuses that are allowed for a proper and for a broken request. 0: the connection was closed without an
+# answer.
 PROPER = {200, 400, 404, 405, 408, 413, 429}
 BROKEN = {0, 200, 400, 403, 404, 405, 408, 413}
 
 
 class Answer:
-    """An HTTP answer. status 0: there was none."""
+    """An HTTP answer. Its status is 0 if there was no answer."""
 
     def __init__(self, status=0, headers=None, body=b""):
         self.status, self.headers, self.body = status, headers or {}, body
@@ -73,7 +74,10 @@ class Wire:
         self._socket.close()
 
     def send(self, data, *, pause_s=0.0, step=0):
-        """Send bytes, `step` at a time if it is not 0. The server may have hung up."""
+        """Send bytes, in parts of `step` bytes if step is not 0.
+
+        Ignore errors: the server may have hung up.
+        """
         with suppress(OSError):
             for at in range(0, len(data), step or max(len(data), 1)):
                 self._socket.sendall(data[at : at + step] if step else data)
@@ -81,7 +85,7 @@ class Wire:
                     time.sleep(pause_s)
 
     def end(self):
-        """Shut the sending side down."""
+        """Close the sending side of the connection."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -103,7 +107,7 @@ class Wire:
         return Answer(status, headers, body)
 
     def _more(self):
-        """Receive more bytes. False if the connection has ended. Raises TimeoutError."""
+        """Receive more bytes. Return False if the connection has ended. Raises TimeoutError."""
         try:
             data = self._socket.recv(1 << 16)
         except ConnectionError:
@@ -146,7 +150,7 @@ def request(path, body, method="POST", headers=(), version="1.1"):
 
 
 def check(answer, allowed, sent):
-    """Check an answer to these bytes. Raises AssertionError with the reason if it is wrong."""
+    """Check the answer to the bytes `sent`. Raises AssertionError with the reason if the answer is wrong."""
     assert answer.status in allowed, f"status {answer.status}: {answer.body[:300]!r}"
     if not answer.headers or answer.body == b"Invalid HTTP request received.":
         return
@@ -190,7 +194,10 @@ def check_stream(text):
 
 
 class Fuzz:
-    """A client that sends one request, drawn by its seed. counts: answers by (kind of request, status)."""
+    """A client that sends one random request, which depends on the seed.
+
+    counts: number of answers for each (kind of request, status).
+    """
 
     def __init__(self, url, seed, drawn=Bodies):
         self.url, self.seed, self.counts = url, seed, Counter()
@@ -223,14 +230,14 @@ class Fuzz:
             wire.send(data, **how)
             if ends:
                 wire.end()
-            # on a busy machine this client may be so slow that the server hangs up on it
+            # on a busy machine, this client may be so slow that the server closes the connection
             is_slow = time.monotonic() - start > READ_TIMEOUT_S / 2
             yield wire.answer(method), allowed | BROKEN if is_slow else allowed
 
-    # ways to send
+    # the methods below send requests, each in its own way
 
     def right(self, sent):
-        """A body of any kind, in well-formed HTTP."""
+        """Send a body of any kind in well-formed HTTP."""
         path, body = self.asked()
         name = self.rng.choice(
             [
@@ -242,7 +249,7 @@ class Fuzz:
         return self.ask(sent, request(path, body, headers=name), step=step)
 
     def mutated(self, sent):
-        """A body in which a few bytes are changed."""
+        """Change a few bytes of a body."""
         path, body = self.asked()
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
@@ -258,7 +265,7 @@ class Fuzz:
         return self.ask(sent, request(path, bytes(data)))
 
     def lengths(self, sent):
-        """A wrong Content-Length."""
+        """Send a wrong Content-Length."""
         path, body = self.asked()
         body = body[:20_000]
         n = len(body)
@@ -269,7 +276,7 @@ class Fuzz:
         return self.ask(sent, data + b"\r\n" + body, BROKEN, ends=True)
 
     def chunks(self, sent):
-        """A body in chunks, which may be cut or malformed."""
+        """Send a body in chunks, which may be cut or malformed."""
         path, body = self.asked()
         data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         at = 0
@@ -286,7 +293,7 @@ class Fuzz:
         return self.ask(sent, data + self.rng.choice(wrong), BROKEN, ends=True)
 
     def heads(self, sent):
-        """A head that is huge or malformed."""
+        """Send a huge or malformed head."""
         line = self.rng.choice(
             [
                 b"A: " + b"x" * self.rng.choice([1000, 60_000, 70_000, 1_000_000]),
@@ -304,7 +311,7 @@ class Fuzz:
         return self.ask(sent, data, BROKEN, ends=True)
 
     def targets(self, sent):
-        """A method or an address that the server does not have."""
+        """Use a method or an address that the server does not have."""
         methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "get", "X" * 500, "G\u00e9T"]
         method = self.rng.choice(methods)
         nasty = [
@@ -326,7 +333,7 @@ class Fuzz:
         return self.ask(sent, data, BROKEN, method=method, ends=True)
 
     def pipelined(self, sent):
-        """Several requests at once: the server sends as many answers, in their order."""
+        """Send several requests at once. The server must send as many answers, in the same order."""
         n = self.rng.randint(2, 4)
         data = [request(*self.asked()) for _ in range(n)]
         sent += data
@@ -339,24 +346,24 @@ class Fuzz:
                     return
 
     def old(self, sent):
-        """An older or newer version of HTTP."""
+        """Use an older or a newer version of HTTP."""
         path, body = self.asked()
         version = self.rng.choice(["1.0", "1.0", "0.9", "2.0", "1.7", "9" * 50, "x"])
         return self.ask(sent, request(path, body, version=version), BROKEN, ends=version != "1.0")
 
     def slow(self, sent):
-        """A few bytes at a time."""
+        """Send a few bytes at a time."""
         data = request(self.rng.choice(PATHS), json.dumps(PLAIN).encode(), headers=["Connection: close"])
         return self.ask(sent, data, step=7, pause_s=0.002)
 
     def owed(self, sent):
-        """A request without its end: the server stops waiting after READ_TIMEOUT_S."""
+        """Send a request without its end. The server must stop waiting after READ_TIMEOUT_S."""
         path, body = self.asked()
         data = request(path, body)
         return self.ask(sent, data[: self.rng.randint(0, len(data) - 1)], {0, 408})
 
     def gone(self, sent):
-        """A client that disconnects at any time."""
+        """Disconnect at any time."""
         path, body = self.asked()
         sent.append(request(path, body))
         with Wire(self.url) as wire:
@@ -365,14 +372,14 @@ class Fuzz:
         yield Answer(), {0}
 
     def noise(self, sent):
-        """Bytes that are not HTTP."""
+        """Send bytes that are not HTTP."""
         begins = [b"", b"\r\n" * 1000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
         data = self.rng.choice(begins)
         return self.ask(sent, data + self.rng.randbytes(self.rng.randrange(300)), BROKEN, ends=True)
 
 
 def held(process):
-    """Return (MiB of memory, open files) of a process."""
+    """Return (memory in MiB, number of open files) of a process."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20, len(os.listdir(f"/proc/{process.pid}/fd"))
 
@@ -386,12 +393,12 @@ def plain(url):
 
 
 def run(model, n, seed=0, *, api="all", every=0, options=()):
-    """Send n random requests; return (counts, warm, end).
+    """Send n random requests. Return (counts, warm, end).
 
-    counts: answers by (kind of request, status).
-    warm, end: the server's (MiB, open files) after a quarter of the requests and at the end.
-    api: one of APIS.
-    every: print the server's memory and files after so many requests; 0 for never.
+    counts: number of answers for each (kind of request, status).
+    warm, end: (MiB, open files) of the server after a quarter of the requests, and at the end.
+    api: a key of APIS.
+    every: number of requests after which the server's memory and files are printed; 0 for never.
     Raises AssertionError for the first wrong answer.
     """
     counts, left, warm = Counter(), iter(range(n)), []
@@ -406,7 +413,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                     i = next(left, None)
                 if i is None:
                     return
-                # each request has its seed, so that it can be sent again
+                # each request has its own seed, so it can be sent again
                 fuzz = Fuzz(server.url, seed + i, APIS[api])
                 fuzz.go()
                 with lock:
@@ -423,7 +430,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
 
         try:
             with ThreadPoolExecutor(N_THREAD) as pool:
-                # if a thread fails, the others end after their current request, and its error is raised
+                # If a thread fails, `left` is emptied: the remaining threads end after their current request.
+                # Then the error is raised.
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
                         left = iter(())
@@ -432,7 +440,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
         except AssertionError as error:
             ended = server.stop() if server.process.poll() is None else server.process.returncode
             raise AssertionError(f"{error}\nthe server: {ended}") from None
-        # connections that are still open are closed after a while
+        # the server closes connections that are still open after a while
         give_up = time.monotonic() + PATIENCE_S
         while (end := held(server.process))[1] >= N_FILE and time.monotonic() < give_up:
             time.sleep(0.1)

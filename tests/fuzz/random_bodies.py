@@ -1,4 +1,4 @@
-"""Bodies of requests at random: right ones, wrong ones, and ones that were made to break a server."""
+"""Random bodies of requests: correct bodies, wrong bodies, and bodies that are made to break a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = (
     *("@NaN", "@Infinity", "@-Infinity", "@1e999", "@-0.0", "@1e-999"),
     *("@1" + "0" * 400, "@" + "9" * 5000),
 )
-"""Numbers that json.dumps does not write. `Bodies.text` writes what follows the @."""
+"""Numbers that json.dumps cannot write. `Bodies.text` writes the characters after the @ as a number."""
 
 STRANGE = (
     *(None, True, False, 0, 1, -1, 1.5, -0.0, 1e308, -1e308, 5e-324),
@@ -49,7 +49,7 @@ SLOW_GRAMMARS = (
     'root ::= "a"{5,1}',
     'root ::= "a" root "b" | "a" root "c" | "x"',
 )
-"""Grammars on which a careless parser runs out of memory, never ends, or crashes."""
+"""Grammars that let a careless parser run out of memory, run forever, or crash."""
 
 SCHEMAS = (
     *({}, {"type": "object"}, {"type": "string"}, {"type": "integer"}, {"const": 1}),
@@ -71,7 +71,7 @@ SCHEMAS = (
 
 
 def ending(body):
-    """Return the body with a limit of 8 tokens instead of -1 (none) or 2**31 - 1, which take too long."""
+    """Replace limits that would take too long, -1 (no limit) and 2**31 - 1, by 8 tokens. Return the body."""
     if isinstance(body, dict):
         body |= {name: 8 for name in LIMITS if body.get(name) in (-1, 2**31 - 1)}
     return body
@@ -84,7 +84,7 @@ class Bodies:
         self.rng = rng
 
     def any(self):
-        """Draw (path, body). body: a JSON value, or bytes."""
+        """Draw (path, body). The body is a JSON value, or bytes."""
         ways = [self.chat] * 8 + [self.wrong_fields] * 12 + [self.drawn] * 6 + [self.messages] * 6
         ways += [self.completion, self.response] * 4 + [self.message] * 12
         ways += [self.tokens] * 3 + [self.shaped] * 2
@@ -93,7 +93,10 @@ class Bodies:
         return path, ending(body)
 
     def text(self, body):
-        """Write a body as bytes, with numbers that json.dumps does not write, and repeated names."""
+        """Write a body as bytes.
+
+        They may have numbers that json.dumps cannot write, and a name that comes twice.
+        """
         text = json.dumps(body, ensure_ascii=self.rng.random() < 0.7)
         while '"@' in text:
             before, _, rest = text.partition('"@')
@@ -132,7 +135,7 @@ class Bodies:
         return [self.said() for _ in range(self.rng.randint(0, 4))] + [self.said("user")]
 
     def value(self, depth=3):
-        """Draw a JSON value of any kind for any address."""
+        """Draw a JSON value of any kind, and any address for it."""
         return self.rng.choice(POSTS), self._value(depth)
 
     def _value(self, depth):
@@ -166,7 +169,7 @@ class Bodies:
         return {name: value for name, value in found.items() if rng.random() < 0.6}
 
     def wrong_fields(self):
-        """A body in which some fields are of another type, or out of range."""
+        """Draw a body in which some fields have a wrong type, or a value that is out of range."""
         kinds = [self.chat, self.completion, self.response, self.message, self.drawn, self.tokens]
         path, body = self.rng.choice(kinds)()
         for _ in range(self.rng.randint(1, 3)):
@@ -174,7 +177,7 @@ class Bodies:
         return path, body
 
     def drawn(self):
-        """Sampler settings at the ends of their ranges."""
+        """Draw settings of the sampler at the ends of their ranges."""
         rng = self.rng
         body = self.chat()[1]
         for name, values in ENDS.items():
@@ -190,7 +193,7 @@ class Bodies:
         return CHAT, body
 
     def messages(self):
-        """A chat whose messages, or fields inside them, are often malformed."""
+        """Draw a chat. Its messages, or fields of the messages, are often malformed."""
         rng = self.rng
         images = [{"type": "image_url", "image_url": {"url": "x"}}]
         contents = (*STRANGE, [], [{"type": "text", "text": "x"}], images)
@@ -297,14 +300,14 @@ class Bodies:
         return CHAT, body | rng.choice(shapes)
 
     def raw(self):
-        """Bodies that are not JSON."""
+        """Draw a body that is not JSON."""
         texts = [b"", b" ", b"{", b"[", b'"', b"nul", b"{}x", b"\xff", b"\0", b"{'a': 1}", b"\xed\xa0\x80"]
         texts += [b"[1,]", b'"\\ud8"', '{"messages": "\u00e9"}'.encode("utf-16"), b"-", b"1" * 5000]
         texts += [b"[" * 100_000, b'{"a":' * 100_000]
         return self.rng.choice(POSTS), self.rng.choice(texts)
 
     def large(self):
-        """A body with very many, or very long, parts."""
+        """Draw a body with very many parts, or with very long parts."""
         rng = self.rng
         n = rng.choice([1000, 10_000])
         parts = [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}]

@@ -1,4 +1,4 @@
-"""Bodies of requests to /v1/messages at random, most of them wrong somewhere."""
+"""Random bodies of requests to /v1/messages. Most of them have an error somewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_FIELDS = tuple(_NAMES.split())
 
 
 class MessageBodies(Bodies):
-    """Draws bodies for the Messages API and its token counts only."""
+    """Draws bodies only for the Messages API and its token counts."""
 
     def any(self):
         ways = [self.message] * 2 + [self.without, self.wrong_own] * 3 + [self.bent] * 12
@@ -24,20 +24,20 @@ class MessageBodies(Bodies):
         return self.rng.choice(ADDRESSES), ending(body)
 
     def without(self):
-        """A body without one of its fields."""
+        """Draw a body in which a field is missing."""
         path, body = self.message()
         body.pop(self.rng.choice(list(body)))
         return path, body
 
     def wrong_own(self):
-        """A body in which some fields are of another type, or out of range."""
+        """Draw a body in which some fields have a wrong type, or a value that is out of range."""
         path, body = self.message()
         for _ in range(self.rng.randint(1, 3)):
             body[self.rng.choice(OWN_FIELDS)] = self.rng.choice(STRANGE)
         return path, body
 
     def bent(self):
-        """A body of which a part, anywhere inside, is missing, comes twice or is something else."""
+        """Draw a body in which some parts, at any depth, are missing, repeated or replaced."""
         path, body = self.message()
         for _ in range(self.rng.randint(1, 3)):
             body = self._bent(body)
@@ -61,11 +61,11 @@ class MessageBodies(Bodies):
         return found
 
     def unlike(self):
-        """JSON that is not a request of this form."""
+        """Draw JSON, or bytes, for a different kind of request."""
         return self.rng.choice([self.chat, self.response, self.value, self.raw])()
 
     def much(self):
-        """A body with very many, or very long, parts."""
+        """Draw a body with very many parts, or with very long parts."""
         rng, n = self.rng, self.rng.choice([100, 2000])
         body = self.message()[1] | {"max_tokens": 1}
         text = {"type": "text", "text": "x"}

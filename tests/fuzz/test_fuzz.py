@@ -1,4 +1,4 @@
-"""A small part of the fuzzing; `make fuzz` runs all of it."""
+"""A small part of the fuzzing. `make fuzz` runs all of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz import fuzz_api, fuzz_gguf
 def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):
     outcomes, found = fuzz_gguf.run(share_of(50, 100))
     assert not found
-    # some files are refused by kvtool's reader of headers, some by llama.cpp, and some still run
+    # Some files are refused by kvtool's reader of headers, and some by llama.cpp. Some files still run.
     for outcome in ("3, 3", "0, 3", "0, 0"):
         assert outcomes[f"models show, generate: {outcome}"] >= 3, outcomes
 

@@ -1,4 +1,4 @@
-"""A server's slot in the tests' process, whose replies a test dictates."""
+"""A server's slot in the process of the tests. Tests dictate its replies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Answering:
     """A slot whose replies a test dictates.
 
     slot: the `Slot`.
-    dictated: texts of the next replies; markers in them, like <|im_end|>, become special tokens. When the
-    list is empty, the model writes.
+    dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. If the
+    list is empty, the model writes the reply.
     prompt, prompt_tokens: the engine's text and tokens when the last dictated reply began.
     """
 
@@ -51,14 +51,14 @@ class Answering:
         sampler.sample = sample
 
     def request(self, body, api="chat"):
-        """Return the request for a body of this interface: "chat", "messages" or "responses"."""
+        """Return the request for a body. `api` is the body's interface: "chat", "messages" or "responses"."""
         if api == "chat":
             return requests.chat(body, self.defaults)
         as_chat = {"messages": anthropic, "responses": responses}[api].as_chat
         return requests.chat(*_apart(as_chat(body), self.defaults))
 
     def __call__(self, messages, said=None, api="chat", **more):
-        """Return the last event of an answer. said: text of the reply; with None the model writes."""
+        """Return the last event of an answer. said: text of the reply; if None, the model writes it."""
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
         self.dictated = [] if said is None else [said]
@@ -92,7 +92,7 @@ def _apart(translated, defaults):
 
 @contextmanager
 def answering(model, source, folder, policy="full", budget=64, **defaults):
-    """Open an engine on the model with this chat template; yield its Answering."""
+    """Open an engine on the model with this chat template. Yield its Answering."""
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:

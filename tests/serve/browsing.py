@@ -42,7 +42,11 @@ FAKE = """() => {
 
 
 class Visitor:
-    """A user of the page. site: the server's address. shots: a folder for pictures, or None."""
+    """A user of the page.
+
+    site: address of the server.
+    shots: folder for pictures, or None.
+    """
 
     def __init__(self, browser: Browser, site: str, shots: Path | None) -> None:
         self.browser, self.site, self.shots = browser, site, shots
@@ -51,8 +55,8 @@ class Visitor:
     def page(self, width: int = 1100, most: int = 24, fake: bool = False, **options: Any) -> Iterator[Page]:
         """Open the page in a new browser context and yield it.
 
-        Raises AssertionError after the block if a script failed, if the page's security policy was violated,
-        or if the page asked another host than the server.
+        Raises AssertionError at the end of the block if a script failed, if the page's security policy was
+        violated, or if the page sent a request to another host than the server.
         """
         context = self.browser.new_context(viewport={"width": width, "height": 760}, **options)
         page = context.new_page()
@@ -112,9 +116,9 @@ def piece(
 
 
 def wait_asked(page: Page, n: int) -> None:
-    """Wait for the fake server's n-th request.
+    """Wait for the n-th request to the fake server.
 
-    Playwright's wait_for_function does not work: the page's security policy forbids its eval.
+    Playwright's wait_for_function does not work here: it uses eval, which the page's security policy forbids.
     """
     while page.evaluate("asked.length") < n:
         page.wait_for_timeout(50)
@@ -127,7 +131,7 @@ def refuse(page: Page, status: int, words: str) -> None:
 
 
 def answer(site: str, text: str) -> str:
-    """Ask the server without the page; return the reply."""
+    """Ask the server directly, without the page. Return the reply."""
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
     with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=PATIENCE_S) as answered:
         said: str = json.load(answered)["choices"][0]["message"]["content"]
@@ -136,7 +140,7 @@ def answer(site: str, text: str) -> str:
 
 @contextmanager
 def server(model: str) -> Iterator[str]:
-    """Start a server; yield its address, with a slash at the end."""
+    """Start a server. Yield its address, with a slash at the end."""
     with serving(model, "--policy", "h2o", "--budget", "128") as started:
         yield f"{started.url}/"
 

@@ -1,4 +1,4 @@
-"""Fixtures of the server's tests. A file may define its own of the same name."""
+"""Fixtures of the server's tests. A test file may replace them with its own fixtures of the same name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Let many clients use one server at once, and compare their answers with those of the same chats alone.
+"""Let many clients use one server at once, then replay each chat alone and compare the answers.
 
     python -m tests.serve.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
 
-The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams; some
-start with the same messages. At temperature 0, every complete answer must be the same when its chat is
-replayed alone. This shows that no text of a chat gets into another chat, and that the text of a replaced
+The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams. Some
+clients start with the same messages. At temperature 0, every complete answer must be the same when its chat
+is replayed alone. This shows that no text of a chat gets into another chat, and that the text of a replaced
 message is gone.
 """
 
@@ -28,16 +28,16 @@ from tests.serve.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""Options that limit rounding errors: steps of several chats round differently than steps of one."""
+"""Options that limit rounding errors. Rounding depends on how many chats take part in a step."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
 """Options that make a reply independent of the steps in which its prompt was read.
 
-When a chat goes back to an earlier message, its prompt is read in other steps than in the replay.
+When a chat goes back to an earlier message, the steps of its prompt differ from the steps in the replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
-"""System prompts. The server stores the last one separately; it is long and needs a budget of 512."""
+"""System prompts. The last one is so long that the server stores it separately. It needs a budget of 512."""
 
 
 def said(role, content):
@@ -47,7 +47,7 @@ def said(role, content):
 
 @contextmanager
 def streaming(url, body, timeout=PATIENCE_S):
-    """Ask for a streamed answer; yield the connection, and disconnect at the end of the block."""
+    """Ask for a streamed answer. Yield the connection, and close it at the end of the block."""
     where = urlsplit(url)
     link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
     with closing(link):
@@ -56,10 +56,10 @@ def streaming(url, body, timeout=PATIENCE_S):
 
 
 def request(url, body, headers=(), n_events=None, timeout=PATIENCE_S):
-    """Post a chat request; return (status, JSON of the answer), or (status, text) of a stream.
+    """Post a chat request. Return (status, JSON of the answer). For a stream, return (status, text).
 
-    n_events: disconnect after so many events of a stream, and return (None, None).
-    Raises OSError or HTTPException where the connection ends before the answer does.
+    n_events: disconnect after this number of events of a stream, and return (None, None).
+    Raises OSError or HTTPException if the connection ends before the answer is complete.
     """
     where = urlsplit(url)
     with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)) as link:
@@ -90,17 +90,17 @@ def _asked(messages, n_max=12, stream=False, name=None):
 
 
 class Client:
-    """One of the crowd.
+    """A client of the crowd.
 
     messages: its chat so far.
-    answers: each answer it got, by the JSON of the messages before it.
-    did: how often it took each kind of action.
+    answers: each answer that it got. The key is the JSON of the messages before the answer.
+    did: number of times that it took each kind of action.
     """
 
     def __init__(self, url, number, seed, systems, n_alike=2):
         self.url, self.number = url, number
         self.rng = random.Random(seed * 1000 + number)
-        # so many clients begin with the same messages
+        # n_alike clients use this seed, so they begin with the same messages
         start = random.Random(seed * 1000 + number // n_alike)
         system = start.choice(systems)
         self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"
@@ -137,7 +137,7 @@ class Client:
 
 
 def crowd(url, n_client, n_turn, seed, systems, n_alike=2):
-    """Let n_client clients take n_turn turns each, all at the same time; return the clients."""
+    """Let n_client clients take n_turn turns each, all at the same time. Return the clients."""
     clients = [Client(url, number, seed, systems, n_alike) for number in range(n_client)]
 
     def work(client):
@@ -145,18 +145,18 @@ def crowd(url, n_client, n_turn, seed, systems, n_alike=2):
             client.turn()
 
     with ThreadPoolExecutor(n_client) as pool:
-        # without `list`, an error in a client's thread would go unnoticed
+        # `list` raises the errors of the clients' threads
         list(pool.map(work, clients))
     return clients
 
 
 def check(url, clients):
-    """Replay every chat alone, under its own session name; return the number of answers compared."""
+    """Replay every chat alone, under its own session name. Return the number of compared answers."""
     known = {}
     for client in clients:
         for asked in client.answers:
             known[asked] = client
-    # chats that begin a longer one are skipped: the longer chat's replay includes them
+    # A chat is skipped if a longer chat begins with it: the replay of the longer chat includes it.
     before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
     n = 0
     for asked, client in known.items():
@@ -176,7 +176,7 @@ def check(url, clients):
 
 
 def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more=()):
-    """Run a crowd and replay its chats; count the actions of the clients and the answers compared."""
+    """Run a crowd and replay its chats. Return counts of the clients' actions and of the compared answers."""
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
     did = Counter()

@@ -14,17 +14,18 @@ from kvtool.serve.tools.formats import HERMES
 from tests.serve.gone import response
 
 OTHERS = "Notes"
-"""Dictated answer to a request that offers no tools, for example one for a title."""
+"""Dictated answer to requests that offer no tools. Such a request asks for a title, for example."""
 
 
 class Dictating:
     """State of a proxy.
 
-    url: its own address.
-    target: the server's address.
-    replies: answers to the next requests with tools: a text, a (tool name, input), or None to let the model
-    answer.
-    asked: path, headers, body, status and answer of each request; "gone" if its client disconnected.
+    url: address of the proxy.
+    target: address of the server.
+    replies: answers to the next requests that have tools. An answer is a text, a (tool name, input), or None
+    to let the model answer.
+    asked: path, headers, body, status and answer of each request. It also has "gone" if the client
+    disconnected.
     """
 
     def __init__(self, url, target):
@@ -34,7 +35,7 @@ class Dictating:
         self.lock = threading.Lock()
 
     def reply(self, body):
-        """Return the dictated text for a request; None if the model answers freely."""
+        """Return the dictated text for a request, or None if the model shall answer freely."""
         with self.lock:
             if not body.get("tools"):
                 return OTHERS
@@ -44,7 +45,7 @@ class Dictating:
 
 @contextmanager
 def dictating(target):
-    """Start a proxy for the server at this address; yield its Dictating."""
+    """Start a proxy for the server at this address. Yield its Dictating."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _ProxyHandler)
     server.daemon_threads = True
     server.own = Dictating(f"http://127.0.0.1:{server.server_port}", target)
@@ -88,12 +89,12 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # disconnect from the server once the client has gone, so that the server ends the answer
+            # if the client is gone, this disconnects from the server, which then ends the answer
             link.close()
             self.close_connection = True
 
     def _answer(self, answer, parts, noted):
-        """Pass the parts of an answer on as they come, until the client disconnects."""
+        """Pass the parts of an answer on as soon as they arrive, until the client disconnects."""
         try:
             self.send_response(answer.status)
             for name, value in answer.getheaders():

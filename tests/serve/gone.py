@@ -1,6 +1,6 @@
 """Errors and answers of a server that may be killed while a client talks to it.
 
-http.client returns some truncated answers without an error; the functions here raise HTTPException.
+http.client returns some truncated answers without an error. The functions here raise HTTPException instead.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import http.client
 import json
 
 GONE = (OSError, http.client.HTTPException)
-"""Errors of a client whose server is killed at any point of a request or an answer.
+"""Errors that a client gets if its server is killed during a request or an answer.
 
-ValueError is not among them, since JSON is parsed only once it is complete.
+ValueError is not one of these errors, because JSON is parsed only after all of it has arrived.
 """
 
 
 def response(link):
     """Return the next answer on this http.client.HTTPConnection. Raises HTTPException if its head is cut.
 
-    Every answer of kvtool has a Content-Length or is chunked, so `read` notices a cut too.
+    Every answer of kvtool has a Content-Length or is chunked, so `read` notices if the body is cut.
     """
     answer = link.getresponse()
     if answer.length is None and not answer.chunked:
@@ -29,8 +29,8 @@ def response(link):
 def events(answer):
     """Yield the JSON object of each event in the stream of this HTTPResponse.
 
-    Raises HTTPException if the connection ends before the stream does. `for line in answer` would end
-    quietly, perhaps with a part of a line.
+    Raises HTTPException if the connection ends before the stream is complete. (`for line in answer` would end
+    without an error, perhaps after a part of a line.)
     """
     rest = b""
     while part := answer.read1():

@@ -1,4 +1,4 @@
-"""kvtool serve in the test's process, without a socket: it starts in a fraction of a second."""
+"""kvtool serve in the test's own process and without a socket. It starts in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tests.held import PATIENCE_S
 class Here:
     """A server that is ready.
 
-    site: state that its routes share. pool: its slots.
+    site: the state that its routes share.
+    pool: its slots.
     """
 
     def __init__(self, site, pool):
         self.site, self.pool = site, pool
         self._app = app.make(site)
-        # one loop for all requests, since the engine's threads hand events to it until the server ends
+        # all requests use the same loop, because the engine's threads send events to it until the server ends
         self._loop = asyncio.new_event_loop()
 
     def ask(self, path, body=None, method="POST", **how):
@@ -41,11 +42,11 @@ class Here:
         return self.run(asked())
 
     def run(self, work):
-        """Run a coroutine; return its result."""
+        """Run a coroutine. Return its result."""
         return self._loop.run_until_complete(work)
 
     def close(self):
-        """Close the event loop of the requests. Call it after the engine has ended."""
+        """Close the event loop of the requests. The engine must have ended before."""
         self._loop.close()
 
     def chat(self, messages, **more):
@@ -58,7 +59,10 @@ class Here:
 
 @contextmanager
 def here(model, **options):
-    """Serve a model, greedily unless a request sets a temperature. options: fields of `WriteOptions`."""
+    """Serve a model. Requests without a temperature are answered greedily.
+
+    options: fields of `WriteOptions`.
+    """
     raw = {"model": str(model), "threads": 1, **options}
     run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))

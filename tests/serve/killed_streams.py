@@ -2,8 +2,8 @@
 
     python -m tests.serve.killed_streams --kills 20 --policies h2o recall
 
-After each kill a new server continues both chats. It must have in its cache every turn that a client saw
-finished. Every answer must equal the one of a server that has no other chats.
+After each kill a new server continues both chats. Its cache must have every turn whose end a client saw.
+Every answer must be the same as from a server that has no further chats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def options_of(policy):
 
 
 def streamed(url, messages, n_max):
-    """Yield the events of an answer to these messages. Raises one of GONE if the stream is cut."""
+    """Yield the events of an answer to these messages. Raises an error of GONE if the stream is cut."""
     where = urlsplit(url)
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
     with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
@@ -42,7 +42,7 @@ def streamed(url, messages, n_max):
 
 
 class Life:
-    """A server that is killed while it streams both chats, or as soon as a client sees the end of a stream.
+    """A server that is killed while it streams both chats, or when a client sees the end of a stream.
 
     The server must store a turn before its client sees the end of the answer.
     """
@@ -53,7 +53,10 @@ class Life:
         self._n_turn, self._n_delta = rng.randint(0, 2), rng.randint(1, 30)
 
     def seen(self, kind):
-        """Kill the server if it is due when a client gets an event of this kind."""
+        """Kill the server if it is time to do so.
+
+        A client calls this with the kind of each event that it gets.
+        """
         is_due = kind == self._kind and all(chat.n_turn >= self._n_turn for chat in self._chats)
         n_delta = [chat.n_delta for chat in self._chats]
         if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
@@ -61,14 +64,14 @@ class Life:
 
 
 class KilledChat:
-    """One of the two chats.
+    """A chat whose servers are killed. There are two such chats.
 
     messages: messages of its finished turns.
     n_token: tokens of its finished turns.
     n_max: token limit of each of its finished answers.
-    n_delta: events of the answer that is being streamed.
-    n_turn: turns finished under the present server.
-    n_cut: turns cut by kills.
+    n_delta: number of events of the answer that is being streamed.
+    n_turn: number of turns that were finished under the present server.
+    n_cut: number of turns that were cut by kills.
     """
 
     def __init__(self, number, seed):
@@ -87,7 +90,10 @@ class KilledChat:
         self.n_delta = 0
 
     def turn(self, url, n_max, seen=lambda kind: None):
-        """Ask a question and keep it with its answer. seen: called with the kind of each event."""
+        """Ask a question, and keep the question and its answer.
+
+        seen: function that is called with the kind of each event.
+        """
         self.n_asked += 1
         question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
         asked, text, usage = [*self.messages, said("user", question)], "", {}
@@ -104,7 +110,7 @@ class KilledChat:
             else:
                 raise AssertionError(f"chat {self.number}: a stream without message_stop")
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-        # the cache may still hold tokens of this question from a turn that was cut
+        # if this question was cut in an earlier turn, the cache may still have tokens of it
         assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
         self.messages, self.n_token = [*asked, said("assistant", text)], n_all
         self.n_max.append(n_max)
@@ -113,9 +119,10 @@ class KilledChat:
 
 
 def run(model, policy, folder, n_kill, seed=0):
-    """Kill n_kill servers amid streams; return how many streams were cut and turns finished.
+    """Kill n_kill servers amid streams. Return how many streams were cut and how many turns were finished.
 
-    Raises AssertionError if a finished turn is lost, or has another answer than its chat gets alone.
+    Raises AssertionError if a finished turn is lost, or if its answer differs from the answer that its chat
+    gets alone.
     """
     rng, options = random.Random(seed), options_of(policy)
     chats = [KilledChat(number, seed) for number in range(2)]
@@ -134,7 +141,8 @@ def run(model, policy, folder, n_kill, seed=0):
                 server.kill()
         for thread in threads:
             thread.result()
-        # count only kills that cut a stream: with slow clients, both streams may have ended before it
+        # Only kills that cut a stream are counted. If clients are slow, both streams may have ended before
+        # the kill.
         n_left -= sum(chat.n_cut for chat in chats) > n_cut
     with serving(model, *options, "--sessions", str(folder)) as server:
         for chat in chats:

@@ -2,9 +2,10 @@
 
     python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
 
-STEP: 1 for every call, 4 for one in four. Each run takes the same turns in a child process, which exits at
-its call. Another child then continues every turn that was finished before the call: the whole turn must be in
-the cache, and the next reply must be the one of a server that was not killed.
+STEP: with 1, each call is tried; with 4, every fourth call. Each run starts a child process that takes the
+same turns and exits just before its call. Another child then continues every turn that was finished before
+the call. The whole turn must be in the cache, and the next reply must be the same as if the server had not
+been killed.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ NEVER = 10**9
 
 
 class SlotServer:
-    """The part of `kvtool serve` behind HTTP."""
+    """The part of `kvtool serve` that answers requests, without HTTP."""
 
     def __init__(self, model, policy, folder):
-        # the steps in which a prompt is read depend on the stored chats; with search=all, recall's replies do
-        # not depend on these steps
+        # The stored chats decide in which steps a prompt is read. With search=all, recall's replies do not
+        # depend on these steps.
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
-        # 600,000 bytes are so few that some chats are deleted
+        # 600,000 bytes are too few for all chats, so some chats are deleted
         self.slot = Slot(
             writer,
             template_of(model),
@@ -58,7 +59,7 @@ class SlotServer:
         )
 
     def ask(self, messages):
-        """Return (reply, cached tokens, tokens of the chat now)."""
+        """Return (reply, number of cached tokens, number of tokens that the chat has now)."""
         events = []
         self._answer(messages, lambda job, kind, **values: events.append(values))
         end = events[-1]
@@ -66,7 +67,7 @@ class SlotServer:
         return end["message"]["content"], end["n_cached"], end["held"]["tokens"]
 
     def leave(self, messages, n_least):
-        """Ask, and disconnect once n_least tokens of the prompt are read."""
+        """Ask, and disconnect when n_least tokens of the prompt have been read."""
 
         def emit(job, kind, n_read, n_all, **values):
             assert n_all > n_least
@@ -82,7 +83,10 @@ class SlotServer:
 
 
 def turns(server):
-    """Ask, ask again and change questions in two chats; yield (messages, tokens) after each answer."""
+    """Take turns in two chats, then ask a question again and change it.
+
+    Yield (messages, tokens) after each answer.
+    """
     first, second = [said("system", "Be brief.")], []
     for i in range(3):
         for chat in (first, second):
@@ -97,7 +101,7 @@ def turns(server):
 
 
 def in_child(work):
-    """Run work(write) in a child process; return (its exit code, the objects that it wrote)."""
+    """Run work(write) in a child process. Return (its exit code, the objects that it wrote)."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -118,7 +122,10 @@ def in_child(work):
 
 
 def die_at_call(n_call):
-    """Make this process exit at its n_call-th call of one of CALLS; return [number of calls left]."""
+    """Make this process exit at its n_call-th call of any function in CALLS.
+
+    Return [number of calls left].
+    """
     left = [n_call]
 
     def dying(call):
@@ -136,9 +143,10 @@ def die_at_call(n_call):
 
 
 def live(model, policy, folder, n_call, n_turn=None):
-    """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns).
+    """Take turns until the n_call-th call that changes the folder. Return (exit code, finished turns).
 
-    If there are fewer calls, their number follows the turns in the list. n_turn: maximum number of turns.
+    If the turns make fewer calls than n_call, the list has one more item at its end: the number of calls.
+    n_turn: maximum number of turns.
     """
 
     def work(write):
@@ -151,7 +159,7 @@ def live(model, policy, folder, n_call, n_turn=None):
 
 
 def go_on(model, policy, folder, finished):
-    """Continue each finished turn; return [next reply, stored tokens of the turn] of each.
+    """Continue each finished turn. Return [next reply, number of tokens that were cached] for each turn.
 
     Raises AssertionError if a stored chat is damaged.
     """
@@ -178,16 +186,17 @@ def go_on(model, policy, folder, finished):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a server at every call, or at one in `step`; return the number of calls."""
+    """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
-    # the first process may also write compiled kernels: its calls are not counted
+    # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0
     n_call = finished.pop()
     expected = []
     for i, turn in enumerate(finished):
-        # a cache that goes back to an earlier turn may have evicted at other tokens: each turn is the newest
+        # Each turn is continued by a server that has read nothing after it. A cache that goes back to an
+        # earlier turn may have evicted at different tokens.
         place = folder / f"turn-{i}"
         live(model, policy, place, NEVER, i + 1)
         expected += go_on(model, policy, place, [turn])
@@ -202,13 +211,14 @@ def run(model_path, folder, policy, step=1):
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # n_cached may be larger: a cache that can be rewound may also hold a few tokens of the question
+            # n_cached may be larger, because a cache that can be rewound may also have a few tokens of the
+            # question
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
-        # FILE.archive.next may stay until its session is written again, but only without a FILE.archive
+        # FILE.archive.next may stay until its session is written again, but only if there is no FILE.archive
         left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
         assert not left, f"call {n}: {left}"
         shutil.rmtree(place)

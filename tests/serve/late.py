@@ -1,4 +1,7 @@
-"""The openai and anthropic packages, imported at their first use: the import takes a second."""
+"""The openai and anthropic packages.
+
+They are imported at their first use, because the import takes a second.
+"""
 
 from __future__ import annotations
 

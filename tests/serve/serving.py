@@ -20,8 +20,8 @@ class Server:
     """A running server.
 
     url: address of its root, without a slash at the end.
-    lines: its lines on stderr until it was ready.
-    is_killed: True once `kill` was called.
+    lines: the lines that it wrote to stderr until it was ready.
+    is_killed: True after `kill` was called.
     """
 
     def __init__(self, process, url, lines):
@@ -31,21 +31,21 @@ class Server:
         self.is_killed = False
 
     def stop(self, how=signal.SIGINT):
-        """End the server with a signal; return (exit code, text on stderr since it was ready)."""
+        """End the server with a signal. Return (exit code, its text on stderr after it was ready)."""
         self.process.send_signal(how)
         _, said = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, said
 
     def kill(self):
-        """Kill the server while others talk to it: see `until_killed`."""
+        """Kill the server while clients talk to it. See `until_killed`."""
         self.is_killed = True
         self.process.kill()
 
     @contextmanager
     def until_killed(self):
-        """Leave the block without an error if `kill` breaks its connection.
+        """Leave the block without an error if `kill` breaks a connection of the block.
 
-        A connection that breaks before that is a fault of the server: its error is raised.
+        If a connection breaks before `kill` is called, this is a fault of the server: the error is raised.
         """
         try:
             yield
@@ -56,10 +56,10 @@ class Server:
 
 @contextmanager
 def serving(model, *options, **how):
-    """Start `kvtool serve -m model ...` on a free port; yield the Server once it is ready.
+    """Start `kvtool serve -m model ...` on a free port. Yield the Server when it is ready.
 
     how: further arguments of Popen.
-    Raises AssertionError with the text on stderr if the server ends instead.
+    Raises AssertionError with the text on stderr if the server ends before it is ready.
     """
     command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
     how = {"env": os.environ | ONE_THREAD, **how}

@@ -1,4 +1,4 @@
-"""Clients of a killed server notice a cut anywhere in an answer. Errors with other causes are raised."""
+"""Clients of a killed server notice if an answer is cut anywhere. Errors with other causes are raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENTS = [{"n": 0, "text": "one"}, {"n": 1, "text": "two\n"}]
 HEAD = b"HTTP/1.1 200 OK\r\n"
 LINES = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in EVENTS) + b"data: [DONE]\n\n"
 PARTS = [LINES[:7], LINES[7:31], LINES[31:]]
-"""Chunks that end within lines."""
+"""Chunks whose ends are in the middle of lines."""
 
 STREAM = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 STREAM += b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in PARTS) + b"0\r\n\r\n"
@@ -37,7 +37,7 @@ def server():
 
 @pytest.mark.parametrize("cut", range(len(STREAM)))
 def test_a_stream_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
-    # once the size of the last chunk, 0, has arrived, no event is missing
+    # no event is missing after the size of the last chunk, 0, has arrived
     if cut > STREAM.rindex(b"0\r\n\r\n"):
         assert list(events(answer(STREAM[:cut]))) == EVENTS
         return

@@ -22,12 +22,15 @@ from tests.serve.serving import ONE_THREAD, serving
 pytestmark = pytest.mark.engine
 
 MODEL, REAL = "talker", "smollm2-135m"
-"""A small random model that writes letters, and one with a real model's tokens and template."""
+"""Two models: a small random model that writes letters, and a model with real tokens and a real template."""
 
 GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
-"""Options of most tests here. With recall, chats go back to any token: see tests/serve/test_serve_back.py."""
+"""Options of most tests here.
+
+With recall, chats could go back to any token: tests/serve/test_serve_back.py tests this.
+"""
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
@@ -94,7 +97,7 @@ def test_only_new_messages_are_read(client):
         answer = ask(client, messages)
         usage = answer.usage
         n_read = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
-        # everything that the chat had before is in the cache
+        # the cache has all tokens that the chat had before
         assert usage.prompt_tokens_details.cached_tokens == n_all
         assert i == 0 or n_read < 40
         n_all = usage.total_tokens
@@ -111,7 +114,7 @@ def test_a_retry_and_an_edit_go_back(client):
     assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     other = ask(client, [*after, said("user", "Who lost it?")])
     assert other.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
-    # nothing of the other questions is in the cache
+    # the cache has no token of the other questions
     assert other.usage.prompt_tokens == other.usage.prompt_tokens_details.cached_tokens + (
         one.usage.prompt_tokens - first.usage.total_tokens
     )
@@ -231,7 +234,7 @@ def test_what_is_wrong_is_said_in_one_line(client, changes, param):
     assert own["param"] == param
 
 
-# maximum tokens of an answer that would take hours
+# number of tokens of an answer that would take hours
 LONG = 10**6
 
 
@@ -252,7 +255,7 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
 def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=LONG)
-    # the client may also leave while its prompt is read
+    # a client may also leave while its prompt is read
     with pytest.raises(openai.APITimeoutError):
         ask(
             client.with_options(timeout=0.5),
@@ -298,7 +301,7 @@ def test_models_props_and_tokens(server, client):
         # the error message does not repeat control characters
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
-        # DNS rebinding: the name of another site leads to this machine
+        # In an attack by DNS rebinding, the name of another site leads to this machine.
         assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
         assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
         assert http.get("/props", headers={"Host": "[bad"}).status_code == 403
@@ -362,7 +365,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
     done = forked.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
     messages, replies = [SYSTEM], []
-    # the server needs --pin, since `kvtool chat` always pins the system prompt
+    # `kvtool chat` always pins the system prompt, so the server needs --pin to give the same replies
     with serving(talker, *options, "--pin") as server:
         client = connect(f"{server.url}/v1")
         for turn in turns:
@@ -434,7 +437,7 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     assert call.function.name == "weather"
     assert list(json.loads(call.function.arguments)) == ["city"]
     assert not choice.message.content
-    # a stream has the same call in pieces
+    # a stream sends the same call in pieces
     name, arguments = "", ""
     for piece in ask(real_client, messages, model=REAL, **more, stream=True):
         for part in piece.choices[0].delta.tool_calls or []:
@@ -481,8 +484,8 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert two.usage.prompt_tokens_details.cached_tokens > 300
     # the chat that was stored in between does not change the answer
     assert again.choices[0].message.content == one.choices[0].message.content
-    # the file of the system prompt has no text of the first chat, which was in the cache before; a word, as
-    # digits would occur by chance in the file's hashes
+    # The first chat was in the cache before the system prompt, but the file of the system prompt must not
+    # have its text. The test looks for a word: digits could occur by chance in the file's hashes.
     start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)
     assert b"lighthouse" not in start.read_bytes()
 

@@ -209,7 +209,7 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 
 
 def send(path, body=None, *, method="POST", headers=(), **site):
-    """Return (status, body) of the answer. No engine runs."""
+    """Return (status, body) of the answer. There is no engine."""
 
     async def asked():
         own = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
@@ -254,7 +254,7 @@ def test_errors_have_anthropics_form_and_status(capsys):
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
-    # counting tokens takes no place in the queue, so it works although this queue has no place
+    # This queue has no place, but counting tokens works because it needs none.
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
         assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (
@@ -274,7 +274,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
     deltas += [{"tool_calls": [begun]}, {"tool_calls": [arguments]}, {"content": "!"}]
 
     async def a_while(meanwhile=lambda: None):
-        # wait in parts, so that other tasks get their turn on a busy machine
+        # several short waits, so that other tasks can run on a busy machine
         for _ in range(8):
             meanwhile()
             await asyncio.sleep(0.03)
@@ -286,7 +286,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # a piece without deltas sends nothing, so pings must come meanwhile
+        # a piece without deltas sends no event, so the server must send pings while these pieces come
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))
@@ -306,7 +306,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         return answer.text
 
     told = asyncio.run(streamed(False))
-    # only pings, which are comments in SSE, come before the first event
+    # before the first event there are only pings, which are comments in SSE
     assert told.startswith(": ping\n\n")
     assert told.index("event: ") == told.index("event: message_start")
     events = events_of(told)

@@ -1,4 +1,4 @@
-"""Tokens that a server reads if a chat differs from the stored one and the cache can be rewound."""
+"""Tokens that a server reads if a chat differs from the stored chat and the cache can be rewound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asked(url, messages, **more):
 
 
 def talked(url, **more):
-    """Return the messages of a chat of three turns, and its tokens after each turn."""
+    """Return the messages of a chat of three turns, and the number of its tokens after each turn."""
     messages, n_all = [SYSTEM], []
     for text in ASKED:
         messages.append(said("user", text))
@@ -59,7 +59,7 @@ def talked(url, **more):
 def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
-    # a letter is one token: the server reads the changed last letter and the template's tokens after it
+    # Each letter is one token. The server reads the changed last letter, and the template's tokens after it.
     _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
@@ -84,7 +84,7 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
     own = (*options, "--sessions", str(tmp_path))
     with serving(talker, *own) as server:
         messages, _ = talked(server.url)
-        # each turn replaces the stored turn before it
+        # each turn replaces the previous turn in the folder
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
         assert files == [*[".archive"] * (options is RECALL), ".kv"]
         server.stop()
@@ -143,7 +143,7 @@ def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
             assert len(ASKED[0]) < n_read < n - 12
             _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
             n_pinned = len(f"[s]{other}") if other and pins else 0
-            # the policy's 4 sinks stay even if fewer tokens are pinned
+            # the policy always keeps its 4 sinks, even if fewer tokens are pinned
             assert own["share"]["held"].index(0) == max(4, n_pinned)
 
 
@@ -157,7 +157,7 @@ def test_a_tool_more_is_read_from_where_it_begins(url):
     messages = [SYSTEM, said("user", ASKED[0])]
     _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
     _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
-    # the third tool, the messages and the reply header are read
+    # the server reads the third tool, the messages and the reply header
     assert 0 < n_more - n < n_read < n_more - 12 - 300
     # the chat without the third tool is still stored
     assert asked(url, messages, tools=TOOLS[:2])[2] == 1
@@ -175,7 +175,7 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
             for key in ("2", "3"):
                 for system in systems:
                     _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
-                    # "Wh" is in the cache from "Why?"; "o?" and the reply header are read
+                    # the stored "Why?" has "Wh" in common, so the server reads only "o?" and the reply header
                     assert n_read <= 8, (pin, key)
 
 
@@ -192,7 +192,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = said("system", "Be kind. " * 80)
         n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # only whole batches of the system prompt are stored: 512 tokens
+        # only whole batches of the system prompt are stored, which are 512 tokens
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

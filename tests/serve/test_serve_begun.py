@@ -1,4 +1,4 @@
-"""If the assistant's message is last, the answer continues it, and the chat then has the whole reply."""
+"""If the last message is the assistant's, the answer continues it. The chat then has the whole reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.serve.here import here
 from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
 
 OPENS = CHAT.replace("%OPEN%", "<think>\n")
-"""Template whose reply header opens a thought. Earlier replies are shown without thoughts."""
+"""A template whose reply header opens a thought. It shows earlier replies without their thoughts."""
 
 HI = said("user", "Hi.")
 BEGUN = said("assistant", "The answer")
@@ -126,14 +126,14 @@ def test_a_splitter_goes_on_behind_a_beginning():
     [
         (PLAIN, {}, "So", "<|im_start|>assistant\nSo"),
         (PLAIN, {}, " So:\n", "<|im_start|>assistant\n So:\n"),
-        # if the header opens a thought, the prompt leaves the opening out
+        # if the header opens a thought, the opening is left out of the prompt
         (OPENS, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {"enable_thinking": False}, "So", "<|im_start|>assistant\nSo"),
-        # the client's beginning may have a thought
+        # the beginning that the client sends may contain a thought
         (OPENS, {}, "<think>\nHm", "<|im_start|>assistant\n<think>\nHm"),
         (PLAIN + "{# <think> #}", {}, "<think>Hm</think>So", "<|im_start|>assistant\n<think>Hm</think>So"),
-        # a marker in the text does not end the turn
+        # a marker in the client's text does not end the turn
         (PLAIN, {}, "a<|im_end|>\n", "<|im_start|>assistant\na<|im_end|>\n"),
     ],
 )
@@ -151,9 +151,9 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """From the user's message on, the prompt is a prefix of the rendered chat that has the whole reply."""
+    """Compared from the user's message on, the rendered chat with the whole reply begins with the prompt."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
-    # the only exception: a template whose reply header has instructions that earlier replies lack
+    # there is one exception: a template whose reply header has instructions that earlier replies lack
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():
@@ -192,7 +192,7 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
         )
-        # the same question, with another beginning of the reply
+        # the question is the same, but the reply has another beginning
         other = ask([HI, said("assistant", "It")], " is.")
         assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
         assert other["message"]["content"] == " is."

@@ -1,4 +1,4 @@
-"""Tool calls are recognized in a reply, whatever pieces its text comes in."""
+"""Tool calls are recognized in a reply, no matter how its text is divided into pieces."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ each_format = pytest.mark.parametrize("format", FORMATS, ids=[format.name for fo
 
 
 def parsed(format, pieces, tools=TOOLS):
-    """Return the events of a parser: texts, and calls as (name, arguments)."""
+    """Return the events of a parser. An event is a text or a call (name, arguments)."""
     parser = Parser(format, tools)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined([*events, *parser.end()])
@@ -103,7 +103,7 @@ def joined(events):
 
 
 def check_cuts(format, text, expected):
-    """Check that a parser finds these events if the text comes whole, in two pieces, or by characters."""
+    """Check that a parser finds these events if it gets the text whole, in two pieces, or by characters."""
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
     for at in range(1, len(text)):
@@ -125,7 +125,7 @@ def test_calls_are_written_as_models_write_them(format):
 @each_case
 def test_text_before_a_call_stays_without_the_white_space_between(format, text, calls):
     if format is LLAMA and text[0] == "{":
-        # without a tag, JSON is a call only at the start of a reply
+        # JSON without a tag is a call only at the start of a reply
         for before in ("So: ", "; "):
             check_cuts(format, before + text, [before + text])
     else:
@@ -134,7 +134,7 @@ def test_text_before_a_call_stays_without_the_white_space_between(format, text, 
 
 @each_case
 def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
-    # in LFM2 and Gemma, only the closing tag or the end of the reply ends a call
+    # in LFM2 and Gemma, a call ends only at the closing tag or at the end of the reply
     if format not in (formats.LFM2, formats.GEMMA) or format.tags[1] in text:
         check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
 
@@ -169,7 +169,7 @@ def test_a_call_that_is_cut_off_is_text(format, text, calls):
     first = parsed(format, [text])[0]
     for n in range(1, len(text)):
         found = parsed(format, [text[:n]])
-        # once the first call is whole, the rest may be text
+        # once the first call is complete, the rest of the reply may be text
         assert found[0] == first or found == [text[:n]], text[:n]
 
 
@@ -208,7 +208,7 @@ def test_texts_and_calls_in_any_order(format):
         reply, expected, follows = "", [], True
         for _ in range(draw.randrange(1, 7)):
             if draw.random() < 0.6:
-                # a letter comes first, so that the text neither starts with a tag nor loses white space
+                # The text begins with a letter, so that it does not begin with a tag or lose white space.
                 text = "x" + draw.choice(parts)
                 if expected and isinstance(expected[-1], str):
                     expected[-1] += text
@@ -258,7 +258,7 @@ def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
     check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
     # models may leave out the closing line
     check_cuts(format, f"{opening}\n{inside}", calls)
-    # or both the opening and the closing line
+    # models may also leave out both the opening and the closing line
     bare = f"\n{inside}\n"
     check_cuts(format, bare, calls if inside[0] == "{" else [bare])
 
@@ -340,7 +340,7 @@ def test_arguments_in_json_stay_as_they_are_written():
     assert calls == [
         {"id": calls[0]["id"], "type": "function", "function": {"name": "weather", "arguments": written}}
     ]
-    # a lone surrogate is escaped, so that it can be sent
+    # a lone surrogate is escaped, because it could not be sent otherwise
     for format, text in (
         (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
         (formats.LFM2, r"<|tool_call_start|>[now(x='\ud800')]<|tool_call_end|>"),

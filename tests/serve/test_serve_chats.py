@@ -33,7 +33,7 @@ def url(chat_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_url(tmp_path_factory):
-    """URL of a server that needs no key and has room for tools."""
+    """URL of a server that needs no key and whose budget has room for tools."""
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
     tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
@@ -44,7 +44,7 @@ KEY = {"Authorization": "Bearer first-key"}
 
 
 def asked(url, messages, headers=(), **more):
-    """Return (reply, usage, cached tokens, the answer's `kvtool` part)."""
+    """Return (reply, usage, number of cached tokens, the answer's `kvtool` part)."""
     body = {"messages": messages, "max_tokens": 8, **more}
     status, found = request(url, body, {**KEY, **dict(headers)})
     assert status == 200, found
@@ -147,7 +147,7 @@ def test_no_more_wait_than_may():
         with pytest.raises(ApiError, match="2 requests are waiting already") as caught:
             waiting.put(jobs[2])
         assert caught.value.status == 429
-        # a cancelled request makes room
+        # cancelling a request makes room in the queue
         jobs[0].cancel()
         waiting.put(jobs[3])
         assert len(waiting) == 2
@@ -161,7 +161,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # the server counts the moved chat's archive among the files that it cannot continue
+        # n_others is the number of files that the server cannot continue, here the moved chat's archive
         assert chats.n_others == 1
 
 

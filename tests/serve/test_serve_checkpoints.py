@@ -1,4 +1,4 @@
-"""Tokens that a server reads again if a chat with a hybrid model changes: those after a checkpoint."""
+"""If a chat with a hybrid model changes, the server reads again only the tokens after a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def options(request):
 
 
 def asked(url, messages):
-    """Return the reply, the tokens of the prompt, and how many of them were read."""
+    """Return (reply, number of the prompt's tokens, number of tokens that were read)."""
     status, found = request(url, {"messages": messages, "max_tokens": 12})
     assert status == 200, found
     usage = found["usage"]
@@ -32,7 +32,7 @@ def asked(url, messages):
 
 
 def talked(url):
-    """Return the messages of a chat of two turns, the first of which is long."""
+    """Return the messages of a chat of two turns. The first turn is long."""
     messages = [said("system", "Be kind.")]
     for text in (LONG, "Who is it?"):
         messages.append(said("user", text))
@@ -43,10 +43,10 @@ def talked(url):
 def check_edits(url, messages):
     """Change a chat in several places, and check how many tokens are read."""
     _, n, n_read = asked(url, messages[:4])
-    # a repeated request continues from the end of the reply before the last question
+    # If a request is repeated, the server continues after the last reply: it reads the question again.
     assert n_read < 30 < n
     assert asked(url, [*messages[:3], said("user", "Who was it?")])[2] < 30
-    # only the reply header follows the checkpoint
+    # the checkpoint is just before the reply header, so only the header is read
     assert asked(url, messages[:2])[2] == len("[e][a]")
     for share in (0.9, 0.5):
         at = int(len(LONG) * share)

@@ -1,10 +1,11 @@
 """Requests as programs send them, replayed against kvtool serve.
 
-tests/data/clients.jsonl has the requests of a chat of each program, logged by a proxy. Prompts and
-descriptions were shortened, and most tools and headers removed; fields and the shapes of messages and schemas
-are unchanged. `tool_choice` and the limit of tokens were added to requests that the model must answer with a
-call. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" stand for a part of the server's answer to request n of
-the same program. The field `follows` of a line is the number of the request whose chat the line continues.
+tests/data/clients.jsonl has the requests of one chat of each program, which a proxy logged. Prompts and
+descriptions were shortened, and most tools and headers were removed. Fields and the shapes of messages and
+schemas are unchanged. Requests that the model must answer with a call got a `tool_choice` and a limit of
+tokens. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are placeholders: each is replaced by a part of the
+server's answer to request n of the same program. The field `follows` of a line is the number of the request
+whose chat the line continues.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
 
 
 def filled(value, answers):
-    """Return the value with each "REPLY n", "CALL n", ... replaced by its part of the server's answer n."""
+    """Return the value with each "REPLY n", "CALL n", ...
+
+    replaced by that part of the server's n-th answer.
+    """
     if isinstance(value, dict):
         return {name: filled(each, answers) for name, each in value.items()}
     if isinstance(value, list):
@@ -98,7 +102,7 @@ def filled(value, answers):
         id, arguments = answers[int(number)].call
         if what == "INPUT":
             return json.loads(arguments)
-        # like programs, which parse the arguments and serialize them again
+        # programs also parse the arguments and serialize them again
         return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
     if what in ("THOUGHT", "STRIPPED"):
         thought = answers[int(number)].thought

@@ -1,4 +1,4 @@
-"""kvtool serve apart from chats: limits of answers, files, refused requests, llama-server's fields."""
+"""kvtool serve apart from chats: limits of answers, files, refused requests, fields of llama-server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
             client.chat.completions.create(model="chat", messages=[said("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
-    # the same with a policy that could forget, but must not: --overflow error
+    # the same with a policy that could forget, but is not allowed to: --overflow error
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
@@ -88,14 +88,14 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout
-    # the server reports how many files it cannot continue, and keeps them
+    # if there are files that the server cannot continue, it reports their number and keeps them
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
     assert any(line.startswith("1 files in ") for line in server.lines)
     assert file.exists()
     refused = kvtool("serve", *options, "--sessions", other)
     assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
-    # recall would archive pinned text that does not fit; h2o must refuse it
+    # The pinned text does not fit. recall would archive it, but h2o must refuse it.
     long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
     assert "the pinned text takes" in long.stderr
@@ -154,7 +154,7 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     assert done.returncode == 4
     assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
 
-    # a missing llama.cpp is reported first, since the server's packages would not help without it
+    # A missing llama.cpp is reported first: without it, the server's packages would be of no use.
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr
@@ -179,7 +179,7 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
         assert (done.returncode, done.stdout) == (9, "")
         assert f"in use by the server that runs with --sessions {tmp_path}; end that server" in done.stderr
         assert path.read_bytes() == before
-        # a session that the server did not store is free for `kvtool chat`
+        # `kvtool chat` can use a session that the server did not store
         assert chat(tmp_path / "mine.kv").returncode == 0
         server.stop(signal.SIGKILL)
     chatting = forked.Popen(command(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,4 +1,7 @@
-"""Tokens that a server reads again if its cache is rewound to checkpoints, and what it stores of a chat."""
+"""Number of tokens that a server reads again after its cache is rewound to checkpoints.
+
+Other tests here check which files and checkpoints a server stores for a chat.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def test_a_request_that_comes_again_reads_its_reply_header(url):
     again, _, n_again, _ = asked(url, [LONG])
     assert again == first
     assert n_again < 8
-    # a later turn's prompt is not read again either
+    # the prompt of a later turn is not read again either
     messages = [LONG, first, NEXT]
     reply, _, n_read, _ = asked(url, messages)
     assert n_read > 300
@@ -56,7 +59,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages += [said("assistant", "They are."), NEXT]
     _, n, n_read, _ = asked(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
-    # the copy for the last request has the reply that the client sent: only the new messages are read
+    # the stored chat has the reply that the client sent, so only the new messages are read
     _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
     assert n_read < 40
 
@@ -80,7 +83,7 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
         reply, n, n_read, _ = asked(server.url, messages)
         assert n_read < 400 < n
         assert len([*tmp_path.glob("*.kv")]) == 1
-        # an edit reads the chat again from its newest checkpoint on, and is another chat
+        # an edited chat is read again from its newest checkpoint, and stored as another chat
         edited = [*messages[:-1], said("user", "Nobody.")]
         _, n, n_read, _ = asked(server.url, edited)
         assert n_read == n - 12 if size == "0" else n_read < 100
@@ -101,7 +104,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
         other = [said("user", messages[0]["content"] + "!")]
-        # the checkpoint is before the reply header, so that a longer message continues from it as well
+        # the checkpoint is before the reply header, so a longer message can also continue from it
         assert all(server.ask(each)[1] > 1000 for each in (messages, other))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply

@@ -1,4 +1,4 @@
-"""Faults of a server's surroundings: random requests, a crowd, kills, a full disk, an end at any time."""
+"""Faults around a server: random requests, a crowd, kills, a full disk, an end at any time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. For recall, half of its context is longer than any chat of these tests.
+    """A model for the policy. For recall, half of the model's context is longer than any chat of these tests.
 
-    Recall places all tokens beyond half of the context at the same distance from a step's first query: with
-    such tokens, answers would depend on the steps in which a prompt is read.
+    Recall places all tokens beyond half of the context at the same distance from the first query of a step.
+    With such tokens, answers would depend on the steps in which a prompt is read.
     """
     return talker if policy == "recall" else chat_model
 
@@ -45,12 +45,15 @@ def options(policy, folder=None):
 
 
 def is_all(policy, n_cached, n):
-    """Return True if a chat of n tokens was cached. Recall may have cached tokens of the question as well."""
+    """Return True if all n tokens of a chat were cached.
+
+    Recall may also have cached some tokens of the question.
+    """
     return n <= n_cached <= n + (16 if policy == "recall" else 0)
 
 
 def ask(url, messages, **more):
-    """Return (reply, cached tokens, all tokens, kvtool's own part of the answer)."""
+    """Return (reply, number of cached tokens, number of all tokens, kvtool's own part of the answer)."""
     status, found = request(url, {"messages": messages, **ASKED, **more})
     assert status == 200, found
     usage = found["usage"]
@@ -60,7 +63,7 @@ def ask(url, messages, **more):
 
 @pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
 def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
-    """A part of the fuzzing that `make fuzz-serve` does in full."""
+    """A short version of `make fuzz-serve`."""
     n = share_of(100, 300)
     counts, _, (_, n_file) = fuzz_serve.run(chat_model, n, api=api)
     assert sum(counts.values()) >= n
@@ -74,9 +77,9 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
     # Rounding depends on which clients share a step. With this seed, the sums that h2o compares differ by at
-    # least 0.1 %, too much for rounding to reverse. With seed 0, two sums differ by only 6 in a million.
-    # A client that begins as another one may continue from that one's stream, where h2o has evicted other
-    # tokens.
+    # least 0.1 %, which is too much for rounding to reverse. (With seed 0, two sums differ by only 6 in a
+    # million.) With h2o, no two clients begin alike: a client could otherwise continue from another client's
+    # stream, where h2o has evicted different tokens.
     n_alike = 1 if policy == "h2o" else 2
     did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
     assert did["compared"] > 15
@@ -85,7 +88,7 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
 
 @EACH_POLICY
 def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path, share_of, policy):
-    # kill at one call in four, or at each with --long
+    # kill at every fourth call, or at every call with --long
     step = 4 // share_of(1, 4)
     done = forked.run(
         [sys.executable, "-m", "tests.serve.killed_turns", str(model), str(tmp_path), str(step), policy],
@@ -105,15 +108,15 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             while not server.is_killed:
                 asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
                 reply, n_cached, n, _ = ask(server.url, asked)
-                # if a kill comes after a reply is stored and before it arrives, the question is asked again;
-                # recall's cache may then already have the question's tokens
+                # A kill may come after a reply is stored and before it arrives. The question is then asked
+                # again, and recall's cache may already have the question's tokens.
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
                 # disconnect before the answer is finished
                 request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
 
     def have_turns(n):
-        """Return True if the 20 chats have n turns in all, and more than half of the chats have a turn."""
+        """Return True if the chats have at least n turns together, and more than 10 chats have a turn."""
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
@@ -214,7 +217,7 @@ def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_m
 
 
 def _bytes(folder):
-    """Return the bytes of all files. A file with two names counts once."""
+    """Return the size of all files in bytes. A file with two names is counted once."""
     found = [path.stat() for path in folder.iterdir()]
     return sum({each.st_ino: each.st_size for each in found}.values())
 
@@ -238,7 +241,7 @@ def test_it_ends_whatever_clients_do(chat_model, how, code):
             for each in (writing, waiting):
                 each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
             assert writing.recv(100)
-            # the answer would take days: the server must not wait for its end
+            # the answer would take days, so the server must not wait for its end
             assert server.stop(how) == (code, "kvtool: stopped\n")
 
 
@@ -275,7 +278,7 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
                 return stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
 
             def is_refused():
-                """Return True if a request without the end of its body gets status 408."""
+                """Return True if a request whose body is incomplete gets status 408."""
                 owed = connected()
                 with suppress(ConnectionError):
                     owed.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
@@ -285,12 +288,13 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
             silent, begun, amid, trickling = (connected() for _ in range(4))
             begun.sendall(b"POST /v1/completions HTTP/1.1\r\n")
             amid.sendall(b"GET /health HTTP/1.1\r\nA")
-            # the whole head has to arrive in time, so single bytes do not keep the connection open
+            # the time limit is for the whole head, so sending single bytes does not keep the connection open
             trickling.sendall(b"GET /health HTTP/1.1\r\nX: ")
             with pytest.raises(ConnectionError):
                 _trickle(trickling)
             for slow in (silent, begun, amid):
-                # the server closes the connection: recv returns nothing, or raises if it was reset
+                # the server closes the connection: recv returns no bytes, or it raises if the connection was
+                # reset
                 with suppress(ConnectionError):
                     assert slow.recv(100) == b""
 
@@ -298,7 +302,8 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
                 with suppress(*GONE):
                     return reply_to(server.url, [said("user", "Hello.")])
 
-            # on a busy machine these clients may also be too slow at first, so they try again
+            # on a busy machine, these clients may themselves exceed the time limit at first, so they try
+            # again
             until(is_refused)
             until(is_answered)
 

@@ -1,4 +1,7 @@
-"""Fields of other servers: accepted where they change nothing, supported, or refused by name."""
+"""Fields of other servers.
+
+A field is accepted if it changes nothing, else it is supported or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
 
 def test_names_of_other_servers_mean_the_same():
     assert chat(repetition_penalty=1.3).sampling.repeat_penalty == 1.3
-    # llama-server's name takes precedence
+    # the field of llama-server has priority
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
     assert both.sampling.repeat_penalty == 1.2
     assert chat(repeat_last_n=-1).sampling.repeat_last_n == MOST
@@ -176,7 +179,7 @@ def test_errors_of_responses_name_that_interface_s_fields(fields, param):
 def test_errors_that_come_later_name_the_message_of_the_client():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
-    # the server puts its system prompt before the client's messages
+    # the server puts its own system prompt before the client's messages, so indices differ by 1
     assert chat(system).places.in_error(refused).param == "messages[0]"
     assert (
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
@@ -290,7 +293,7 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
             )
         unasked = server.ask(path, body | {"return_progress": None}).text
         assert "prompt_progress" not in unasked
-        # cached tokens count as processed
+        # cached tokens are included in `processed`
         messages = [said("user", "Hi."), said("assistant", server.chat(HI)[0]["content"]), said("user", long)]
         body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
         first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])

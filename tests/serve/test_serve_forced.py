@@ -1,4 +1,4 @@
-"""Grammars that make a model call a tool, in its format, with arguments of the tool's schema."""
+"""Grammars that make a model call a tool in the model's format, with arguments that fit the tool's schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(tiny_model):
 
 
 def forced(engine, format, tools, choice=None):
-    """Return the rules that force a call. choice: a `Choice` of one tool, or None for any."""
+    """Return the rules that force a call. choice: a `Choice` that names a tool, or None for any tool."""
     return CallRules(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
 
 
@@ -47,7 +47,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # where the rules force a text, a token may have several bytes
+        # a token may have several bytes if the rules force a text
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")
@@ -68,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a `likes` whose model writes at random, but often begins one of `ends` and completes it."""
+    """Return a `likes` for random text in which the texts of `ends` are frequent."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
@@ -83,7 +83,7 @@ def wanders(seed, *ends):
 
 
 def holds(value, schema):
-    """Return True if JSON fits a schema, for the keywords that these tests use."""
+    """Return True if JSON fits a schema. It knows only the keywords that these tests use."""
     if "enum" in schema:
         return value in schema["enum"]
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -145,7 +145,7 @@ def test_another_call_does_not_fit_the_grammar(engine, format):
     for call in wrong:
         text = format.written([call])
         assert not written(engine, rules, dictates(text), len(text.encode())).startswith(text), call
-    # a choice that names a tool allows no other
+    # if the choice names a tool, calls of different tools are not allowed
     rules = forced(engine, format, TOOLS, Choice("required", "make-note"))
     text = format.written([NOW])
     assert not written(engine, rules, dictates(text), len(text)).startswith(text)
@@ -186,7 +186,7 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Schemas of AWKWARD whose arguments every format except Gemma's can express."""
+"""Names of schemas in AWKWARD. All formats except Gemma's can express arguments of these schemas."""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }

@@ -25,7 +25,7 @@ OBSIDIAN = "app://obsidian.md"
 
 
 def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
-    """Return the answer to a request. engine: function that answers its job; None if no job comes."""
+    """Return the answer to a request. engine: function that answers the job; None if no job is expected."""
     waiting = JobQueue(1)
     own = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
 
@@ -43,7 +43,7 @@ def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
 
 
 def post(content, encoding=None, **site):
-    """Return (status, error message, headers) of the answer to a body sent to count_tokens."""
+    """Send a body to count_tokens. Return (status, error message, headers) of the answer."""
     headers = {"Content-Encoding": encoding} if encoding else {}
     path = "/v1/messages/count_tokens"
     answer = send(path, "POST", content=content, headers=headers, count=lambda request: 7, **site)
@@ -52,7 +52,7 @@ def post(content, encoding=None, **site):
 
 
 def packed(data):
-    """Compress with gzip without the time in its header: every run gets the same bytes."""
+    """Compress with gzip. The header has no time, so the bytes are the same in every run."""
     return gzip.compress(data, mtime=0)
 
 
@@ -67,7 +67,7 @@ def bare(data):
         ("gzip", packed(BODY)),
         ("GZIP", packed(BODY)),
         ("x-gzip", packed(BODY)),
-        # two gzip files after each other
+        # two gzip files, concatenated
         ("gzip", packed(BODY[:20]) + packed(BODY[20:])),
         ("deflate", zlib.compress(BODY)),
         ("deflate", bare(BODY)),

@@ -69,7 +69,7 @@ def test_a_message_is_answered_with_its_usage(client):
     assert counted.input_tokens == usage.input_tokens > 10
     own = answer.model_extra["kvtool"]
     assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
-    # if a client marks a prefix for caching, tokens that were read count as cache_creation_input_tokens
+    # if a client marks a prefix for caching, cache_creation_input_tokens includes the tokens that were read
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
     again = ask(client, [said("user", "Name a river.")], system=marked).usage
     assert again.input_tokens == 0
@@ -105,7 +105,7 @@ def test_a_stream_says_the_same_in_events(server, client):
 
 
 def events_of(text):
-    """Return the data of the events. Each event must be named after the type in its data."""
+    """Return the data of the events. The name of each event must be the type in its data."""
     found = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in found]
     assert [name for name, _ in found] == [f"event: {event['type']}" for event in events]
@@ -123,7 +123,7 @@ def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_
     answer = ask(client, talk, tools=tools, tool_choice={"type": "tool", "name": "weather"}, max_tokens=80)
     n_before = n_prompt(first.usage) + first.usage.output_tokens
     assert answer.usage.cache_read_input_tokens == n_before
-    # the tool's definition has been added to the prompt
+    # the prompt now also has the tool's definition
     assert n_prompt(answer.usage) > n_before + 60
     (call,) = answer.content
     assert (call.type, call.name) == ("tool_use", "weather")
@@ -220,14 +220,14 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
-    # the same in a stream
+    # the same with a stream
     messages = [said("user", "And in Bergen?")]
     pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
     assert "".join(part.arguments or "" for part in parts) == '{"city": "Oslo"}'
-    # the same chat through the other APIs
+    # the same chat through the two other APIs
     with client.messages.stream(messages=messages, tools=TOOLS, **more) as stream:
         answer = stream.get_final_message()
     said_first, use = answer.content
@@ -241,7 +241,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
     after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
     assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
-    # a reply that consists of a call alone
+    # this reply consists only of a call
     tool = {"type": "function", **tool["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
     how = {"model": "x", "input": "And there?", "extra_body": bare}
@@ -270,7 +270,7 @@ def test_a_header_that_changes_is_not_read(client, smol):
     with serving(smol, *options) as server, of(server) as keeps:
         kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
         assert kept.input_tokens > plain + 10
-        # with --strict-model, names of other models are refused
+        # --strict-model refuses the names of other models
         for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
             with pytest.raises(anthropic.NotFoundError) as raised:
                 ask(keeps, messages, model=name)

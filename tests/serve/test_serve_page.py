@@ -32,7 +32,7 @@ FILES = sorted(WEB.iterdir())
 
 
 def get(path, **site):
-    """Return the status, the headers and the body of an answer, before the model is loaded."""
+    """Return the status, the headers and the body of an answer. The model is not loaded yet."""
     scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
     sent = []
 
@@ -135,7 +135,7 @@ def test_the_page_is_in_the_wheel(tmp_path):
 
 
 def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
-    # while it reads a prompt, the server sends pings; the page then shows "reading ..."
+    # the server sends pings while it reads a prompt, and the page then shows "reading ..."
     monkeypatch.setattr(app, "PING_S", 0.1)
 
     async def said():
@@ -258,5 +258,5 @@ def test_no_text_keeps_the_page_from_going_on():
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
     found = shown(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, found, strict=True)]
-    # each \u4e16 of a text must be shown
+    # each \u4e16 in a text must be shown
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

@@ -1,4 +1,4 @@
-"""kvtool serve scores a prompt: `echo` with `logprobs`, as lm-evaluation-harness asks for it."""
+"""kvtool serve scores a prompt if a request has `echo` and `logprobs`, as in lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.held import PATIENCE_S
 from tests.serve.serving import serving
 
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
-"""A text in tokens of tests/tiny.py's vocabulary."""
+"""Tokens of a text, with the vocabulary of tests/tiny.py."""
 
 
 def scored(server, prompt, **more):
@@ -35,7 +35,7 @@ def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
     with open_run(ScoreOptions(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
     with serving(chat_model, "--policy", policy, *given) as server:
-        # the first request must not change the second answer
+        # the second answer must not depend on the first request
         for _ in range(2):
             found = scored(server, [TOKENS], max_tokens=0)["logprobs"]
             assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
@@ -66,7 +66,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     assert one["tokens"] == two["tokens"]
     assert one["token_logprobs"] == two["token_logprobs"]
     assert of_tokens["text"] == f"<s>{of_text['text']}"
-    # offsets include "<s>": 3 characters that the other text lacks
+    # these offsets are larger by 3, because the text begins with "<s>"
     assert two["text_offset"] == [0, *(at + 3 for at in one["text_offset"][1:])]
     for choice in (of_text, of_tokens):
         for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
@@ -79,7 +79,8 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
 
 
 def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
-    # clients that score a prompt drop the list's last entry, so it must not be a token of the prompt
+    # clients that score a prompt drop the last entry of the list, so that entry must not be a token of the
+    # prompt
     with serving(chat_model, "--policy", "full") as server:
         choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
         assert choice["finish_reason"] == "stop"

@@ -1,4 +1,4 @@
-"""Answers that must be JSON of a schema, fit a grammar, a pattern or a choice, or call a tool."""
+"""Answers that must be JSON of a schema, match a grammar, a pattern or a choice, or call a tool."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ USER = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def ask(model, tmp_path_factory):
-    """ask(**fields) returns the last event of an answer that the model samples."""
+    """ask(**fields): the last event of an answer that the model samples."""
     with answering(
         model, CHAT, tmp_path_factory.mktemp("chats"), sampling=Sampling(temp=1.0), n_max=900
     ) as answer:

@@ -1,4 +1,4 @@
-"""Several requests that are answered at once: whose turn it is, and that none touches another."""
+"""Several requests that are answered at once: who computes next, and that they do not affect each other."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ from tests.serve.crowd_serve import request, said, streaming
 from tests.serve.serving import serving
 
 RECALL = ["search=all"]
-"""With this option, no choice of recall depends on the steps in which a prompt was read."""
+"""With this option, recall's choices do not depend on the steps in which a prompt was read."""
 
 NUMBER = itertools.count()
 
 
 class Asked:
-    """A request as HTTP queues it. seen: function called with each event's kind, while the slot computes."""
+    """A request as HTTP queues it.
+
+    seen: function that is called with the kind of each event, while the slot still computes.
+    """
 
     def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
         body = {
@@ -79,7 +82,7 @@ class Asked:
 
 
 class Serving:
-    """Queue and slots of `kvtool serve`, without HTTP. limit: number of engines that fit in memory."""
+    """Queue and slots of `kvtool serve`, without HTTP. limit: number of engines for which there is memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.lock, self.jobs, self.said, self.loads = ComputeLock(), JobQueue(queue), [], []
@@ -108,7 +111,7 @@ class Serving:
         return job
 
     def someone_waits(self):
-        """Return once another slot waits for its turn or for an engine. Called by the slot that computes."""
+        """Return when another slot waits for its turn or for an engine. The computing slot calls this."""
         until(lambda: self.lock._waiting or self.lock._resumed or self.batcher._waiting)
 
 
@@ -129,7 +132,7 @@ def served(path, policy, folder, **how):
 
 @pytest.fixture
 def one_step(monkeypatch):
-    """Make a slot's turn one step long."""
+    """Limit a slot's turn to one step."""
     monkeypatch.setattr(batching, "SLICE_STEPS", 1)
 
 
@@ -144,7 +147,7 @@ def test_who_waits_longest_gets_the_next_turn():
         lock.acquire()
         for _ in range(2):
             order.append(name)
-            # wait until the other threads queue, so that a slow one does not miss its turn
+            # a slow thread would miss its turn, so wait until all other threads are in the queue
             until(lambda: len(lock._waiting) == 2 - len(ended))
             for _ in range(batching.SLICE_STEPS + 1):
                 lock.step()
@@ -167,7 +170,8 @@ def has_ended(lock, n_left):
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # run `step` in a thread: once it has passed the lock on, it waits forever, as nobody passes it back
+    # `step` runs in a thread because it may never return: it passes the lock on, and nobody passes the lock
+    # back
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -176,7 +180,7 @@ def has_ended(lock, n_left):
 
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
-    """FIRST_SLICE_S limits the first turn of a short prompt, SLICE_S every other turn."""
+    """FIRST_SLICE_S limits the first turn of a short prompt. SLICE_S limits all other turns."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
     monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
 
@@ -188,7 +192,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     is_long = first_s > 0
     assert ends(batching.N_SHORT) is not is_long
     assert ends(1) is not is_long
-    # the usual limit holds for a long prompt, a reply, and a later turn
+    # long prompts, replies and later turns have the usual limit
     assert ends(batching.N_SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
@@ -207,7 +211,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
             if len(jobs) == 1:
                 jobs.append(Asked(question(1), seen=partial(seen, i=1)))
                 server.jobs.put(jobs[1])
-            # wait until the other slot queues, so that its thread does not miss its turn
+            # the other slot would miss its turn if its thread were slow, so wait until it is in the queue
             if not jobs[1 - i].is_over:
                 server.someone_waits()
 
@@ -216,12 +220,12 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
         assert jobs[0].last
         assert [job.text for job in jobs] == alone
         assert len(server.pool.slots) == 2
-    # the answers take turns
+    # the two answers are computed in turns
     assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
 
 
 def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
-    """No stored chat is loaded, and nothing is read again."""
+    """Each chat stays in its slot: no stored chat is loaded, and nothing is read again."""
     for policy in ("h2o", "recall"):
         with served(talker, policy, tmp_path / policy) as server:
             jobs = list(beside(server, question(0), question(1)))
@@ -237,8 +241,8 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
-    """A short prompt is read before the long prompt that came first."""
-    # no step is as short as this target, so the long prompt is read in the smallest steps
+    """A short prompt is read before a long prompt that came first."""
+    # No step is as short as this target, so the long prompt is read in steps of the smallest size.
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         other, told = [], []
@@ -258,7 +262,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
 
 
 def beside(server, one, other, n_max=40):
-    """Ask `other` while `one` is answered. Return both jobs once that of `one` has ended."""
+    """Ask `other` while `one` is being answered. When `one` has ended, return both jobs."""
     second = []
 
     def seen(kind):
@@ -273,7 +277,10 @@ def beside(server, one, other, n_max=40):
 
 def test_one_user_has_one_engine(talker, tmp_path, one_step):
     def is_read_again(chat):
-        """Disconnect while the prompt is read, and ask again. Return True if it was read from the start."""
+        """Disconnect while a prompt is read, and ask again.
+
+        Return True if the prompt was read from its start.
+        """
         again = []
 
         def seen(kind):
@@ -292,7 +299,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # with two engines, nothing is read again either
+        # with two engines, the prompt is not read again either
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
@@ -311,14 +318,14 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
             n = job.last["held"]["tokens"]
             next_one = server.put([*chat, *question(i), said("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
-        # a question that is asked twice at once is stored as well
+        # two requests ask the same question at the same time: the chat is still stored
         twins = beside(server, *[[*chat, *question(4)]] * 2)
         assert twins[0].text == twins[1].text
         for _ in range(3):
             after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # while the first request continues a chat, the second repeats the chat's first question and stores
-        # that shorter chat again: the longer one must stay
+        # The first request continues a chat. Meanwhile the second request repeats the first question of that
+        # chat, and so stores the shorter chat again. The longer chat must stay.
         start = server.put(question(6))
         chat = [*question(6), said("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
@@ -352,7 +359,8 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # 400 tokens, ten times the other answer's: this request still decodes when that one ends
+                # this request has ten times as many tokens (400), so it still decodes when the other answer
+                # ends
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
@@ -397,7 +405,7 @@ def running(url):
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talker, policy):
     short = {"messages": question(0), "max_tokens": 8, "temperature": 0}
-    # to answer `long` would take days; to read `prompt` takes many times as long as the short request
+    # Answering `long` would take days. Reading `prompt` takes many times as long as the short request.
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
     with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
@@ -409,7 +417,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     answer = link.getresponse()
                     assert answer.readline()
                 assert request(server.url, short, timeout=PATIENCE_S)[1]["choices"] == alone
-                # a moment after its answer, the short request may still be counted
+                # for a moment after its answer, the server may still count the short request
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:

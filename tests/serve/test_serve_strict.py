@@ -1,7 +1,7 @@
-"""The current openai and anthropic packages take every answer, with their strict validation of its fields.
+"""The current openai and anthropic packages accept every answer, even if they validate its fields strictly.
 
-Two cases are left out in which OpenAI's own server violates the types: pieces of a streamed text without a
-finish reason, and the first token of an echoed prompt, which has no log-probability.
+Two cases are left out, because OpenAI's own server violates the types there. In a streamed text, pieces have
+no finish reason. In an echoed prompt, the first token has no log-probability.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def server(talker):
 
 
 def taken(server, package, call, fields):
-    """Return the answer as a package's client gives it; for a stream, the list of its events."""
+    """Return the answer from a package's client. If it is a stream, return the list of its events."""
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 
@@ -149,12 +149,12 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     (text,) = thought.content
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
     done = [each.item for each in events if each.type == "response.output_item.done"]
-    # a stream that ends within the thought has no message
+    # a stream that ends within its thought has no message
     assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
     assert done == events[-1].response.output
     assert done[0].content == thought.content
     assert [each.sequence_number for each in events] == [*range(len(events))]
-    # if the client sends the messages back unchanged, the cache has them
+    # the client sends the messages back unchanged, so the cache has them
     turns = [
         said("user", "Hi."),
         thought.model_dump(),

@@ -1,4 +1,4 @@
-"""Thinking as clients request it: fields that reach the template, and thoughts that clients return."""
+"""Thinking in requests of clients: fields that reach the template, and thoughts that clients send back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ USER = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def serve(model, tmp_path):
-    """serve(source, ...) opens the model with this template; see `answering`."""
+    """serve(source, ...): open the model with this chat template. See `answering`."""
     opened = []
 
     def start(source, policy="full", **more):
@@ -168,10 +168,10 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
     end = serve(USER, "Yes.", api, **more)
     assert end["message"] == {"role": "assistant", "content": "Yes."}
     assert serve.prompt.endswith(f"assistant\n{EMPTY}")
-    # the chat that is kept has the reply without the empty thought
+    # the stored chat has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
     assert "remarks" not in end["held"]
-    # in a request without a field that turns thinking off, the model thinks again
+    # the next request does not turn thinking off, so the model thinks again
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
     assert serve.prompt.endswith("assistant\n<think>\n")
@@ -216,7 +216,7 @@ def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve)
         refuse(USER, "Yes.", enable_thinking=True)
     assert (raised.value.status, raised.value.param) == (400, "enable_thinking")
     assert raised.value.message == "enable_thinking: the model's chat template has no thinking to switch on"
-    # False is accepted, since the template has no thinking
+    # False is accepted, because this template has no thinking anyway
     assert refuse(USER, "Yes.", enable_thinking=False)["message"]["content"] == "Yes."
     failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
     with pytest.raises(ApiError) as raised:
@@ -286,7 +286,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
-        # at most 60 tokens, because the test reads them from the sampler, which keeps only the last 64
+        # at most 60 tokens: the test gets them from the sampler, which stores only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
@@ -334,14 +334,14 @@ AGENT = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
 )
-"""Template that keeps thoughts since the user's last message (interleaved thinking), as Qwen3's does."""
+"""A template that, like Qwen3's, shows the thoughts since the user's last message (interleaved thinking)."""
 
 KEEPS = AGENT.replace("and loop.index0 > ns.last and m.reasoning_content", "and m.reasoning_content")
 ALWAYS = AGENT.replace(
     "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}",
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}",
 ).replace("m.reasoning_content.strip", "(m.reasoning_content or '').strip")
-"""Template that shows an empty thought in a reply without one, as Qwen3.5's does."""
+"""A template that, like Qwen3.5's, shows an empty thought if a reply has no thought."""
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -349,7 +349,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory):
-    """A model of a small vocabulary: a text has the same tokens wherever it is cut."""
+    """A model with a small vocabulary. A text has the same tokens even if it is cut into parts."""
     path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
     tiny.write_llama(path, n_ctx_train=4096)
     model = Model(path)
@@ -358,16 +358,16 @@ def bytewise(tmp_path_factory):
 
 
 def fresh(serve, messages, **more):
-    """Return the tokens that a server without this chat would read for a request."""
+    """Return all tokens of a request's prompt, as read by a server that does not have the chat."""
     request = serve.request({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 
 
 def agent(serve, opens, sends):
-    """Let an agent look twice and answer; then let the user ask twice more.
+    """Let an agent look twice and answer. Then let the user ask two more questions.
 
-    Yield (messages, last event) of each request, with None as the event of the last one.
+    Yield (messages, last event) of each request. The event of the last request is None.
 
     opens: True if the header opens the thought.
     sends: True if the client sends thoughts back.
@@ -398,7 +398,7 @@ def agent(serve, opens, sends):
 def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
     bytewise, tmp_path, source, opening, sends, policy
 ):
-    # insert the opening as an expression, since Jinja drops a newline after a block
+    # the opening is an expression, because Jinja would drop its newline after a block
     source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
         for messages, _ in agent(serve, bool(opening), sends):
@@ -439,17 +439,17 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
-        # while the agent looks around, its thoughts stay in the prompt, and nothing is read again
+        # while the agent works, its thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
             assert event["n_cached"] == before["held"]["tokens"]
-        # at the user's next message the template drops the thoughts: the chat is read again from the first
-        # thought on
+        # At the user's next message, the template drops the thoughts. The server reads the chat again from
+        # the place of the first thought.
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
-        # the first thought and the first call both begin with "<t": these 2 tokens may be cached as well
+        # 2 more tokens may be cached, because the first thought and the first call both begin with "<t"
         assert n_least <= events[3]["n_cached"] <= n_least + 2
     with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
-        # if the client does not send thoughts back, only the first reply is read again: from then on, the
-        # server stores replies without thoughts
+        # If the client does not send thoughts back, only the first reply is read again. After that, the
+        # server stores replies without thoughts.
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
             assert event["n_cached"] == before["held"]["tokens"]
@@ -501,7 +501,8 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # the prompt has neither of these thoughts: no reply follows `first`, and `thought` is encrypted
+    # The prompt has neither of the next two thoughts. `first` has no reply after it, and `thought` is
+    # encrypted.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
     assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt
@@ -531,7 +532,10 @@ def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
 
 
 def test_a_reply_behind_a_result_may_have_another_header(serve):
-    """As in DeepSeek R1's template, no header follows a tool's result, so no thought is opened."""
+    """The header is missing after a tool's result, so no thought is opened.
+
+    DeepSeek R1's template does this.
+    """
     source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
     serve = serve(source.replace("%OPEN%", "<think>\n"))
     messages = [*USER]

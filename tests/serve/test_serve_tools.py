@@ -1,4 +1,4 @@
-"""Tools in requests: the accepted forms, and their place in the prompt."""
+"""Tools in requests: which forms are accepted, and their place in the prompt."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_tools_come_out_with_what_templates_expect():
     }
     assert found[1]["function"] == {"name": "b", "parameters": {"type": "object", "properties": {}}}
     assert check_tools(None) == check_tools([]) == []
-    # templates show the keys of a schema in their order
+    # the order of a schema's keys is kept, because templates show the keys in this order
     (last,) = check_tools([tool("a", {"properties": {}, "type": "object"})])
     assert list(last["function"]["parameters"]) == ["properties", "type"]
 
 
 TYPES = ("must be an object", "must be a list", "must be a string", "must be true or false")
-"""Ends of the error messages for a field of the wrong type."""
+"""Ends of error messages about a field of the wrong type."""
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_calls_and_results_come_as_clients_send_them():
         )
     ]
     assert [each["tool_call_id"] for each in results] == ["call_3", "call_1", "call_2"]
-    # given ids are kept, and a later call without an id gets a new one
+    # an id in the request is kept, and a later call without an id gets a new id
     own = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*own)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
-    # Ollama's results name the tool instead of the call
+    # in Ollama's format, a result names the tool and not the call
     _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
     assert third["tool_call_id"] == "x"
 
@@ -315,7 +315,7 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
     assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
     assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
-    # in LFM2's syntax, arguments must be an object; others are written as JSON in a tag
+    # In LFM2's syntax, arguments must be an object. Other arguments are written as JSON in a tag.
     calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
     (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
     assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'

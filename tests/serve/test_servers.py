@@ -1,4 +1,4 @@
-"""A reserved port is free for the server that a test starts there, and for no other program."""
+"""A reserved port is free for the server that a test starts, and other programs cannot use the port."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_a_server_that_ends_is_not_waited_for():
 @linux
 @pytest.mark.parametrize("status", [200, 404, 503])
 def test_a_server_answers_once_it_has_loaded_its_model(status):
-    """A stand-in says 503 once and then this status; 404 is the answer of a server without /health."""
+    """The stand-in answers /health with 503 once, and then with this status.
+
+    A server without /health would answer 404.
+    """
     code = (
         "import http.server, sys\n"
         "class Handler(http.server.BaseHTTPRequestHandler):\n"

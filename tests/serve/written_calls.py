@@ -1,4 +1,4 @@
-"""Calls of tools as models write them, by format."""
+"""Tool calls as models write them, for each format."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ WRITTEN = {
         ),
     },
 }
-# the opening of a call in each format, without a valid call
+# for each format, the text that opens a call, without a complete call
 OPENS = {
     **{
         "hermes": "<tool_call>",

@@ -1,6 +1,6 @@
-// Checks of patches/src/archive, which is linked with ggml and without llama.cpp. Each compares the library with a
-// definition that can be read here. `archive_checks NAME` runs one check. If it fails, it prints a line and exits with
-// status 1.
+// Checks of patches/src/archive, which is linked with ggml and without llama.cpp. Each check compares the library with
+// a definition that is written here. `archive_checks NAME` runs one check. If the check fails, the program prints a
+// line and exits with status 1.
 
 #include "archive/convert.h"
 #include "archive/kmeans.h"
@@ -105,9 +105,9 @@ CHECK(conversions_are_those_of_ggml) {
         } else {
             ggml_get_type_traits(type)->to_float(own.data(), z.data(), n);
         }
-        // the same bits: zeros must have the same sign, too
+        // compare bits, so that zeros must also have the same sign
         EXPECT(memcmp(y.data(), z.data(), n*sizeof(float)) == 0);
-        // ggml may round ties in another direction
+        // ggml may round ties in the other direction
         const float step = hadamard_size(type, n) > 0 ? 0.5f : 0.05f;
         for (int i = 0; i < n; ++i) {
             EXPECT_NEAR(y[i], x[i], step);
@@ -140,7 +140,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
     constexpr int m = 5, k = 19;
     for (const int n : { 8, 24, 40 }) {
         const auto a = normal(m*k, 1), b = normal(k*n, 2), before = normal(m*n, 3);
-        // a, and a transposed
+        // first a, then the transposed a
         for (const auto & [as, ak] : { std::pair(k, 1), std::pair(1, m) }) {
             auto c = before;
             multiply_add(c.data(), n, a.data(), as, ak, b.data(), n, m, k, n);
@@ -158,7 +158,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
 }
 
 CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
-    constexpr int n = 70, d = 64, gap = 12; // n: more rows than add_rows takes at once
+    constexpr int n = 70, d = 64, gap = 12; // more rows than add_rows reads at once
     for (const ggml_type type : types) {
         for (const int n_x : { 1, 3, 8 }) {
             const size_t size = ggml_row_size(type, d) + gap;
@@ -242,7 +242,7 @@ CHECK(exponentials_are_relative_to_the_maximum) {
 
     double above = 0.0;
     const auto all = e;
-    std::fill(e.begin() + n, e.end(), 1.0f); // not a part of the sum
+    std::fill(e.begin() + n, e.end(), 1.0f); // these elements are not a part of the sum
     const float kept = keep_above(e.data(), n, 0.1f);
     for (int i = 0; i < n; ++i) {
         EXPECT(e[i] == (all[i] > 0.1f ? all[i] : 0.0f));
@@ -298,7 +298,7 @@ static rotation rope_of(int mode, int n_dims = n_embd, int first = 0) {
     return res;
 }
 
-// the definition of RoPE: pair i turns by delta/10000^(i/n_pair)
+// The definition of RoPE: pair i is rotated by the angle delta/10000^(i/n_pair).
 static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, int mode, int n_dims, int first) {
     auto res = x;
     const int n_pair = n_dims/2;
@@ -315,10 +315,11 @@ static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, i
 CHECK(keys_are_rotated_as_rope_defines) {
     const auto key = normal(n_embd, 1);
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
-        // all elements are rotated; all but the first 24; only the first 24 (12 pairs do not fill vectors of 8)
+        // Three cases: all elements are rotated, all except the first 24, or only the first 24. (Their 12 pairs do not
+        // fill vectors of 8.)
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
             const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
-            // the last delta is beyond the tables of angles
+            // the tables of angles end before the last delta
             for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
                 auto own = key;
                 rope.turn(own.data(), delta);
@@ -387,7 +388,7 @@ CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
 // clusters
 //
 
-// points in n_cluster groups far from each other: point i is in group i % n_cluster
+// Points in n_cluster groups that are far from each other. Point i is in group i % n_cluster.
 static std::vector<float> groups(int n, int d, unsigned seed, float noise) {
     const auto centres = normal(n_cluster*d, seed, 10.0f);
     auto res = normal(n*d, seed + 1, noise);
@@ -442,7 +443,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
         }
         n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
     }
-    // some points have another nearest mean, because the means have moved since the last assignment
+    // Not all points are in the cluster with the nearest mean: means have moved since the last assignment.
     EXPECT(n_nearest > n*8/10);
 }
 
@@ -456,13 +457,13 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
     EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
     for (int i = 0; i < n; ++i) {
-        // each half of the order has points from one side only
+        // all points in a half of the order must be from the same side
         EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
     }
     EXPECT(order[0] % 2 != order[n/2] % 2);
 }
 
-// clusters of a row whose blocks have random keys; the base of block b is 0 if one_base, otherwise b
+// Clusters of a row whose blocks have random keys. The base of block b is 0 if one_base, otherwise b.
 static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
     row_clusters res(n_embd, n_embd);
     for (int b = 0; b < n_block; ++b) {
@@ -472,7 +473,7 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// expect each place to have the summary of the cluster that block_at and cluster_at name
+// Expect that each place has the mean and the size of the cluster that block_at and cluster_at name.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
@@ -510,7 +511,7 @@ CHECK(clusters_hold_each_token_once_and_their_means) {
     }
     expect_means(row, keys);
 
-    // mean values in 4 bits
+    // this row stores mean values with 4 bits
     row_clusters small(n_embd, n_embd, 64);
     for (int b = 0; b < 3; ++b) {
         small.set(b, 0, { false, 0 }, keys[b].data(), keys[b].data(), nullptr);
@@ -572,7 +573,7 @@ CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
     EXPECT(row.begin() == 3 && row.end() == n_grouped - 1);
     expect_means(row, keys);
     row.set(n_grouped - 1, 0, { false, 0 }, keys[n_grouped - 1].data(), keys[n_grouped - 1].data(), nullptr);
-    EXPECT(!row.is_grouped(5)); // the group of block 5 has lost blocks
+    EXPECT(!row.is_grouped(5)); // the group of block 5 has lost some of its blocks
     expect_means(row, keys);
 
     auto other = clustered_row(n_grouped, true, keys);
@@ -585,7 +586,7 @@ CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
 // memory
 //
 
-// expect the slabs of the tokens begin .. end - 1 to have the numbers that `mark` wrote to them
+// Expect that the slabs of tokens `begin` to `end` - 1 have the numbers that `mark` wrote.
 static void expect_marks(const store & memory, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += store::n_block) {
         int64_t mark;
@@ -608,7 +609,7 @@ static void expect_slabs(store & memory) {
     const int64_t full = memory.bytes();
     EXPECT(full == 70*8192);
 
-    memory.fit(3*256 + 5, 72*256); // three slabs become free, and two of them are used again
+    memory.fit(3*256 + 5, 72*256); // three slabs become free, and two of them are reused
     expect_marks(memory, 4*256, 70*256);
     EXPECT(memory.bytes() == full);
     mark(memory, 3*256, 72*256);
@@ -637,13 +638,13 @@ CHECK(slabs_of_a_file_keep_their_tokens_too) {
     memory.make(5000);
     memory.open(path);
     EXPECT(memory.has_file());
-    EXPECT(fopen(path.c_str(), "r") == nullptr); // the file has no name, so it is gone when the process ends
+    EXPECT(fopen(path.c_str(), "r") == nullptr); // the file has lost its name, so it disappears when the process ends
     expect_slabs(memory);
 
     FILE * other = fopen(path.c_str(), "w");
     store second;
     second.make(5000);
-    EXPECT(throws([&] { second.open(path); })); // a file that exists is not overwritten
+    EXPECT(throws([&] { second.open(path); })); // an existing file is not overwritten
     fclose(other);
     remove(path.c_str());
 }
@@ -654,14 +655,14 @@ CHECK(slabs_of_a_file_keep_their_tokens_too) {
 
 static constexpr int n_head  = 2;
 static constexpr int n_layer = 2;
-static constexpr int n_dim   = n_head*n_embd; // elements of a token's keys
+static constexpr int n_dim   = n_head*n_embd; // number of elements of a token's keys
 
 static archive_params params_of(ggml_type type = GGML_TYPE_F32, int n_exact = 128, int n_near = n_ctx) {
     return { 0, n_near, type, type, 0, 2, n_exact };
 }
 
-// A stream of random tokens, and an archive of those that were pushed. `keys` are not rotated; `push` rotates them as
-// the cache would, to their positions minus the current base.
+// A stream of random tokens, and an archive of the tokens that were pushed. `keys` are not rotated. `push` rotates them
+// like the cache: to their positions minus the current base.
 struct stream {
     archive own;
     int64_t n_max;
@@ -702,7 +703,7 @@ struct stream {
             }
             const auto bytes = [&](const float * x) { return std::vector<uint8_t>((const uint8_t *) x, (const uint8_t *) (x + n*n_dim)); };
             const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
-            // tokens before `first` exceed n_max, and are not stored
+            // tokens before `first` are not stored, because they exceed n_max
             for (int64_t i = std::max(pos, first); i < pos + n; ++i) {
                 const size_t at = (i - pos)*n_dim*sizeof(float);
                 own.put(l, i, cells.type_k, cells.k.data() + at, cells.type_v, cells.v.data() + at);
@@ -718,7 +719,7 @@ static std::vector<uint8_t> tokens_of(const archive & all, size_t layer, int64_t
     return res;
 }
 
-// expect two archives to hold the same tokens and clusters, in the same order
+// Expect that two archives have the same tokens and clusters, in the same order.
 static void expect_same(const archive & a, const archive & b) {
     EXPECT(a.table() == b.table());
     EXPECT(a.clustered() == b.clustered());
@@ -742,7 +743,7 @@ CHECK(an_archive_gives_back_its_tokens_in_their_order) {
     s.push(900);
     s.push(600);
     EXPECT(s.own.begin() == 0 && s.own.end() == 1600);
-    EXPECT(s.own.clusters_of(0, 0).end() == 6); // complete blocks, whose tokens are stored by clusters
+    EXPECT(s.own.clusters_of(0, 0).end() == 6); // six blocks are complete, and their tokens are stored cluster by cluster
     std::vector<float> key(n_embd);
     for (int l = 0; l < n_layer; ++l) {
         const auto raw = tokens_of(s.own, l, 250, 1600);
@@ -774,7 +775,7 @@ CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
     EXPECT(s.own.begin() == 1280); // token 1756 - 700 = 1056 is in the block that ends at 1280
     EXPECT(s.own.clusters_of(1, 1).begin() == 5);
 
-    stream few(params_of(), 500); // an archive this small has no clusters, and deletes single tokens
+    stream few(params_of(), 500); // an archive as small as this has no clusters, and it deletes single tokens
     few.push(490);
     few.push(37);
     EXPECT(few.own.begin() == 27 && few.own.clusters_of(0, 0).end() == 0);
@@ -799,7 +800,8 @@ CHECK(segments_have_the_base_of_their_time) {
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
         EXPECT(s.own.base_of(i) == s.bases[i]);
     }
-    // each token is in one stretch; queries are rotated by -7 for the first 50, else by the difference of the bases
+    // Each token is in one stretch. Queries are rotated by -7 for the first 50 tokens, and by the difference of the
+    // bases for all other tokens.
     std::vector<int64_t> delta;
     for (const auto & part : s.own.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
@@ -811,14 +813,14 @@ CHECK(segments_have_the_base_of_their_time) {
     }
 
     s.start_over();
-    s.own.set_base(0); // the base of start_over has no tokens, so it is not in the table
+    s.own.set_base(0); // the base of start_over is not in the table, because it has no tokens
     EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
     s.own.keep(20);
     EXPECT(s.own.frames.front().base == 300);
 }
 
 CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
-    // the archive is cut inside a block, at a block's end, and to fewer tokens than either n_max
+    // Cut the archive inside a block, at the end of a block, and to fewer tokens than either limit n_max.
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
@@ -833,7 +835,7 @@ CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
                 a.start_over();
                 a.push(500);
             } else {
-                a.push(30); // so few that the limit deletes no further block
+                a.push(30); // so few tokens that the limit deletes no more blocks
             }
             const bool is_whole = a.own.begin() == b.own.begin();
             a.own.cut(end, end);
@@ -873,7 +875,7 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
     }
     b.own.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // two rows per thread and call
+    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call seals two rows per thread
     EXPECT(b.own.seal_some(archive::most, 1) == 0);
     expect_same(a.own, b.own);
 }
@@ -907,14 +909,14 @@ CHECK(clusters_deferred_are_those_of_the_end) {
 // attention
 //
 
-// the definition of a query's attention to the archived tokens of a row
+// A query's attention to the archived tokens of a row, by definition.
 struct defined {
     double              sum; // logarithm of the sum of all exponentials
     std::vector<double> value;
-    std::vector<double> attn; // of each token from the archive's first on
+    std::vector<double> attn; // one number for each token of the archive
 };
 
-// query: not rotated; the cache would rotate it to rot. A token i with is_far(i) has the distance n_near + late
+// The query is not rotated. The cache would rotate it to rot. If is_far(i), token i has the distance n_near + late.
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -945,7 +947,7 @@ static defined attention_by_definition(
     return res;
 }
 
-// queries of one head as the cache has them: rotated to rot, all at the same position
+// The queries of one head as the cache has them: rotated to rot. All of them are at the same position.
 static std::vector<float> queries_at(const std::vector<std::vector<float>> & queries, int64_t rot) {
     std::vector<float> res;
     for (const auto & q : queries) {
@@ -963,7 +965,8 @@ static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
     return res;
 }
 
-// (head, i): true if token i of layer 1 is far. A clustered block is far as a whole
+// A function (head, i) that returns true if token i of layer 1 is far. All tokens of a clustered block are far if the
+// block is.
 static auto far_blocks(const stream & s) {
     return [&s](int head, int64_t i) {
         const auto & own = s.own.clusters_of(1, head);
@@ -974,7 +977,7 @@ static auto far_blocks(const stream & s) {
 static const logit_params plain  = { 0.35f, 0.0f };
 static const logit_params capped = { 0.35f, 3.0f };
 
-// attend with these queries for all heads of layer 1, and compare with the definition
+// Attend with these queries, for all heads of layer 1. Compare the results with the definition.
 template <typename F>
 static void expect_attention(
         const stream & s, int n_query, int64_t rot, const logit_params & logits, int n_exact, double limit, F && is_far) {
@@ -1007,7 +1010,7 @@ CHECK(attention_to_all_tokens_is_a_softmax) {
     s.push(300);
     s.start_over();
     s.push(410);
-    for (const int n_query : { 1, 8, 12 }) { // few queries and many are computed in different ways
+    for (const int n_query : { 1, 8, 12 }) { // few queries and many queries are computed in different ways
         for (const auto & logits : { plain, capped }) {
             expect_attention(s, n_query, 420, logits, 0, 1e-3, [](int, int64_t) { return false; });
         }
@@ -1032,7 +1035,7 @@ CHECK(attention_to_all_clusters_is_a_softmax) {
     s.push(700);
     const auto is_far = far_blocks(s);
     EXPECT(is_far(0, 0) && !is_far(0, 1400));
-    EXPECT(is_far(0, 700)); // it was near when its block was clustered first
+    EXPECT(is_far(0, 700)); // this token was still near when its block was first clustered, but now it is far
     for (const int n_query : { 1, 12 }) {
         expect_attention(s, n_query, 710, plain, 1 << 20, 2e-3, is_far);
     }
@@ -1070,7 +1073,8 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
         for (int e = 0; e < n_embd; ++e) {
             sum += std::pow(read[e] - key[head*n_embd + e], 2);
         }
-        // without the Hadamard matrix the error would be 0.6, as the 16 codes of a block would span more than 30
+        // Without the Hadamard matrix, the 16 codes of a block would have to span more than 30, and the error would be
+        // 0.6.
         EXPECT(std::sqrt(sum/n_embd) < 0.4);
         l.values(head, 0, 1, read.data());
         for (int e = 0; e < n_embd; ++e) {
@@ -1079,8 +1083,9 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
     }
 }
 
-// Archive a group of blocks, which has sets. n_near is 1: far blocks are clustered by their keys without RoPE. Here these
-// keys lie in tight groups, so that the mean of a cluster represents its tokens
+// A stream whose archive has a group of blocks, and so has sets. n_near is 1, so clustered blocks are far. Far blocks
+// are clustered by their keys without RoPE. Here these keys are in tight groups, so that the mean of a cluster
+// represents its tokens.
 struct tight_stream : stream {
     tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
         for (auto & k : keys) {
@@ -1088,7 +1093,7 @@ struct tight_stream : stream {
                 x *= 0.08f;
             }
         }
-        // the values of a cluster are equal; none is near 0, so that lost weight shows
+        // All values of a cluster are equal. They are not near 0, so that lost weight would be visible.
         for (auto & v : values) {
             for (size_t i = 0; i < v.size(); ++i) {
                 v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
@@ -1110,7 +1115,7 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
 CHECK(a_search_finds_the_tokens_that_a_query_wants) {
     stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
     const auto query = normal(n_embd, 99);
-    for (int e = 0; e < n_embd; ++e) { // the key of far token 300 is the query, rotated by its distance
+    for (int e = 0; e < n_embd; ++e) { // far token 300 gets the query as its key, rotated by its distance
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
     }
     s.push(4608);
@@ -1133,7 +1138,7 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
     EXPECT(seen.count(300) == 1);
     EXPECT(n_sealed >= 64 && n_sealed < 64 + 256);
     for (int64_t i = s.own.clusters_of(1, 1).end()*256; i < s.own.end(); ++i) {
-        EXPECT(seen.count(i) == 1); // tokens without clusters are all read
+        EXPECT(seen.count(i) == 1); // the search reads all tokens that have no clusters
     }
     EXPECT(estimate[1] > 0.0f);
 }
@@ -1142,7 +1147,7 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
 // residents
 //
 
-// the cells of layer 1 as a device holds them
+// The cells of layer 1, as a device holds them.
 struct device_cells {
     const stream & s;
     residents      all;
@@ -1157,7 +1162,7 @@ struct device_cells {
         for (bool is_whole = false; !is_whole;) {
             residents::cells some;
             is_whole = all.update(1, some);
-            EXPECT(some.at.size() <= 1024 + 256); // at most one cluster more
+            EXPECT(some.at.size() <= 1024 + 256); // the last cluster may exceed the limit of 1024
             for (size_t i = 0; i < some.at.size(); ++i) {
                 std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
                 std::copy_n(some.values.data() + i*n_embd, n_embd, values.data() + some.at[i]*n_embd);
@@ -1165,7 +1170,8 @@ struct device_cells {
         }
     }
 
-    // let heads choose residents by queries at position rot; returns the largest share of attention that a head missed
+    // Let the heads choose residents for queries at position rot. Return the largest share of attention that a head
+    // missed.
     float choose(const std::vector<std::vector<float>> & queries, int64_t rot, const logit_params & logits = plain) {
         float missed = 0.0f;
         for (int head = 0; head < n_head; ++head) {
@@ -1177,7 +1183,7 @@ struct device_cells {
 
     double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1)[head*all.n_cell() + cell]); }
 
-    // number of archived tokens that a head's cells stand for
+    // Number of archived tokens that a head's cells represent.
     double n_token(int head) const {
         double n = 0.0;
         for (int c = 0; c < all.n_cell(); ++c) {
@@ -1186,7 +1192,8 @@ struct device_cells {
         return n;
     }
 
-    // expect attention to these cells to be attention to the archive; is_far, late: see attention_by_definition
+    // Expect that attention to these cells equals attention to the archive. For is_far and late, see
+    // attention_by_definition.
     template <typename F>
     void expect_attention(int64_t rot, double limit, F && is_far, int64_t late = 0) const {
         for (const auto & query : some_queries(2)) {
@@ -1218,7 +1225,8 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
     device_cells cells(s, 16*n_cluster, 2304);
     s.push(900);
     int64_t anchor = -1;
-    for (const int n : { 230, 5, 400 }) { // far blocks come, and queries move on until far keys are rotated again
+    // More blocks become far, and queries move on. After the push of 400 tokens, far keys are rotated again.
+    for (const int n : { 230, 5, 400 }) {
         s.push(n);
         const int64_t rot = s.own.end() + 2;
         EXPECT(cells.all.unfit().empty());
@@ -1229,7 +1237,7 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
         anchor = n == 5 ? anchor : rot;
         cells.expect_attention(rot, 2e-3, is_far, rot - anchor);
     }
-    s.start_over(); // keys get another base: all cells are written again
+    s.start_over(); // keys get another base, so all cells must be written again
     s.push(300);
     cells.choose(some_queries(2), 302);
     cells.update(302);
@@ -1242,7 +1250,8 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
     const tight_stream s;
     const auto is_far = far_blocks(s);
     device_cells cells(s, 20*n_cluster, 300);
-    for (int i = 0; i < 3; ++i) { // at first nothing is resident, then what the queries chose
+    // nothing is resident in round 0; in rounds 1 and 2, the clusters that the queries chose are resident
+    for (int i = 0; i < 3; ++i) {
         cells.update(4610);
         cells.expect_attention(4610, 0.1, is_far);
         EXPECT((cells.choose(some_queries(2), 4610) > 0.0f) == (i == 0));
@@ -1252,7 +1261,7 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
 CHECK(cells_stand_for_each_archived_token_once) {
     stream s(params_of(GGML_TYPE_F32, 64, 700), 1500);
     device_cells cells(s, 8*n_cluster, 200);
-    for (int i = 0; i < 120; ++i) { // blocks come, become far, and are deleted
+    for (int i = 0; i < 120; ++i) { // new blocks come, become far, and are deleted
         s.push(17);
         if (s.own.end() > 2200) {
             break;
@@ -1271,7 +1280,7 @@ CHECK(cells_stand_for_each_archived_token_once) {
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
-// mean squared distance of a cluster's keys from their mean, divided by their length; in layer 1 and head 0
+// Mean squared distance of a cluster's keys from their mean, divided by n_embd. For layer 1 and head 0.
 static double spread_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
     const int64_t block = own.block_at(place);
     const int     c     = own.cluster_at(place);
@@ -1293,7 +1302,8 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     s.push(1300);
     const auto query = normal(n_embd, 99);
     double all_sums = 0.0;
-    const auto wanted = [&](int64_t rot) { // share of the attention to clusters that the first 100 tokens get, by definition
+    // The definition: the share of the clusters' attention that the best clusters with up to 100 tokens get.
+    const auto wanted = [&](int64_t rot) {
         const auto & own = s.own.clusters_of(1, 0);
         const auto turned = queries_at({ query }, rot);
         std::vector<std::pair<double, int>> res;
@@ -1325,7 +1335,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     const auto turned = queries_at({ query }, 1301);
     const float none = -INFINITY; // no live cells
     EXPECT_NEAR(cells.all.choose(1, 0, turned.data(), 1, plain, &none), wanted(1301), 0.02);
-    // if live cells get as much attention as the clusters, the share is half as large
+    // here live cells get as much attention as all clusters together, so the share is half as large
     device_cells other(s, 8*n_cluster, 100);
     other.update(1301);
     const float same = std::log(all_sums);
@@ -1337,7 +1347,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     EXPECT(few.all.unfit() == "more clusters than cells for means");
 }
 
-// result of the attention of one query in layer 1 and head 0
+// The result of one query's attention in layer 1 and head 0.
 static double attended(const stream & s, const std::vector<float> & query, std::vector<float> & value) {
     attention_work work;
     attention one(s.own, 1, 110, 1, plain, 0, work);
@@ -1356,7 +1366,7 @@ CHECK(numbers_that_are_not_finite_do_no_harm) {
     const auto queries = some_queries(1);
     auto turned = queries_at(queries, 110);
 
-    // a key that is NaN adds nothing
+    // a key that is NaN must add nothing to the result
     stream s(params_of(GGML_TYPE_F32, 0));
     s.keys[1][5*n_dim] = NAN;
     s.push(100);
@@ -1400,7 +1410,7 @@ CHECK(the_tokens_with_the_most_attention_are_those_by_definition) {
     for (int head = 0; head < n_head; ++head) {
         std::vector<std::pair<double, int64_t>> attn(400);
         for (int q = 0; q < n_query; ++q) {
-            // the live cells have as much attention as the archive
+            // let the live cells get as much attention as the archive
             one.set_sum(head, q, one.result(head, q, value.data()) + std::log(2.0));
             const auto expected = attention_by_definition(s, 1, head, queries[q], 205, plain, [](int64_t) { return false; });
             for (int64_t i = 0; i < 400; ++i) {
@@ -1426,7 +1436,7 @@ CHECK(the_tokens_with_the_most_attention_are_those_by_definition) {
     }
 }
 
-// make cells for these queries, and see that they give each head the archive's attention
+// Make synthetic cells for these queries. Expect that they give each head the attention of the archive.
 static void expect_made(const std::vector<float> & queries, ggml_type type, const logit_params & logits, double limit) {
     constexpr int n = 4;
     const auto found = normal(n*n_embd, 2);
@@ -1458,7 +1468,7 @@ CHECK(synthetic_cells_stand_for_the_archive) {
         expect_made(queries, GGML_TYPE_F16,  logits, 0.01);
         expect_made(queries, GGML_TYPE_Q8_0, logits, 0.005);
     }
-    // the queries of two heads are nearly equal
+    // now the queries of two heads are nearly equal
     for (int e = 0; e < n_embd; ++e) {
         queries[n_embd + e] = queries[e] + 0.3f*queries[n_embd + e];
     }
@@ -1473,7 +1483,7 @@ static ggml_context_ptr some_tensors() {
     return ggml_context_ptr(ggml_init({ 16u << 20, nullptr, false }));
 }
 
-// archive 600 tokens in the stream's own archive, and the same tokens in the recaller's
+// Archive the same 600 tokens in the stream's own archive and in the recaller's.
 static void fill(recaller & all, stream & s) {
     s.push(600);
     const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
@@ -1503,7 +1513,7 @@ static std::vector<archive_shape> shapes() {
     return { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } };
 }
 
-// run an operation of layer 1 with that many threads
+// Run an operation of layer 1 with n_thread threads.
 static std::vector<float> computed(recaller & all, ggml_tensor * t, int n_thread) {
     std::vector<std::thread> threads;
     for (int ith = 0; ith < n_thread; ++ith) {
@@ -1542,14 +1552,14 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
         EXPECT(one == computed(all, t, 3));
         EXPECT(one == computed(all, t, 5));
 
-        // a token's cells give its heads the archive's attention
+        // the cells of a token must give its heads the attention of the archive
         for (int i = 0; i < n_tokens*n_head*n_gqa; ++i) {
             const int token = i/(n_head*n_gqa), head = i/n_gqa % n_head, g = i % n_gqa;
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
             const auto & own = s.own.clusters_of(1, head);
             const auto is_far = [&](int64_t i) { return i/256 < own.end() && own[i/256].to.is_far; };
-            // queries of several tokens that attend together share one rotation for far keys, so those of token t have
-            // the distance n_near + t
+            // If several tokens attend together, their queries share one rotation for far keys. The queries of token t
+            // then have the distance n_near + t.
             const int64_t late = is_apart ? 0 : token;
             const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, is_far, late);
             double sum = 0.0;
@@ -1583,7 +1593,8 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     std::copy(turned.begin(), turned.end(), (float *) q->data);
     ggml_tensor * args[] = { q, rot, floats(n_head), floats(n_head) };
     for (int head = 0; head < n_head; ++head) {
-        ((float *) args[2]->data)[head] = 0.0f; // one live cell, with a product of 0 and all the probability
+        // there is one live cell: its product with the query is 0, and it gets all the probability
+        ((float *) args[2]->data)[head] = 0.0f;
         ((float *) args[3]->data)[head] = 1.0f;
     }
     ggml_tensor * t = all.build(ctx.get(), 1, floats(1), args, GGML_TYPE_F32, k*n_head*2*n_embd, plain);
@@ -1644,7 +1655,7 @@ CHECK(tokens_that_come_back_are_in_their_cells_rotated_to_the_new_base) {
                 const int c = i/n_dim, head = i % n_dim/n_embd, e = i % n_embd;
                 const float own = v[v_trans ? i % n_dim*n_cell + c : i];
                 if (c < cell || c >= cell + n_back) {
-                    EXPECT(k[i] == 0.0f && own == 0.0f); // other cells stay as they were
+                    EXPECT(k[i] == 0.0f && own == 0.0f); // all other cells must stay unchanged
                     continue;
                 }
                 const int64_t pos = 545 + c - cell;

@@ -2,21 +2,23 @@
 
     python tests/tools/check_archs.py DIR
 
-DIR has small random models, one per architecture. llama.cpp's test-llama-archs writes most of them,
-tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line per model; exit status 1 if any
-fails. The checks:
+DIR has small random models, one per architecture. llama.cpp's test-llama-archs writes most of them, and
+tests/tiny_archs.py writes the rest; `make check-archs` runs both. The program prints a line per model. The
+exit status is 1 if a model fails. The checks:
 
-full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit; up to rounding with
-           flash attention and an index. Flash attention is not checked where llama.cpp aborts with it
+full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit. With flash attention
+           and an index, they agree up to rounding. Flash attention is not checked if llama.cpp aborts with it
 alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
            llama.cpp's sequence calls, up to rounding. Models with sliding or recurrent layers are skipped
 permuted   logits do not depend on the order of the cells in each row, up to rounding
 ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
-graph      edits computed as a graph, as on a device, give the scores of edits in host memory, bit by bit
+graph      edits that are computed as a graph, as on a device, give the same scores as edits in host memory,
+           bit by bit
 saved      a restored session continues bit by bit
-drafts     steps with wrong draft tokens give the logits of steps of one token, up to rounding. Leaves out
-           models that cannot drop tokens
-rewound    a stream that was rewound gives the logits of a stream that has read no more, up to rounding
+drafts     steps with wrong draft tokens give the logits of steps of one token, up to rounding. Models that
+           cannot drop tokens are skipped
+rewound    a stream that was rewound gives the logits of a stream that has not read the removed tokens, up
+           to rounding
 endless    a text of three times the trained length has finite scores
 """
 
@@ -46,13 +48,13 @@ from tests.engine.running import open_engine, text
 from tests.engine.test_draft import N_DRAFT, told
 
 ROUNDING = 1e-4
-"""Tolerance: largest difference between results, divided by the results' standard deviation."""
+"""Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
 
 ORDER = 3 * ROUNDING
-"""Tolerance in the same unit, for results whose sums are all added up in another order."""
+"""Tolerance in the same unit, if every sum of the results is added up in a different order."""
 
 NO_FLASH = ("plm",)
-"""Architectures on which llama.cpp itself aborts with flash attention and batches of more than one token."""
+"""Architectures on which llama.cpp itself aborts if flash attention is on and a batch has several tokens."""
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1}
 N_BATCH = 32
@@ -73,7 +75,7 @@ def main() -> None:
             print(f"{path.stem:24} refused: {reason}", flush=True)
             continue
         n_run += 1
-        # other policies refuse the models of this list
+        # models of the list ONLY_FULL are refused by all other policies
         checks = (full,) if read(path).architecture in ONLY_FULL else CHECKS
         results = {check.__name__: _result(check, path, args.verbose) for check in checks}
         n_failed += any(result not in ("ok", "-") for result in results.values())
@@ -107,7 +109,10 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
 
 
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
-    """Compare logits or NLLs; tolerance: largest difference, divided by the results' standard deviation."""
+    """Compare logits or NLLs.
+
+    tolerance: allowed difference, divided by the results' standard deviation.
+    """
     assert np.isfinite(want).all(), "not finite"
     assert np.isfinite(got).all(), "not finite"
     assert want.std() > 0, "all are alike"
@@ -119,7 +124,8 @@ def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
             tokens = text(100, n_vocab=engine.model.n_vocab)
-            # MiniMax M3 first gathers the cells that its index chooses, so attention adds up in another order
+            # MiniMax M3 gathers the cells that its index chooses, so its attention adds up in a different
+            # order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
             plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT | {"flash": flash})
             try:

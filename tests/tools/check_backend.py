@@ -2,8 +2,8 @@
 
     python tests/tools/check_backend.py CUDA
 
-Prints the library and its devices; exit status 1 if anything is missing. With --device, the backend must
-have a device.
+The program prints the library and its devices. The exit status is 1 if the patch or the backend is missing.
+With --device, the backend must have a device.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m tests.tools.check_claude build/claude/node_modules/.bin/claude
     python -m tests.tools.check_claude CLAUDE --only edits,resumed --record FILE
 
-Starts a server with a small random model, and a proxy that dictates the model's answers. Prints a line per
-check; exit status 1 if any fails. `make check-claude` installs Claude Code, which needs Node.js. Nothing
-leaves the machine: the key is made up, and the home folder is temporary.
+The program starts a server with a small random model, and a proxy that dictates the model's answers. It
+prints a line per check. The exit status is 1 if a check fails. `make check-claude` installs Claude Code,
+which needs Node.js. Nothing is sent to other machines: the key is made up, and the home folder is temporary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JSON = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permi
 
 
 class User:
-    """A user of Claude Code in an empty folder. proxy: takes the place of Anthropic's server."""
+    """A user of Claude Code in an empty folder. proxy: replaces Anthropic's server."""
 
     def __init__(self, claude, proxy, folder):
         self.claude, self.proxy = claude, proxy
@@ -43,7 +43,10 @@ class User:
         self.how = {"cwd": self.work, "env": own, "text": True}
 
     def asks(self, prompt, *options, replies):
-        """Ask Claude Code; its model gives these replies. Return (its final event, the requests it sent)."""
+        """Ask Claude Code, whose model gives these replies.
+
+        Return (its final event, the requests that it sent).
+        """
         n, self.proxy.replies = len(self.proxy.asked), list(replies)
         command = [self.claude, "-p", prompt, *JSON, *options]
         done = subprocess.run(
@@ -61,21 +64,21 @@ class User:
         return end, self.answered(n)
 
     def answered(self, n):
-        """Return the requests after the first n; each must have been answered."""
+        """Return all requests after the first n. Each of them must have been answered."""
         found = self.proxy.asked[n:]
         assert found
         assert all(each["status"] == 200 for each in found), [each["answer"] for each in found]
         return found
 
     def goes_on(self, asked):
-        """Check that each request after a chat's first one reads new tokens only."""
+        """Check that each request except the first of a chat reads only new tokens."""
         for before, after in zip(asked, asked[1:], strict=False):
             was, now = usage(before), usage(after)
             assert now["cache_read_input_tokens"] >= was["n_all"], (was, now)
 
 
 def usage(noted):
-    """Return the last usage in a streamed answer, and its sum n_all.
+    """Return the last usage in a streamed answer, with the sum of its counts as n_all.
 
     If the answer was stopped, its last usage has only the counts of the prompt.
     """
@@ -86,7 +89,7 @@ def usage(noted):
 
 
 def results(noted):
-    """Return the results of tools in a request's last message."""
+    """Return the results of tools in the last message of a request."""
     content = next(each for each in reversed(noted["body"]["messages"]) if each["role"] == "user")["content"]
     return [block for block in content if block["type"] == "tool_result"]
 
@@ -95,7 +98,8 @@ def edits(user):
     """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
-    # in later requests Claude Code shows this call with all default arguments, so the model must write them
+    # In later requests, Claude Code shows this call with all default arguments. The model must write the
+    # same, so it writes replace_all.
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
     end, asked = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]

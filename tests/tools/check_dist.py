@@ -3,8 +3,9 @@
     python tests/tools/check_dist.py dist
     python tests/tools/check_dist.py dist --with pip,variants
 
-Each stage runs in an empty folder, as a user would, and must give the perplexity that the library of this
-checkout gives. pipx and uv are installed for it. Needs the package index for kvtool's dependencies.
+Each stage runs in an empty folder, as on a user's machine. It must give the same perplexity as the library of
+this checkout. The program installs pipx and uv for this. It needs the package index for kvtool's
+dependencies.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The tide came in over the flats before sunrise, and nobody saw it but the birds. " * 12
-# variables of the user's environment that are kept: they name the sources of packages
+# these variables of the user's environment are kept, because they name the sources of packages
 KEPT = ("PIP_", "UV_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "SSL_CERT")
-# Windows starts no program without SYSTEMROOT
+# Windows cannot start a program without SYSTEMROOT
 KEPT += ("SYSTEMROOT", "TEMP", "TMP")
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "cmake", "ninja")
 FOR_MAKE = ("make", "sh", "cat", "echo", "ls", "mktemp", "rm", "seq", "touch")
 
 
 class Place:
-    """An empty folder, and environment variables for processes: no compiler is on their PATH."""
+    """An empty folder, and environment variables for processes. Their PATH has no compiler."""
 
     def __init__(self, folder: Path, tools: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -46,7 +47,7 @@ class Place:
         assert not found, f"{found} on {self.env['PATH']}"
 
     def run(self, *words: object, stdin: str = "", env: dict[str, str] | None = None) -> str:
-        """Return stdout of a command that must succeed."""
+        """Run a command that must succeed. Return its stdout."""
         done = subprocess.run(
             list(map(str, words)),
             cwd=self.folder / "work",
@@ -69,21 +70,21 @@ def nll(place: Place, kvtool: list[object], model: str, policy: str, **env: str)
 
 
 def check(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Check that this kvtool passes its doctor, computes the expected perplexities, and chats."""
+    """Check this kvtool: doctor finds no fault, perplexities are as expected, and a chat gets a reply."""
     library = json.loads(doctor(place, kvtool))["library"]
     assert library["patched"], library
     assert library["portable"], library
     assert library["digest"] == library["digest_wanted"], library
     for policy, value in expected.items():
         found = nll(place, kvtool, model, policy)
-        # kernels for another kind of CPU add up in another order
+        # kernels for another kind of CPU add numbers in a different order
         assert math.isclose(found, value, rel_tol=0.01), f"{policy}: {found}, not {value}"
     reply = place.run(*kvtool, "chat", "-m", model, "-t", 1, "-n", 8, "--temp", 0, stdin="Hello!\n")
     assert reply.strip(), "no reply"
 
 
 def doctor(place: Place, kvtool: list[object]) -> str:
-    """Return doctor's JSON; its exit code is 1 without a library."""
+    """Return the JSON of doctor. Its exit code is 1 if there is no library."""
     done = subprocess.run(
         [*map(str, kvtool), "doctor", "--json"],
         cwd=place.folder / "work",
@@ -97,7 +98,7 @@ def doctor(place: Place, kvtool: list[object]) -> str:
 
 
 def new_environment(folder: Path) -> Path:
-    """Create an environment, and return its Python."""
+    """Create a virtual environment. Return the path of its Python."""
     venv.create(folder, with_pip=True)
     return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
@@ -132,7 +133,7 @@ def with_uv(place: Place, wheels: list[Path]) -> list[object]:
 
 
 def with_make(place: Place, wheels: list[Path]) -> list[object]:
-    """Run `make setup` in a copy of the checkout; KVTOOL_WHEELS names the folder of the wheels."""
+    """Run `make setup` in a copy of the checkout. KVTOOL_WHEELS names the folder of the wheels."""
     copy = place.folder / "checkout"
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
@@ -147,7 +148,7 @@ STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": wi
 
 
 def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Check the library's parts, one for each kind of CPU: each that runs here gives the same perplexity."""
+    """Check the parts of the library for different CPUs: all that run here give the same perplexity."""
     (installed,) = (place.folder / "env").rglob("kvtool_llama/lib")
     parts = sorted(installed.glob("*ggml-cpu-*"))
     for part in parts:
@@ -188,7 +189,7 @@ def main() -> None:
     model = asked.model or str(resolve(None))
     stages = asked.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        # the expected values come from the checkout's library, with the user's own environment and cache
+        # to get the expected values, run the checkout's library in the user's own environment
         here = Place(Path(folder, "here"))
         here.env = dict(os.environ)
         expected = {policy: nll(here, own, model, policy) for policy in ("full", "h2o", "recall")}

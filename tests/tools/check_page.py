@@ -3,9 +3,10 @@
     python -m tests.tools.check_page
     python -m tests.tools.check_page --shots DIR --only stop,edit
 
-Starts a server with a small model, then prints a line a check; exit status 1 if any fails. Needs Playwright,
-which `make check-page` installs, and a browser of the Chromium family: the system's (Debian: apt install
-chromium), or Playwright's own (.venv/bin/playwright install chromium). --shots writes pictures to look at.
+The program starts a server with a small model, and prints a line per check. The exit status is 1 if a check
+fails. It needs Playwright, which `make check-page` installs, and a browser of the Chromium family. This may
+be the system's browser (Debian: apt install chromium) or Playwright's own (.venv/bin/playwright install
+chromium). --shots writes pictures to look at.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check(function: Callable[[Visitor], None]) -> Callable[[Visitor], None]:
 
 @check
 def streams(visit: Visitor) -> None:
-    """Enter sends, Shift+Enter starts a line, and the reply comes piece by piece."""
+    """Enter sends, Shift+Enter begins a new line, and the reply comes piece by piece."""
     with visit.page(most=60) as page:
         expect(page.get_by_label("Message", exact=True)).to_be_focused()
         page.keyboard.type("Tell me")
@@ -59,7 +60,7 @@ def streams(visit: Visitor) -> None:
 
 @check
 def input_methods(visit: Visitor) -> None:
-    """The Enter that ends a word of an input method does not send."""
+    """Enter does not send if it ends a word of an input method."""
     with visit.page(fake=True) as page:
         text = page.get_by_label("Message", exact=True)
         text.fill("\u65e5\u672c")
@@ -72,7 +73,7 @@ def input_methods(visit: Visitor) -> None:
 
 @check
 def stop(visit: Visitor) -> None:
-    """Stop ends a reply, keeps its beginning, and frees the server."""
+    """The button Stop ends a reply, keeps its beginning, and frees the server."""
     with visit.page(most=2000) as page:
         page.get_by_label("Message", exact=True).fill("Write a very long story.")
         page.get_by_role("button", name="Send").click()
@@ -84,7 +85,7 @@ def stop(visit: Visitor) -> None:
         assert answer(visit.site, "Hello")
         assert time.monotonic() - began < 30
         assert page.locator(".assistant .body").inner_text() == said
-        # Esc does the same
+        # the Escape key does the same as Stop
         send(page, "Go on", wait=False)
         expect(page.locator(".assistant .body").last).to_have_text(re.compile(r".{20}", re.S))
         page.keyboard.press("Escape")
@@ -93,7 +94,10 @@ def stop(visit: Visitor) -> None:
 
 @check
 def edit(visit: Visitor) -> None:
-    """An edited message is sent with the history before it, which the server restores from a snapshot."""
+    """An edited message is sent with the history before it.
+
+    The server restores this history from a snapshot.
+    """
     with visit.page() as page:
         for text in ("My name is Ann.", "I live in Oslo.", "I like tea."):
             send(page, text)
@@ -121,7 +125,7 @@ def edit(visit: Visitor) -> None:
 
 @check
 def retry(visit: Visitor) -> None:
-    """Retry asks for another last reply."""
+    """The button for a retry asks for a new last reply."""
     with visit.page() as page:
         send(page, "Say something.")
         send(page, "And more.")
@@ -136,7 +140,7 @@ def retry(visit: Visitor) -> None:
 
 @check
 def chats(visit: Visitor) -> None:
-    """Chats are kept, each with its name and its own session, and can be deleted."""
+    """Chats are kept and can be deleted. Each chat has its own name and its own session."""
     with visit.page() as page:
         names = []
         page.on("request", lambda asked: names.append(asked.headers.get("x-session-id")))
@@ -180,7 +184,7 @@ def goes_on_elsewhere(visit: Visitor) -> None:
 
 @check
 def held(visit: Visitor) -> None:
-    """The held tokens are shown one by one, with a legend; arrow keys move from token to token."""
+    """The held tokens are shown one by one, with a legend. Arrow keys move from token to token."""
     with visit.page() as page:
         page.get_by_role("checkbox", name="What is held").check()
         panel = page.get_by_role("region", name="What is held")
@@ -212,7 +216,7 @@ def held(visit: Visitor) -> None:
 
 @check
 def archived(visit: Visitor) -> None:
-    """Archived tokens have a colour of the legend, and the status says how many there are."""
+    """Archived tokens have their own colour in the legend, and the status gives their number."""
     with visit.page(fake=True) as page:
         page.get_by_role("checkbox", name="What is held").check()
         send(page, "hi", wait=False)
@@ -233,7 +237,7 @@ def archived(visit: Visitor) -> None:
 
 @check
 def reading(visit: Visitor) -> None:
-    """A long prompt is read with its progress in percent, and thoughts are folded."""
+    """While a long prompt is read, the page shows the progress in percent. Thoughts are folded."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         foot = page.locator(".assistant .foot")
@@ -262,7 +266,7 @@ def reading(visit: Visitor) -> None:
 
 @check
 def files(visit: Visitor) -> None:
-    """Text files go into the message, with their sizes; a file that is no text is refused by name."""
+    """Text files are added to the message, with their sizes. Other files are refused by name."""
     with visit.page(fake=True) as page:
         chosen = page.locator("#file")
         long = "tea\r\n```\ncake\n```\n" * 100
@@ -294,7 +298,7 @@ def files(visit: Visitor) -> None:
             :90
         ]
         piece(page, "Tea.", first=True, end=True)
-        # the file stays when the words are edited, also after a reload
+        # the file stays in the message when its words are edited, even after a reload
         page.reload()
         page.get_by_label("Edit your message").click()
         page.locator(".editing textarea").fill("And now?")
@@ -302,7 +306,7 @@ def files(visit: Visitor) -> None:
         wait_asked(page, 1)
         (message,) = page.evaluate("asked[0].body.messages")
         assert message["content"].endswith("````\n\nAnd now?")
-        # a file alone is a message
+        # a message may consist of only a file
         page.get_by_role("button", name="New chat").click()
         chosen.set_input_files([notes])
         page.get_by_role("button", name="Send").click()
@@ -347,7 +351,7 @@ def exported(visit: Visitor) -> None:
 
 @check
 def caches(visit: Visitor) -> None:
-    """The line at the top says how many caches there are, and how large each is."""
+    """The line at the top shows the number of caches and the size of each."""
     with visit.page() as page:
         expect(page.locator("#about")).to_have_text(re.compile(r" \u00b7 cache [\d.]+ MiB$"))
         of_one = page.locator("#about .wide").inner_text().removeprefix(" \u00b7 cache ")
@@ -359,7 +363,7 @@ def caches(visit: Visitor) -> None:
 
 @check
 def html(visit: Visitor) -> None:
-    """HTML of the user, the model or the server is shown as text, wherever it stands."""
+    """HTML from the user, the model or the server is always shown as text."""
     said = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
     said += f"|{BAD}|b|\n|-|-|\n|{BAD}|c|\n\n# {BAD}"
     with visit.page(fake=True) as page:
@@ -379,7 +383,7 @@ def html(visit: Visitor) -> None:
 
 @check
 def markdown(visit: Visitor) -> None:
-    """Markdown is shown, code can be copied, and a selection stays while a reply comes."""
+    """Markdown is rendered, code can be copied, and a selection stays while a reply comes."""
     with visit.page(fake=True) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         send(page, "hi", wait=False)
@@ -399,7 +403,7 @@ def markdown(visit: Visitor) -> None:
 
 @check
 def errors(visit: Visitor) -> None:
-    """Each error is one plain line with a retry."""
+    """Each error is shown as one plain line with a button for a retry."""
     with visit.page(fake=True) as page:
         foot = page.locator(".foot").last
         again = page.locator(".foot").get_by_role("button", name="Retry")
@@ -421,7 +425,7 @@ def errors(visit: Visitor) -> None:
         page.get_by_label("Write the reply again").click()
         page.evaluate("begin(); say('data: ' + JSON.stringify({ error: { message: 'it has failed' } }))")
         expect(foot).to_have_text("It has failedRetry")
-        # a message without a reply is sent again with the next one
+        # a message that got no reply is sent again together with the next message
         send(page, "there", wait=False)
         assert page.evaluate("asked.at(-1).body.messages") == [{"role": "user", "content": "hi\n\nthere"}]
 
@@ -440,7 +444,7 @@ def loading(visit: Visitor) -> None:
 
 @check
 def keys(visit: Visitor) -> None:
-    """A key is asked for when the server wants one, and kept for this tab alone."""
+    """If the server wants a key, the page asks for it. Only this tab keeps the key."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         refuse(page, 401, "the API key is wrong or missing")
@@ -461,7 +465,7 @@ def keys(visit: Visitor) -> None:
 
 @check
 def settings(visit: Visitor) -> None:
-    """System prompt, temperature and token limit are sent and kept; a chat keeps its system prompt."""
+    """System prompt, temperature and token limit are sent and kept. A chat keeps its own system prompt."""
     with visit.page(fake=True) as page:
         send(page, "old", wait=False)
         piece(page, "yes", first=True, end=True)
@@ -485,7 +489,7 @@ def settings(visit: Visitor) -> None:
 
 @check
 def closed(visit: Visitor) -> None:
-    """A page that was closed during a reply shows the reply's beginning, and that it is unfinished."""
+    """A page that was closed during a reply shows the beginning of the reply, marked as unfinished."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "half", first=True)
@@ -496,7 +500,10 @@ def closed(visit: Visitor) -> None:
 
 @check
 def narrow(visit: Visitor) -> None:
-    """The page fits into 360 pixels, light and dark; the list of chats opens and closes by keyboard."""
+    """The page fits into 360 pixels, light and dark.
+
+    The list of chats can be opened and closed by keyboard.
+    """
     with visit.page(width=360) as page:
         page.get_by_role("checkbox", name="What is held").check()
         send(page, "```\n" + "long" * 40 + "\n```")
@@ -521,7 +528,7 @@ def narrow(visit: Visitor) -> None:
 
 @check
 def keyboard(visit: Visitor) -> None:
-    """Every control has a name, and the Tab key reaches it."""
+    """Every control has a name and can be reached with the Tab key."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "```\nx\n```", first=True, end=True)
@@ -548,7 +555,7 @@ def keyboard(visit: Visitor) -> None:
 
 @check
 def pictures(visit: Visitor) -> None:
-    """For --shots: a chat on a desktop, light and dark."""
+    """Pictures for --shots: a chat on a desktop, light and dark."""
     with visit.page(most=120) as page:
         visit.shot(page, "empty")
         page.get_by_role("checkbox", name="What is held").check()

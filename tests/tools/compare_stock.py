@@ -2,10 +2,11 @@
 
     python tests/tools/compare_stock.py STOCK_SITE_DIR [--archs DIR]
 
-STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. This
-Python imports the patched one. Each library runs in its own process. DIR has further models, such as those
-of `make check-archs`; models that kvtool refuses are skipped. Then policies that need no patch score a text
-with both libraries; the scores must agree to rounding. Prints a line per case; exit status 1 if any differs.
+STOCK_SITE_DIR has an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. This Python
+imports the patched package. Each library runs in its own process. DIR has further models, for example the
+models of `make check-archs`. Models that kvtool refuses are skipped. After the logits, policies that need no
+patch score a text with both libraries. These scores must agree up to rounding. The program prints a line per
+case. The exit status is 1 if a case differs.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ N_TOKENS = 64
 N_CELL = 256
 MODELS = ("tiny", "gemma3", "smollm2")
 BATCHES = (1, 32)
-# flash attention, type of K, type of V, and ggml's numbers for them
+# (flash attention, type of K, type of V). FLASH and TYPES have ggml's numbers for them.
 CACHES = (("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "q8_0", "f16"), ("on", "q8_0", "q8_0"))
 FLASH = {"off": 0, "on": 1}
 TYPES = {"f16": 1, "q8_0": 8}
 
 
 def cases(paths):
-    """Yield (number of a model's path, how it runs). Models after the first three run in one way only."""
+    """Yield the cases: (index of a model's path, how it runs).
+
+    The first three models run in all ways, and the remaining models in one way.
+    """
     for model, cache, batch in product(range(len(MODELS)), CACHES, BATCHES):
         yield model, *cache, batch
     for model in range(len(MODELS), len(paths)):
@@ -40,7 +44,10 @@ def cases(paths):
 
 
 def work(out, *paths):
-    """Write the logits of every case to the folder `out`, with whichever llama.cpp this process imports."""
+    """Write the logits of every case to the folder `out`.
+
+    They are from the llama.cpp that this process imports.
+    """
     from kvtool.llama.library import api
     from kvtool.llama.log import start_backends
 
@@ -56,7 +63,7 @@ def work(out, *paths):
 
 
 def logits(api, model, flash, type_k, type_v, n_batch):
-    """Return the logits f32[n, n_vocab] of N_TOKENS random tokens, decoded n_batch at a time."""
+    """Return the logits f32[n, n_vocab] of N_TOKENS random tokens. A batch has n_batch tokens."""
     n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
     tokens = np.random.default_rng(0).integers(3, n_vocab, N_TOKENS).tolist()
     params = api.llama_context_default_params()
@@ -82,7 +89,10 @@ def logits(api, model, flash, type_k, type_v, n_batch):
 
 
 def of_site(site):
-    """Return environment variables for importing kvtool_llama from this folder; None: from this Python."""
+    """Return environment variables with which kvtool_llama is imported from the folder `site`.
+
+    site: None for the package of this Python.
+    """
     environment = dict(os.environ)
     if site:
         environment["PYTHONPATH"] = str(site)
@@ -91,7 +101,7 @@ def of_site(site):
 
 
 def run(out, site, paths):
-    """Write the logits of a library; return its path and whether it is patched."""
+    """Write the logits of a library. Return the library's path, and whether it is patched."""
     out.mkdir()
     environment = of_site(site)
     command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
@@ -103,7 +113,7 @@ def run(out, site, paths):
 
 
 def score(site, model, text, policy):
-    """Return the mean NLL that `kvtool perplexity` gives a text."""
+    """Return the mean NLL of a text, as measured by `kvtool perplexity`."""
     budget = [] if policy == "full" else ["--budget", "64", "-c", "256"]
     types = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1"]
     command = ["perplexity", text, "-m", model, "--policy", policy, *budget, *types, "--json"]
@@ -148,7 +158,7 @@ def compare(site, archs):
             n_different += not same
             verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
             print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
-        # paths[0] is the tiny model, whose weights are F32: its scores differ by less than 1e-4
+        # paths[0] is the tiny model. Its weights are F32, so the scores must differ by less than 1e-4.
         (folder / "text").write_text("".join(f"{i * i} and more, " for i in range(65)))
         for policy in ("full", "streamingllm", "local"):
             stock, ours = (score(where, paths[0], folder / "text", policy) for where in (site, None))

@@ -2,8 +2,8 @@
 
     python tests/tools/planted.py [PART ...]
 
-Each fault is planted in a copy of the checkout. Exit status 1 if a fault was not found, or if its line is no
-longer there. A fault of the C++ needs a build, a few minutes each.
+Each fault is planted in a copy of the checkout. The exit status is 1 if the tests did not find a fault, or if
+the line of a fault no longer exists. Each fault in C++ needs a build, which takes a few minutes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line.
+    """A fault, which is one wrong line.
 
-    what: the fault in words.
+    what: description of the fault.
     old: text that occurs once in the file.
     new: text that replaces it.
     tests: files, or FILE::NAME, that should fail.
@@ -642,8 +642,8 @@ def main() -> int:
 
 
 def found(part: str, fault: Fault) -> bool:
-    """Return True if a test fails with this fault planted."""
-    # always the same folder, so that compiled kernels are found again
+    """Plant a fault and run its tests. Return True if one of them fails."""
+    # the folder is always the same, so that compiled kernels can be reused
     copy = ROOT / "build" / "planted"
     shutil.rmtree(copy, ignore_errors=True)
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
@@ -666,14 +666,14 @@ def found(part: str, fault: Fault) -> bool:
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         print(f"{part}: {fault.what}: {failed[0].split(' - ')[0] if failed else 'not found'}", flush=True)
-        # pytest's status 1: tests were run and some failed
+        # status 1 of pytest means that tests were run and that some failed
         return done.returncode == 1 and bool(failed)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
 def built(copy: Path, env: dict[str, str]) -> Path:
-    """Build the copy's llama.cpp. Returns the folder that it is installed into."""
+    """Build llama.cpp in the copy. Return the folder into which it is installed."""
     build = [sys.executable, "-m", "kvtool.build"]
     done = subprocess.run(build, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, check=True)
     site = copy / "site"

@@ -3,9 +3,9 @@
     python -m tests.tools.repeat -n 30
     python -m tests.tools.repeat -n 30 --busy 2 tests/serve/test_serve_faults.py
 
-Each round runs pytest once for every file. By default it takes the files that use subprocess, multiprocessing
-or a helper that starts processes. The output of each run that fails is kept in build/chance. Exit status 1 if
-any run failed.
+Each round runs pytest once for every file. By default, these are the files that use subprocess,
+multiprocessing or a helper that starts processes. The output of each failed run is kept in build/chance. The
+exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def starting():
 
 
 def failed(path, options, keep):
-    """Run a file's tests; return the names of failed tests, or the exit status if pytest itself broke.
+    """Run the tests of a file. Return the names of failed tests, or the exit status if pytest itself failed.
 
-    keep: where the output of a run with failures is written.
+    keep: path to which the output of a run with failures is written.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *options, str(path)]
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     names = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    # pytest's exit status 5: no test of this file matches -k
+    # exit status 5 of pytest means that no test of this file matches -k
     if done.returncode not in (0, 5) and not names:
         names = [f"{path.name}: exit status {done.returncode}"]
     if names:
@@ -48,7 +48,7 @@ def failed(path, options, keep):
 
 
 def busy(stack, n):
-    """Let n processes compute until the stack closes."""
+    """Let n processes use the CPU until the stack closes."""
     for _ in range(n):
         process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         stack.callback(process.wait)

@@ -1,4 +1,7 @@
-"""C++ checks of the archive in patches/src, which is compiled here and linked with ggml, not llama.cpp."""
+"""C++ checks of the archive in patches/src.
+
+It is compiled here, and linked with ggml but not with llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ pytestmark = [
 
 
 def unpack_headers(folder: Path) -> None:
-    """Put ggml's headers where llama.cpp has them."""
+    """Put ggml's headers into the same folders as in llama.cpp."""
     with tarfile.open(ARCHIVE) as tar:
         for member in tar:
             if match := HEADER.fullmatch(member.name):
@@ -43,8 +46,10 @@ def unpack_headers(folder: Path) -> None:
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("archive")
     unpack_headers(folder)
-    (folder / "src").mkdir()  # "../ggml/src" is found from here, as in llama.cpp
-    # all files as one: most of the time goes to the standard library's headers, which are then read once
+    # the folder from which "../ggml/src" is found, as in llama.cpp
+    (folder / "src").mkdir()
+    # All files are compiled as one. The compiler then reads the standard library's headers, which take most
+    # of the time, only once.
     parts = sorted((SRC / "archive").glob("*.cpp")) + [SRC / "cache" / "rope.cpp"]
     library = "".join(f'#include "{path}"\n' for path in parts)
     includes = [f"-I{path}" for path in (SRC, folder / "ggml" / "include", folder / "src")]

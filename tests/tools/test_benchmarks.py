@@ -1,4 +1,4 @@
-"""Each benchmark starts and prints its purpose; the random model runs."""
+"""Each benchmark starts and prints its purpose. The random model runs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_recorded_agent_has_tools_for_every_task():
     assert len({each["client"] for each in agents}) == 4
     for each in agents:
         text = json.dumps(each)
-        # the records tell nothing about the machine on which they were made
+        # the records must not say anything about the machine that made them
         assert not [word for word in ("/root/", "node_modules", "127.0.0.1") if word in text]
         assert set(re.findall(r"/home/(\w+)", text)) <= {"dev", "user"}
         body = each["body"]
@@ -172,7 +172,8 @@ def test_a_budget_may_be_beyond_what_is_pinned():
 
 def test_mcnemar_is_the_exact_test():
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
-    # of the 1,024 results of ten throws of a coin, 22 have at most one head or at most one tail
+    # If a coin is thrown ten times, there are 1,024 results. In 22 of them, at most one throw differs from
+    # the rest.
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
 
 
@@ -186,5 +187,5 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
         tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(150, 400)]
         nll = perplexity.stream(engine, tokens)
         assert engine.model.n_vocab == 49152
-    # random logits have a standard deviation of 1: that adds half a nat to the NLL of equally likely tokens
+    # Random logits have a standard deviation of 1. This adds half a nat to the NLL of equally likely tokens.
     assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)

@@ -1,6 +1,6 @@
 """Building: the key of a build, reuse, and the messages of failures.
 
-A script replaces pip: nothing is downloaded or compiled here.
+A script replaces pip, so nothing is downloaded or compiled here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ sys.exit(int(os.environ.get("FAILS", "0")))
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Give the test its own cache, environment and pip; return the folder of the patch files."""
+    """Give the test its own cache, environment and pip. Return the folder of the patch files."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
@@ -90,7 +90,10 @@ def place(tmp_path, monkeypatch):
 
 
 def cmake_args(wheel):
-    """Return the CMake arguments of a wheel: the script that replaces pip writes them into its library."""
+    """Return the CMake arguments of a wheel.
+
+    The script that replaces pip has written them into the wheel's library.
+    """
     return zipfile.ZipFile(wheel).read("kvtool_llama/lib/libllama.so").decode()
 
 
@@ -222,7 +225,10 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
 
 
 def installed(monkeypatch, wheel):
-    """Make this wheel appear to be installed; None: a library that kvtool has not built."""
+    """Make this wheel appear to be installed.
+
+    None: the installed library appears not to be built by kvtool.
+    """
 
     class Distribution:
         def read_text(self, name):
@@ -383,7 +389,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) runs the command; what it finds out about the library is made up."""
+    """kvtool_build("--cuda", ...) runs the command. It gets made-up facts about the library."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: found)

@@ -1,4 +1,4 @@
-"""The wheel of llama.cpp: its contents, the machines it runs on, and when it replaces a build."""
+"""The wheel of llama.cpp: its contents, the machines that it runs on, and when it replaces a build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def archive(folder, *names):
 
 
 def built(folder, *names):
-    """A wheel of llama-cpp-python with these files in addition to its bindings."""
+    """Write a wheel of llama-cpp-python with its bindings and these files. Return its path."""
     path = folder / "llama_cpp_python-9.9-py3-none-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as out:
         for name in names:
@@ -47,7 +47,7 @@ def built(folder, *names):
 
 @pytest.fixture
 def packed(tmp_path):
-    """One of our wheels, opened."""
+    """A wheel of kvtool-llama, opened as a ZIP file."""
     twice = ("llama_cpp/lib/libllama.so", "lib/libllama.so", "bin/libggml-cpu-zen4.so", "lib/ggml.dll")
     licences = archive(tmp_path, "LICENSE.md", "vendor/llama.cpp/LICENSE")
     wheel = pack.pack(built(tmp_path, *twice), licences, UPSTREAM, "portable-1", "-DA=1", tmp_path / "out")
@@ -68,7 +68,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"
-    # imports within the package: an installed llama-cpp-python is neither needed nor touched
+    # imports stay within the package, so an installed llama-cpp-python is not needed and not touched
     text = packed.read("kvtool_llama/llama_cpp.py").decode()
     assert text.startswith("from kvtool_llama._ctypes_extensions import (")
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
@@ -84,7 +84,7 @@ def test_the_wheel_has_all_licences_and_says_so(packed):
         (ROOT / "LICENSE").read_text(),
     ]
     assert f"Name: kvtool-llama\nVersion: {__version__}\n" in metadata
-    # pip reads no further than the first empty line
+    # pip stops reading at the first empty line
     assert metadata.index("Requires-Dist:") < metadata.index("\n\n")
 
 
@@ -161,7 +161,7 @@ def test_a_wheel_for_one_python_is_none_of_ours():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Imitate a Linux machine with an empty cache and no wheel."""
+    """Pretend to be a Linux machine with an empty cache and no wheel."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
@@ -174,7 +174,7 @@ PATCHES = ROOT / "patches"
 
 
 def put(folder, key, tag="manylinux_2_28_x86_64", version=__version__):
-    """Write one of our wheels, with this key, and return its path."""
+    """Write a wheel of kvtool-llama with this key. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"kvtool_llama-{version}-py3-none-{tag}.whl"
     with zipfile.ZipFile(path, "w") as out:
@@ -260,7 +260,7 @@ pathlib.Path(folder, name).write_bytes(pathlib.Path(wheel).read_bytes())
 
 @pytest.fixture
 def mender(machine, tmp_path, monkeypatch):
-    """Replace auditwheel by a small program, and the build by a wheel that has the key for every CPU."""
+    """Replace auditwheel by a small program, and the build by a wheel whose key is for every CPU."""
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))

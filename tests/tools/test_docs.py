@@ -1,4 +1,4 @@
-"""The documents: short lines, links that lead somewhere, commands that kvtool takes, and nothing left out."""
+"""The documents: lines are short, links and commands work, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(path: Path) -> str:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of text, without tables, commands and examples."""
+    """Yield (number, line) of the lines of text. Tables, commands and examples are left out."""
     in_fence = False
     for number, line in enumerate(read(path).splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -43,7 +43,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub makes of the headings."""
+    """Return the anchors that GitHub derives from the headings."""
     heads = [line.lstrip("#").strip() for _, line in prose(path) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -63,7 +63,7 @@ def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
     files = [word for line in words if line[0] == "kvtool" for word in line if word.startswith("docs/")]
     assert len(files) >= 3
     assert [name for name in files if not (ROOT / name).is_file()] == []
-    # the examples need a model of this size
+    # the first examples use this model
     assert "export KVTOOL_MODEL=qwen2.5-coder-1.5b" in typed
     assert "qwen2.5-coder-1.5b" in registry()
 
@@ -80,7 +80,7 @@ def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothin
         assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
         n_cached = float(cached) / 100 * int(n.replace(",", ""))
         assert n_cached <= RunOptions.default_recall + 0.001 * int(n.replace(",", ""))
-    # the caption on the front page has the same numbers
+    # the caption in the README has the same numbers
     (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
     read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]
     assert f"{read_at_once} tokens" in caption
@@ -107,7 +107,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield each kvtool command in an example, and the name of its page."""
+    """Yield (command, name of its page) for each kvtool command in an example."""
     for path in set(PAGES) - {DOCS / "cli.md"}:
         # a backslash joins two lines
         for line in read(path).replace("\\\n", " ").splitlines():
@@ -123,7 +123,8 @@ def test_every_command_shown_is_one_that_kvtool_takes(command, page):
     found = get_command(app)
     while hasattr(found, "commands"):
         found = found.commands[words.pop(0)]
-    # an unknown option, a missing argument or a value of the wrong type raises here; nothing is run
+    # This raises for an unknown option, a missing argument or a value of the wrong type. The command does not
+    # run.
     found.make_context(found.name, words)
 
 
@@ -135,10 +136,10 @@ SHORT = {
     for short in param.opts
     if not short.startswith("--")
 }
-"""Each short name of an option, with its long one."""
+"""Map each short name of an option to its long name."""
 
 OTHERS = ("llama-perplexity -c", "-m 8b.gguf")
-"""Options of other programs."""
+"""Options that belong to other programs."""
 
 
 def short_names(text: str) -> list[str]:
@@ -149,7 +150,7 @@ def short_names(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted({*DOCS.glob("*.md")} - {DOCS / "cli.md"}), ids=lambda path: path.name)
 def test_prose_names_an_option_by_its_long_name(path):
-    # in a whole command, short names are allowed
+    # short names are allowed in a whole command, but not alone
     named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
     assert [span for span in named if short_names(span)] == []
 
@@ -186,7 +187,7 @@ def test_every_policy_is_in_the_table():
 
 
 def of_the_tree() -> Iterator[Path]:
-    """Yield every path that docs/tree.md names, indented by two spaces a level."""
+    """Yield every path that docs/tree.md names. Its levels are indented by two spaces each."""
     (tree,) = re.findall(r"```text\n(.*?)```", read(DOCS / "tree.md"), re.S)
     folders: list[str] = []
     for line in tree.splitlines():

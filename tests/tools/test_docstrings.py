@@ -1,4 +1,4 @@
-"""Names in docstrings exist: classes, their members, and everything in backticks."""
+"""Docstrings name only things that exist: classes, their members, and everything in backticks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assigned(node):
 
 
 def members(node):
-    """Return the names that a class defines and that its methods assign."""
+    """Return the names that a class defines, and the names that its methods assign."""
     found = set()
     for part in ast.walk(node):
         if isinstance(part, ast.FunctionDef):
@@ -38,9 +38,9 @@ def members(node):
 class Names(NamedTuple):
     """Names that the package defines.
 
-    trees: syntax tree by file.
-    classes: members by class.
-    bases: base classes by class.
+    trees: the syntax tree of each file.
+    classes: the members of each class.
+    bases: the base classes of each class.
     known: all names.
     """
 
@@ -57,7 +57,10 @@ class Names(NamedTuple):
 
 @pytest.fixture(scope="module")
 def names():
-    """Names of the package, read only in test workers that need them."""
+    """Names that the package defines.
+
+    They are computed only in test workers that need them.
+    """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
     classes, bases, known = {}, {}, set(dir(builtins))
     for node in chain.from_iterable(map(ast.walk, trees.values())):
@@ -72,7 +75,7 @@ def names():
 
 
 def texts(tree):
-    """Yield docstrings, also those after constants."""
+    """Yield all docstrings, including those of constants."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             for part in node.body:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks."""
+"""Locks, and files that are either written completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pi
 
 @contextmanager
 def limited(kind, most):
-    """Lower a limit of this process, such as resource.RLIMIT_AS, to `most` bytes."""
+    """Lower a limit of this process to `most` bytes. kind: a limit such as resource.RLIMIT_AS."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:
@@ -33,7 +33,7 @@ def limited(kind, most):
 
 
 def full_after(n_bytes):
-    """Imitate a full disk: no file can grow beyond n_bytes."""
+    """Imitate a full disk: files cannot grow beyond n_bytes."""
     return limited(resource.RLIMIT_FSIZE, n_bytes)
 
 
@@ -71,7 +71,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
 
 
 def test_what_a_user_asks_for_is_written_by_this_module_alone():
-    # exceptions: these write only to temporary folders or to the folder of downloaded models
+    # these files are exceptions: they write only to temporary folders or to the folder of downloaded models
     others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py", "runner.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def test_a_log_has_whole_entries_only(tmp_path):
     with full_after(100):
         with pytest.raises(OSError, match="File too large"):
             log.append("two " * 100)
-        # the failed entry has left nothing, so a shorter one still fits
+        # the failed entry has left no bytes, so a shorter entry still fits
         log.append("three\n")
     log.append("four\n")
     log.close()
@@ -131,7 +131,7 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
     beside.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
-    # if only chat.kv.archive exists, it is set aside alone
+    # here there is only chat.kv.archive, so it is set aside without a session
     beside.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"

@@ -1,4 +1,4 @@
-"""A fork behaves like a new Python process: most programs here run as both, with equal results."""
+"""A fork behaves like a new Python process. Most programs here run as both, with equal results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen, ready to fork: the first program of each environment is a plain process."""
+    """Return forked.Popen, ready to fork.
+
+    The first program of each environment would still be a plain process, so this runs two.
+    """
     for _ in range(2):
         process = forked.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0
@@ -29,7 +32,7 @@ def popen():
 
 
 def both(popen, code, *arguments, said=b"", **how):
-    """Run code in a fork and in a new process; return the result, which must be the same."""
+    """Run code in a fork and in a new process. Return the result, which must be the same for both."""
     found = []
     for start in (popen, subprocess.Popen):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
@@ -103,7 +106,7 @@ def test_signals_and_limits_are_its_own(popen):
     wait = "import sys, time; print('here', flush=True); time.sleep(60)"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
-            # under nohup, this process and its children ignore SIGHUP
+            # under nohup, SIGHUP is ignored by this process and its children
             continue
         process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout.readline() == b"here\n"

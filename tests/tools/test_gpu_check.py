@@ -1,4 +1,4 @@
-"""The programs of gpu_check.py compute the right thing, and report parts that crash or hang."""
+"""The programs of gpu_check.py compute the right results, and report parts that crash or hang."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_counts_tests_and_names_those_that_fail():
 )
 def test_a_part_that_crashes_or_hangs_keeps_its_rows(tmp_path, program, is_late, code):
     with (tmp_path / "log").open("wb") as errors:
-        # a program that should end gets a minute
+        # programs that do not hang get a minute
         lines = check.Lines([sys.executable, "-c", program], dict(os.environ), errors, 2 if is_late else 60)
         rows = list(check.rows_of(lines))
     assert (lines.is_late, lines.code) == (is_late, code)

@@ -1,4 +1,4 @@
-"""The patch: its header, its digest, and that it is applied exactly or not at all."""
+"""The patch: its header, its digest, and that it is applied either exactly or not at all."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git 
 
 @pytest.fixture
 def tree(tmp_path):
-    """A tree with the one file that the test patch changes."""
+    """A tree with only the file that the test patch changes."""
     folder = tmp_path / "tree"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "a.cpp").write_text(BEFORE)
@@ -61,7 +61,7 @@ def tree(tmp_path):
 
 
 def included(path):
-    """Return the names in a C++ file's #include lines; our own files as folder/file."""
+    """Return the names in a C++ file's #include lines. Files of kvtool are named folder/file."""
     names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
     return {f"{path.parent.name}/{name}" if (path.parent / name).is_file() else name for name in names}
 
@@ -106,7 +106,7 @@ def test_the_manifest_names_every_file_of_ours_once():
 
 
 def test_no_file_of_ours_includes_itself_through_others():
-    names: dict[str, set[str]] = {}  # what each file includes, a .h and its .cpp together
+    names: dict[str, set[str]] = {}  # the files that each file includes; a .h and its .cpp count as one file
     for path in SRC.glob("*/*.*"):
         own = path.relative_to(SRC).with_suffix("").as_posix()
         names.setdefault(own, set()).update({name.removesuffix(".h") for name in included(path)} - {own})
@@ -114,7 +114,7 @@ def test_no_file_of_ours_includes_itself_through_others():
 
 
 def test_the_archive_needs_ggml_alone():
-    """Its C++ tests link it with ggml alone. It includes one other header, cache/layer.h."""
+    """The archive's C++ tests link it only with ggml. Apart from ggml, it includes only cache/layer.h."""
     ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
     names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
     own = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
@@ -223,7 +223,7 @@ def test_export_gives_back_the_bytes_that_git_would_apply(tree):
 
 @pytest.fixture
 def archive(tree, tmp_path, monkeypatch):
-    """Make a source distribution for the test patch; returns the folder that it is in."""
+    """Make a source distribution for the test patch. Return the folder of its file."""
     path = tmp_path / "source.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         tar.add(tree / "src" / "a.cpp", "package-1/vendor/llama.cpp/src/a.cpp")
@@ -247,7 +247,10 @@ def test_import_then_export_then_check(archive):
 
 
 def release(folder: Path, **files: str) -> Path:
-    """A source distribution with these files in src/, named without their ending."""
+    """Write a source distribution and return its path.
+
+    files: texts of the files in src/. The keys are their names without the ending.
+    """
     path = folder / "other.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():
@@ -266,7 +269,10 @@ def untar(archive: Path, tree: Path) -> Path:
 
 @pytest.fixture
 def exported(archive):
-    """The folder of `archive`, with a patch from `export`, whose index lines allow a three-way merge."""
+    """The folder of `archive`, with a patch from `export`.
+
+    The patch's index lines allow a three-way merge.
+    """
     sync.import_(archive / "first")
     sync.export(archive / "first")
     return archive
@@ -326,11 +332,11 @@ def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
 
 
 OURS = ("src/sources.cmake", "src/x/a.h", "src/x/a.cpp", "src/y/b.cpp")
-"""The files of ours in the project below."""
+"""kvtool's own files in the project below."""
 
 
 def project(folder: Path, patch: bytes = PATCH) -> Path:
-    """A source distribution as CMake sees it, and patch files, in `folder`."""
+    """Write a source distribution, as CMake sees it, and patch files into `folder`."""
     patches = folder / "patches"
     patches.mkdir()
     for name in ("apply.cmake", "apply.py"):
@@ -375,7 +381,7 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
 @needs_cmake
 def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
     source = project(tmp_path)
-    for _ in range(2):  # the second time, the tree is patched already
+    for _ in range(2):  # in the second round, the tree is already patched
         done = configure(source)
         assert done.returncode == 0, done.stderr
         llama = source / "vendor/llama.cpp"

@@ -1,4 +1,4 @@
-"""The faults of `make check-tests` can be planted: their lines and tests still exist."""
+"""The faults of `make check-tests` can be planted: their lines and their tests still exist."""
 
 from __future__ import annotations
 

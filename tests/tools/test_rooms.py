@@ -1,4 +1,4 @@
-"""Imports between the parts of the package ("rooms"): the table of docs/tree.md says which are allowed."""
+"""Imports between the parts of the package ("rooms"). The table of docs/tree.md says which are allowed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ALONE = {
     "starlette": "serve",
     "uvicorn": "serve",
 }
-"""Packages that a single room imports."""
+"""Packages that only one room may import, and the name of this room."""
 
 
 def allowed() -> dict[str, set[str]]:
-    """The table of docs/tree.md: each room, and the rooms that it may import."""
+    """Read the table of docs/tree.md: each room, and the rooms that it may import."""
     document = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", document, re.M)
     table: dict[str, set[str]] = {}
@@ -53,12 +53,15 @@ def allowed() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """Return a module's folder or file below kvtool/; "kvtool" for the package itself."""
+    """Return the module's folder or file below kvtool/. For the package itself, return "kvtool"."""
     return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
 
 
 def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for each import of a file, inside functions and for type checking included."""
+    """Yield (line, module) for each import of a file.
+
+    This includes imports inside functions and imports for type checking.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -78,7 +81,10 @@ def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int
 
 
 def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
-    """Return a circle of imports, or []. Each module imports the previous one; the first is also the last."""
+    """Return a circle of imports, or [] if there is none.
+
+    Each module imports the previous module. The first module is also the last.
+    """
     paths = {module_of(path, root): path for path in files}
     graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
     try:
@@ -98,7 +104,7 @@ def test_every_room_is_in_the_table_below_all_that_it_may_import():
 
 def test_imports_point_one_way():
     table, wrong = allowed(), []
-    # kvtool/__init__.py only lists names for users, and imports each when it is used
+    # kvtool/__init__.py only lists names for users. It imports a name at its first use.
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         own = room_of(module_of(path))
         for line, module in imports(path):
@@ -110,7 +116,7 @@ def test_imports_point_one_way():
 
 
 def test_nothing_imports_the_laboratory():
-    """lab/ may import kvtool/, and lab/papers/ may import lab/benchmarks/, but not the other way round."""
+    """lab/ may import kvtool/, and lab/papers/ may import lab/benchmarks/, but not the reverse."""
     benchmarks = (ROOT / "lab" / "benchmarks").glob("*.py")
     for name, files in {"lab": FILES, "lab.papers": benchmarks}.items():
         for path in files:
@@ -148,14 +154,14 @@ def test_a_circle_is_found(tmp_path, back):
 
 
 def test_the_build_needs_the_standard_library_alone():
-    # -S: without the environment's packages
+    # with -S, Python does not find the packages of the environment
     code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
     done = forked.run_python("-S", "-c", code, str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
-    """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not evaluate it."""
+    """Files that a build imports must not evaluate `Path | None`, because Python before 3.10 cannot."""
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
     done = forked.run_python("-c", code, cwd=ROOT, check=True)
     for path in FILES:
@@ -165,7 +171,7 @@ def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
 
 
 def test_all_functions_but_kernels_have_annotations():
-    """Kernels have types in numba's signature, so mypy does not ask for annotations in their files."""
+    """Files of kernels are not checked by mypy for annotations: numba's signature has the types."""
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and not (node.returns or node.name == "__init__"):

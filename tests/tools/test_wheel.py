@@ -1,7 +1,7 @@
 """kvtool from a wheel, in an environment outside the checkout, as users without a checkout install it.
 
-kvtool's wheel is real. The wheel of kvtool-llama only refers to the library of the tests, under the key of
-this machine's build, so nothing is compiled.
+kvtool's wheel is real. The wheel of kvtool-llama only refers to the library that the tests use. It has the
+key of this machine's build, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __path__ = [{str(Path(api.__file__).parent)!r}]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """An environment with kvtool from a wheel and its dependencies, but without kvtool-llama."""
+    """An environment with kvtool (from a wheel) and its dependencies, but without kvtool-llama."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = ["-m", "pip", "--disable-pip-version-check", "--no-input", "wheel", "-q", "--no-deps"]
     done = forked.run_python(*pip, "--no-build-isolation", "-w", folder, ROOT)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob(f"kvtool-{__version__}-*.whl")
-    # a new environment, as that of the tests contains the checkout
+    # a new environment, because the environment of the tests contains the checkout
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"
     rest = folder / "rest"
@@ -54,13 +54,13 @@ def place(tmp_path_factory):
     (site / "rest.pth").write_text(f"{rest}\n")
     left_out = ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
-    # without NUMBA_DISABLE_JIT, compiling the kernels would take a minute
+    # NUMBA_DISABLE_JIT saves a minute of compiling kernels
     env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
 
     def run(*words):
         return forked.run([python, *words], cwd=folder, env=env)
 
-    # without an index, pip fails if any dependency is missing
+    # pip has no index here, so it fails if a dependency is missing
     done = run("-m", "pip", "install", "-q", "--no-index", wheel)
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(run=run, folder=folder, site=site, kvtool=folder / "env" / "bin" / "kvtool")
@@ -68,7 +68,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def before(place):
-    """Messages of the commands without kvtool-llama."""
+    """Output of the commands while kvtool-llama is not installed."""
     (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
     return SimpleNamespace(
         perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
@@ -80,7 +80,7 @@ def before(place):
 
 @pytest.fixture(scope="module")
 def built(place, before):
-    """Result of `kvtool build`, with a wheel for this machine in the cache."""
+    """Result of `kvtool build`. The cache has a wheel for this machine."""
     key = build.wheel_key(sources.patches_dir(), "")
     folder = place.folder / "cache" / "wheels" / key
     folder.mkdir(parents=True)
@@ -142,9 +142,9 @@ def test_all_is_well_then(place, built):
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
     assert library["version"] == "9.9"
-    # computed from the patch files in the wheel
+    # this digest is computed from the patch files in the wheel
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
-    # a library that was built by hand from edited files may differ
+    # the check ignores a different patch: the library may have been built by hand from edited files
     assert [each for each in found["problems"] if "different patch files" not in each["wrong"]] == []
 
 
