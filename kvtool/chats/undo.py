@@ -11,7 +11,7 @@ MOST = 10
 """Maximum number of copies."""
 
 MOST_BYTES = 512 * 2**20
-"""Maximum bytes of all copies. The newest copy stays at any size; its archive does not count."""
+"""Maximum bytes of all copies. The newest copy is always kept, and the size of its archive is not added."""
 
 
 def turn_label(text: str) -> str:
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
     Attributes
     ----------
     n_past, n_message
-        Number of decoded tokens, and of messages.
+        Number of decoded tokens, and number of messages.
     n_reply
         Number of replies started.
     writer
@@ -79,7 +79,10 @@ UndoPoint: TypeAlias = "Copy | Mark"
 
 
 class UndoStack:
-    """Stack of marks and copies, oldest first. Drops the oldest if there are too many copies or bytes."""
+    """Stack of marks and copies, oldest first.
+
+    The oldest are dropped if there are too many copies, or if the copies have too many bytes.
+    """
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self.most = most
@@ -101,7 +104,7 @@ class UndoStack:
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes of each archive that no session uses, by its inode. Several copies may share one."""
+        """Bytes of each archive that no session uses, by its inode. Several copies may share an archive."""
         stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
         return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
 
