@@ -101,8 +101,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # do not adapt the number of threads if it changes results: flash attention sums a float cache in one
-        # part per thread
+        # Adapt the number of threads only if it does not change results. It changes them with flash attention
+        # and a float cache, because each thread sums one part
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -147,7 +147,7 @@ class Decoder:
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
-        # at least one output: without any, llama.cpp aborts in one architecture
+        # ask for at least one output, because llama.cpp aborts without outputs in one architecture
         self._decode(tokens, pos_0, max(n_output, 1))
         self._taken = None
         self._n_output = n_output
@@ -194,7 +194,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """Logits f32[n_vocab] to sample from: the last output's, unless `sample_from` chose another."""
+        """Logits f32[n_vocab] to sample from: the last output, unless `sample_from` chose another output."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 

@@ -21,7 +21,7 @@ PROTOCOL = (7, 0)
 """Major and minor version of the RPC protocol in the llama.cpp of patches/UPSTREAM."""
 
 ANSWER_S = 5.0
-"""Timeout in seconds for a worker to accept a connection, and again to answer."""
+"""Seconds that a worker has to accept a connection, and the same again to answer."""
 
 _HELLO, _N_CAPS = 14, 24
 
