@@ -61,7 +61,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # for each text: True if the inner constraint allows an answer that begins with it
+        # for each beginning of an answer that was checked: True if the inner constraint allows it
         self._known: dict[bytes, bool] = {}
         self.restart()
 

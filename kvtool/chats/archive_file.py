@@ -231,7 +231,7 @@ class ArchiveFile:
         self._file, self._listed = None, {}
 
     def _begin(self) -> _PartFile:
-        """Create an empty file, which `_keep` makes current and `_drop` deletes."""
+        """Create an empty file. Call `_keep` to make it the current file, or `_drop` to delete it."""
         if not self._session:
             return _PartFile.new(cast(FileIO, temporary(buffering=0)))
         check_place(self._session)
@@ -308,7 +308,7 @@ class _PartFile:
         return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
     def suits(self, parts: list[Part], token_bytes: int) -> bool:
-        """True if these parts should stay in this file, and the missing parts be appended to it.
+        """True if this file can hold these parts, so that only the missing parts are appended to it.
 
         After appending, at least half of the file's bytes must be in use. If another session shares the file,
         no part may be missing, because nothing is appended to a shared file.

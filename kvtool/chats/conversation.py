@@ -81,7 +81,7 @@ class Conversation:
         Marks and copies for `undo`.
     open_saved
         Function that opens the session and archive files if they hold the present chat, so that `remember`
-        need not write a copy. Returns None otherwise.
+        need not write a copy. Otherwise it returns None.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -131,7 +131,7 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Hold the reply header in the cache. Raises UsageError if it leaves no room there."""
+        """Hold the reply header in the cache. Raises UsageError if the header leaves no room there."""
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
@@ -223,7 +223,7 @@ class Conversation:
             self.messages, self.system, self.is_pinned = saved
 
     def start_over(self, n_pinned: int) -> None:
-        """Empty the cache, and pin the next n_pinned tokens. Raises UsageError for too many."""
+        """Empty the cache, and pin the next n_pinned tokens. Raises UsageError if these are too many."""
         self.writer.reset()
         self._pin(n_pinned)
 
@@ -330,8 +330,8 @@ class Conversation:
 
         start: text that the template writes between `header.kept` and the answer of an earlier reply, for
         example a thought. None if the reply stays unchanged. If the cache holds another text at this place,
-        it is rewound to the end of `header.kept` and reads `start` and the answer. No other tokens are read
-        again.
+        the cache is rewound to the end of `header.kept`, and `start` and the answer are read. No other tokens
+        are read again.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
@@ -422,9 +422,9 @@ class Conversation:
         return listed
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
-        """Continue from the values of `save`. Raises SessionError, changing nothing, if they do not fit.
+        """Continue from values of `save`. Raises SessionError, changing nothing, if the values do not fit.
 
-        seed: seed of the sampler from now on; None for the saved one.
+        seed: seed of the sampler from now on; None for the saved seed.
         """
         self.writer.engine.restore(arrays)
         self.version += 1

@@ -33,7 +33,7 @@ class Loop:
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
         # for each block size n: number of newest tokens that are equal to the token n places before them
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
-        # number of tokens since the last one with a letter
+        # number of tokens since the last token with a letter
         self._n_sign = 0
 
     def add(self, token: int, piece: bytes) -> bool:

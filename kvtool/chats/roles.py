@@ -1,4 +1,4 @@
-"""Message roles: rewrite a chat in roles that its template takes, if the template refuses or omits some."""
+"""Message roles: if a template refuses or omits some roles, rewrite a chat in roles that it takes."""
 
 from __future__ import annotations
 

@@ -254,7 +254,10 @@ def _damaged(name: str, is_cut: bool) -> SessionError:
 
 
 def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | None = None) -> SessionError:
-    """Return the error for a file that cannot be read or written. session: None if `path` is the session."""
+    """Return the error for a file that cannot be read or written.
+
+    session: path of the session that the file belongs to; None if the file is the session.
+    """
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""

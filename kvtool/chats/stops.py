@@ -12,7 +12,7 @@ class Stops:
     Attributes
     ----------
     found
-        The stop string that ended the text; "" if none has yet.
+        The stop string that ended the text; "" if the text has not ended.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

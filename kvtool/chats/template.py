@@ -47,7 +47,7 @@ Gemma has no system role: the user's first message begins with the system prompt
 """
 
 RAW = "kvtool generate and kvtool eval need none with --raw"
-"""End of error messages: commands that work without a template."""
+"""End of error messages. It names the commands that work without a template."""
 
 _STAND_IN = "kvtool stands in for the reply"
 _THOUGHT = "kvtool stands in for the thought"
@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters that JSON escapes if it must be ASCII: all characters beyond ASCII, except single marks."""
+"""Characters to escape in JSON that must be ASCII: all beyond ASCII, except single marks (`chats.marks`)."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -150,7 +150,7 @@ class Template:
         return other
 
     def _copy(self) -> Template:
-        """Return a copy without the cached properties, except for the tags."""
+        """Return a copy that has no cached properties except the tags."""
         tags, other = self.tags, copy(self)
         for name in vars(self):
             if isinstance(getattr(Template, name, None), cached_property):

@@ -22,7 +22,7 @@ def turn_label(text: str) -> str:
 
 
 class Copy(NamedTuple):
-    """Copy of a chat before a command. The owner closes it.
+    """Copy of a chat as it was before a command. The owner must close it.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class UndoStack:
             self.drop_oldest()
 
     def pop(self) -> UndoPoint:
-        """Remove and return the newest mark or copy. The caller closes it."""
+        """Remove and return the newest mark or copy. The caller must close it."""
         return self._points.pop()
 
     def drop_marks(self) -> None:

@@ -43,7 +43,7 @@ class Writer:
     shown
         Control tokens whose text `write` yields.
     ends
-        Tokens that end `write`, in addition to the model's own.
+        Tokens that end `write`, in addition to the model's end-of-generation tokens.
     before_reading
         Called before a text is read, with its number of tokens.
     after_sampling
@@ -102,8 +102,8 @@ class Writer:
             self.drafter.cut(0)
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # draft tokens of the last step that are not yet compared with sampled tokens, and the number of draft
-        # tokens that were equal to sampled tokens
+        # draft tokens of the last step that are not compared with sampled tokens yet, and the number of draft
+        # tokens that were sampled
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
@@ -219,7 +219,7 @@ class Writer:
                 while self.engine.n_past - before < n_all and not stopped():
                     after_step(next(steps))
         finally:
-            # do this also after an error: tokens that were decoded before the error are read
+            # do this also after an error, because some tokens may have been decoded before it
             self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
@@ -311,7 +311,7 @@ class Writer:
         self._mark_decoded(1)
 
     def _mark_decoded(self, n: int) -> None:
-        """Move the first n unread tokens to the decoded ones."""
+        """Move the first n unread tokens to the decoded tokens."""
         self._decoded.frombytes(self._unread[:n].tobytes())
         self._unread = self._unread[n:]
         self._restored &= not n

@@ -6,10 +6,10 @@ from collections import defaultdict, deque
 from statistics import median
 
 _EDGES = (3, 4, 6, 9, 17)
-"""Draft tokens are grouped by their support (see `DraftLength`): lower bounds of these groups."""
+"""Lower bounds of the groups into which draft tokens are divided by support. See `DraftLength`."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""Initial counts of accepted and of all draft tokens; their ratio is high enough for drafting to be tried."""
+"""Initial counts of accepted draft tokens and of all draft tokens. Their ratio makes drafting start."""
 
 _DECAY = 0.97
 """Factor by which each draft token reduces the older counts of its group."""
@@ -18,7 +18,7 @@ _N_TIME = 9
 """Number of recent step times that are kept for each step length. Their median is used."""
 
 _SLOPE = 0.1
-"""Assumed cost of one more token in a step, until the cost is measured. 1 is the time of a one-token step."""
+"""Assumed cost of one more token in a step, as a share of a one-token step. Used until it is measured."""
 
 _GAIN = 1.05
 """Minimum estimated speedup of draft tokens; above 1, because costs and acceptance are estimates."""
@@ -75,7 +75,7 @@ class DraftLength:
         self._times[n].append(seconds)
 
     def _cost(self, n: int) -> float:
-        """Time of a step of n tokens, if a step of one token takes 1. Interpolates between measurements."""
+        """Time of a step of n tokens, divided by the time of a one-token step. Interpolates measurements."""
         if not (one := self._times.get(1)):
             return 1 + _SLOPE * (n - 1)
         base = median(one)

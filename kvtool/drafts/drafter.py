@@ -35,7 +35,7 @@ class Searched(Source, Protocol):
     """Source that finds draft tokens by a fast search. It can return any requested number of tokens."""
 
     def look(self) -> int:
-        """Number of matching tokens before the draft tokens that `guess` would return; 0 without drafts."""
+        """Number of matching tokens before the tokens that `guess` would return; 0 if there are none."""
 
 
 class Drafter:

@@ -79,7 +79,7 @@ class ModelDraft:
         self._ahead.append(token)
 
     def _begin(self) -> None:
-        """Empty the cache. The next text to read is the newest tokens, as many as the cache holds."""
+        """Empty the cache, and mark the newest tokens as unread, as many as the cache can hold."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 

@@ -58,7 +58,7 @@ class MtpDraft:
         """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         self._keep(n)
-        # a row is read together with the token after it
+        # a row is read together with the token after it: the last row must be read again, with another token
         self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
 
     def add(self, tokens: np.ndarray) -> None:

@@ -46,7 +46,7 @@ class Archive:
         Maximum tokens or bytes. Default: a quarter of the free memory, or for a file half of the disk's free
         space.
     file
-        Path at which to create the file. None: the archive is in memory.
+        Path at which to create the file. None to keep the archive in memory.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Archive:
     is_traced
         True if llama.cpp records the attention that `attended` returns.
     while_sealing
-        Called while `restore` computes clusters, with the number of finished rows and of all rows.
+        Called while `restore` computes clusters, with two numbers: the finished rows, and all rows.
 
     Raises
     ------
@@ -256,7 +256,7 @@ class Archive:
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the stored keys and values of the tokens at positions begin .. end - 1, as u8[].
 
-        They are ordered by layer. Within a layer, they are ordered by token.
+        All tokens of the first layer come first, then all tokens of the second layer, and so on.
         """
         data = np.empty((end - begin) * sum(self.layer_bytes), np.uint8)
         at = 0

@@ -115,7 +115,7 @@ def upstream() -> str:
 
 
 def stock_version() -> str | None:
-    """Return the version of the installed llama-cpp-python, even if it is not used. None if not installed."""
+    """Return the version of the installed llama-cpp-python, used or not; None if it is not installed."""
     try:
         return version(STOCK)
     except PackageNotFoundError:

@@ -12,7 +12,7 @@ from typing import Any
 
 DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
 IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *DEPENDENT}
-"""Keywords whose subschemas apply to the same value."""
+"""Keywords with subschemas that apply to the same value as the schema itself."""
 
 CONSTRAINING = IN_PLACE | {
     *("type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties"),
@@ -34,7 +34,7 @@ original schema accepts.
 """
 
 _MOST_LONG = 100
-"""Longest text for `other_than`, whose expression nests as deeply as the text is long."""
+"""Length of the longest text for `other_than`: its expression is nested once for each character."""
 
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000

@@ -95,7 +95,7 @@ class Vocabulary:
         """llguidance's trie of the vocabulary."""
         import llguidance
 
-        # a model without end-of-generation tokens gets an extra one, which is never sampled
+        # if a model has no end-of-generation token, add a token for this, which is never sampled
         none = [] if self.ends else [b""]
         tokenizer = _Tokenizer(self, [*self.pieces, *none], [*self.ends, self.n][0])
         slices = llguidance.LLTokenizer.json_slices()

@@ -100,8 +100,8 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
-        # llama.cpp limits batches to the number of cells that the cache has at its creation. So the cache
-        # starts with enough cells for a batch, and `resize` below reduces their number
+        # llama.cpp limits batches to the number of cells that the cache has at its creation. Therefore the
+        # cache starts with enough cells for a batch, and `resize` below reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, n_draft=n_draft, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
@@ -269,7 +269,8 @@ class Context(Decoder):
     ) -> None:
         """Edit the cache: first merge values, then move cells. Afterwards cells 0 .. n_keep - 1 are live.
 
-        All signals are cleared except RECENT, whose values move along with the cells.
+        All signals are cleared except RECENT. Its values move along with the cells, but they are also cleared
+        if cells are hidden.
 
         Parameters
         ----------
@@ -347,7 +348,7 @@ class Context(Decoder):
         return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """Return the first n cells of a layer as u1[bytes]: all keys, then all values, as they are stored."""
+        """Return the first n cells of a layer as u1[bytes]: all keys, then all values, in stored format."""
         out = np.empty(n * self.cell_bytes(layer), np.uint8)
         check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
         return out

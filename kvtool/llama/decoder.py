@@ -101,8 +101,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # Adapt the number of threads only if it does not change results. It changes them with flash attention
-        # and a float cache, because each thread sums one part
+        # Adapt the number of threads only if results do not depend on it. With flash attention and a float
+        # cache they do, because there each thread sums one part of the cache
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -255,7 +255,7 @@ class Decoder:
 
 
 def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
-    """Resolve --flash-attn auto for a type of V. Raises UsageError if they do not go together.
+    """Return the value of --flash-attn that fits a type of V. Raises UsageError if they do not go together.
 
     has_alibi: True if attention decreases with distance, so that each head has its own mask.
     """

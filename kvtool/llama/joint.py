@@ -54,8 +54,8 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # A token attends only to cells of its chat's context, and never to cells of the joint context. So all
-        # chats can share one KV buffer in the joint context
+        # A token attends only to cells of its chat's context, and never to cells of the joint context. This
+        # is why all chats can share one KV buffer in the joint context
         params.kv_unified = True
         params.flash_attn_type = 0
         self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads
@@ -102,6 +102,6 @@ class JointContext:
         logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))
         at = 0
         for part in parts:
-            # copy them, because the next step overwrites the logits even if this context takes no part in it
+            # copy the logits: the next step overwrites them, even if this context takes no part in that step
             part.context.set_logits(logits[at : at + part.n_output].copy())
             at += part.n_output

@@ -48,7 +48,7 @@ def start_backends() -> None:
 
 
 def set_verbose(on: bool) -> None:
-    """Write llama.cpp's log to stderr, or stop that."""
+    """Write llama.cpp's log to stderr, or stop writing it."""
     global _verbose
     _verbose = on
     start_backends()

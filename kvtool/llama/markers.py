@@ -61,7 +61,7 @@ class Markers:
         return iter(self._attrs)
 
     def find(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield (index, marker) for each place where markers begin: the longest marker. They may overlap."""
+        """Yield (index, marker) for the longest marker at each place of the text. Markers may overlap."""
         at = 0
         while match := self._start.search(text, at):
             begin, at = match.start(), match.start() + 1

@@ -46,7 +46,7 @@ class Model:
     placement
         Which device has which layers, and which tensors lie in other buffers. Default: llama.cpp's placement.
     adapters
-        LoRA adapters, which all contexts of the model compute with.
+        LoRA adapters that all contexts of the model use.
     vocab_only
         Load only the vocabulary, to tokenize.
     no_weights

@@ -21,7 +21,7 @@ def output_hidden(decoder: Decoder, *, every: bool) -> None:
 
 
 def read_hidden(decoder: Decoder, first: int, out: np.ndarray) -> None:
-    """Write the hidden states of the last decode's tokens first, first + 1, ... to f32[n, n_hidden]."""
+    """Write hidden states of the last decode to `out` f32[n, n_hidden], from its token `first` on."""
     check(lib.llama_kvtool_get_hidden(decoder.handle, first, len(out), out.ctypes.data))
 
 

@@ -109,7 +109,7 @@ class Placement:
 
 
 def experts_pattern(n_layer: int | None = None) -> str:
-    """Return the pattern of the experts' tensors of the first n_layer layers, at least 1; None for all."""
+    """Return the pattern of the experts' tensors in the first n_layer layers, 1 or more. None for all."""
     if n_layer is None:
         return EXPERTS
     # imported here: few commands need it

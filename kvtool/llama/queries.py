@@ -39,10 +39,10 @@ class Queries:
         return self.n, n_number
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the queries f32[n, n_number], oldest first, and the positions i32[n].
+        """Return the queries f32[n, n_number], oldest first, and positions i32[n].
 
-        n_number: number of elements of one token's queries in all layers. A position is what the query is
-        rotated to; -1 if there was no query yet.
+        n_number: number of elements of one token's queries in all layers. Each query is rotated to its
+        position. A position is -1 if there was no such query yet.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))

@@ -90,9 +90,9 @@ class _Writer:
     ----------
     shared
         Targets of each "$ref" that stands next to other keywords. These keywords restrict the same value as
-        the target, and may name properties that the target does not name. So objects at the target must allow
-        unnamed properties. The constructor takes the targets that are known so far, and this set collects all
-        targets.
+        the target, and may name properties that the target does not name. Objects at the target must
+        therefore allow unnamed properties. The constructor takes the targets that are known so far, and this
+        set collects all targets.
     left_out
         Keywords that are not enforced.
     """
@@ -110,7 +110,7 @@ class _Writer:
     def schema(self, schema: Any, where: str, *, is_alone: bool) -> Any:
         """Rewrite a schema.
 
-        where: JSON pointer to the schema. is_alone: True if no other schema restricts the same value.
+        where: JSON pointer to the schema. is_alone: True if only this schema restricts the value.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -157,7 +157,7 @@ class _Writer:
     # keywords of texts
 
     def _pattern(self, new: Schema, where: str) -> list[Schema]:
-        """Translate the pattern for llguidance. If it becomes several, return schemas of the other patterns."""
+        """Translate the pattern for llguidance. Return schemas of further patterns if there are any."""
         pattern = new.get("pattern")
         if not isinstance(pattern, str):
             return []

@@ -36,7 +36,7 @@ class Rules(NamedTuple):
 
 
 def of_choice(texts: Sequence[str]) -> Rules:
-    """Return rules that allow each of these texts. Raises UsageError for an empty list, or too many texts."""
+    """Return rules for a text that must be one of these. Raises UsageError for no texts or too many texts."""
     if not texts or len(texts) > MOST_CHOICES:
         raise UsageError(f"a choice must be among 1 to {MOST_CHOICES:,} texts, got {len(texts):,}")
     # all texts are in a single lexeme, because a text may begin with another text of the choice

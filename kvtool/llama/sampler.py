@@ -31,7 +31,7 @@ def _unchanged(constraint: Matcher | None) -> Constraint | None:
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _MANY = 0.75
-"""If more than this share of tokens fits, excluding the others is faster than listing those that fit."""
+"""If a larger share of the tokens fits, excluding tokens is faster than listing the tokens that fit."""
 
 _N_MIROSTAT = 100
 """Number of top tokens by which Mirostat 1 estimates how fast probabilities fall, as in the paper."""

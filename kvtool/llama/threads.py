@@ -52,7 +52,7 @@ class Threads:
         # seconds of recent steps, by number of tokens: only steps of equal length are comparable
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
-        # time of each step, divided by the usual time of steps with as many tokens
+        # for each step of the trial: its time, divided by the usual time of steps with as many tokens
         self._trial: list[float] = []
 
     @property

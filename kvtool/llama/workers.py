@@ -25,7 +25,9 @@ If a spare reported 0, llama.cpp would assume the host's memory, and put layers 
 
 
 def add_rpc(*endpoints: str) -> None:
-    """Add the devices of the workers at host:port, ...; models loaded later use them first.
+    """Add the devices of workers. Models that are loaded later use these devices first.
+
+    endpoints: addresses of the workers, as host:port.
 
     Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that does not
     answer.
