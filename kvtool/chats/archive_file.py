@@ -88,7 +88,7 @@ def archive_path(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Remove the archive of the session at `path`, if it has one. Leaves files that are not archives."""
+    """Remove the archive of the session at `path`, if it has one. A file that is no archive stays."""
     for place in archive_paths(path):
         _delete(place)
 

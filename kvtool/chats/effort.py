@@ -39,7 +39,7 @@ _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels assumed if the template copies any level into the prompt."""
+"""If the template copies any text for a level into the prompt, it is assumed to take these levels."""
 
 _MADE_UP = "kvtool-made-up"
 

@@ -1,4 +1,7 @@
-"""Undo: marks in the stream for turns, and copies of the chat on disk for commands that replace the chat."""
+"""Undo. A turn is undone with a mark in the stream.
+
+A command that replaces the chat is undone with a copy of the chat on disk.
+"""
 
 from __future__ import annotations
 

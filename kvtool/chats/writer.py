@@ -166,7 +166,7 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # a stop interrupted a second reading of the stream: its tokens up to n are not all read yet
+            # a stop has interrupted a second reading of the stream, so some of its first n tokens are unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])

@@ -24,7 +24,7 @@ _GAIN = 1.05
 """Minimum estimated speedup of draft tokens; above 1, because costs and acceptance are estimates."""
 
 _TRY_EVERY = 32
-"""Steps between trials of draft tokens while drafting seems not to pay off."""
+"""Number of steps after which a few tokens are drafted although drafting seems not to pay off."""
 
 
 class DraftLength:

@@ -45,7 +45,7 @@ number of options that are compared with each other.
 
 
 class Complement:
-    """Compute complements. root: the whole schema, which references such as #/$defs/colour point into."""
+    """Compute complements. root: the whole schema. References such as #/$defs/colour point into it."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root

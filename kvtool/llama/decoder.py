@@ -27,7 +27,7 @@ _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
 class Decoder:
-    """One sequence in a cache of n_cell cells, and the decode that fills it, in any llama.cpp.
+    """A cache with n_cell cells for one sequence, and the decode that fills it. Works with any llama.cpp.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ def has_gpu() -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the devices that get layers, in llama.cpp's order: workers', then this machine's GPUs."""
+    """Return the devices that get layers, in llama.cpp's order: first of workers, then of this machine."""
     available = devices()
     discrete = [device for device in available if device["type"] == "gpu"]
     workers = [device for device in discrete if _is_worker(device)]

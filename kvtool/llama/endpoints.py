@@ -1,4 +1,4 @@
-"""Endpoints, the addresses of workers, and a test that a worker answers there.
+"""Endpoints are the addresses of workers. This file parses them, and tests whether workers answer.
 
 kvtool tests each endpoint before llama.cpp connects to it: if no worker answers, llama.cpp waits forever or
 ends the process. `workers.py` makes llama.cpp use the workers. The command line imports this file, so it

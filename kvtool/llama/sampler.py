@@ -34,7 +34,7 @@ _MANY = 0.75
 """If a larger share of the tokens fits, excluding tokens is faster than listing the tokens that fit."""
 
 _N_MIROSTAT = 100
-"""Number of top tokens by which Mirostat 1 estimates how fast probabilities fall, as in the paper."""
+"""Mirostat 1 estimates from this many top tokens how fast probabilities fall. The paper does the same."""
 
 
 class Sampler:
