@@ -108,7 +108,7 @@ class Context(Decoder):
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
-        # n_draft more queries are stored: when draft tokens are removed, n_query older queries must still be there
+        # n_draft more queries are stored, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
