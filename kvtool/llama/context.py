@@ -327,7 +327,7 @@ class Context(Decoder):
 
         Raises LibraryError for more than n_draft tokens, and for tokens before the last edit. If there are
         signals or recurrent layers, it also raises LibraryError unless the tokens are draft tokens of the
-        last decode.
+        last decode. After a step with residents, all tokens of the step can be removed.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 
