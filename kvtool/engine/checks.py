@@ -64,7 +64,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
 
 
 def how_read(policy: Policy, settings: Settings) -> str:
-    """Return how prompts are read: "stream", "whole" or "exact". Raises UsageError for another way."""
+    """Return how prompts are read: "stream", "whole" or "exact". Raises UsageError for any other value."""
     how = settings.prefill or policy.prefill
     if how not in ("stream", "whole", "exact"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")

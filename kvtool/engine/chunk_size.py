@@ -25,14 +25,17 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """Return the slice of at..end to decode next: about `self.n` tokens, with no short part left."""
+        """Return the slice of tokens from `at` to `end` to decode next: about `self.n` tokens.
+
+        Its length is chosen so that the last part of a step is not very short.
+        """
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
         """Record that decoding n tokens took so many seconds."""
         if n < self.n:
-            # the time of so few tokens says little about the time of a whole part
+            # ignore a short part, because its time says little about the time of a whole part
             return
         took = seconds * self.n / n / self._seconds
         if took > 1.25:

@@ -1,4 +1,4 @@
-"""Residents: archived tokens in cells on the device, so that a step that writes searches no archive."""
+"""Residents: archived tokens in cells on the device. A step that writes then does not search the archive."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, StreamEnd
 
 _MISSED = 0.5
-"""A step is repeated if a larger share of a query's attention fell on clusters that should be resident.
+"""Maximum share of a query's attention that a step may miss. If a step misses more, it is repeated.
 
-The share is an estimate, which counts more for clusters whose keys differ much.
+The missed attention is attention to clusters that should have been resident. It is an estimate, which is
+higher for clusters whose keys differ much.
 """
 
 _MOST_REPEATS = 3
-"""Maximum repetitions of a step. Each changes the queries of later layers, which may need other clusters."""
+"""Maximum number of repetitions of a step.
+
+A repetition changes the queries of later layers, so these layers may then need other clusters.
+"""
 
 _N_BLOCK, _N_CLUSTER = 256, 16
-"""Tokens of a block of the archive, and clusters of a block."""
+"""Number of tokens in a block of the archive, and number of clusters in a block."""
 
 _MOST_MEANS = 4096
-"""Maximum number of cells for means in each row. A longer archive is searched on the host."""
+"""Maximum number of cells for means of clusters in each row. A longer archive is searched on the host."""
 
 
 class Residents:
@@ -28,11 +32,11 @@ class Residents:
     Attributes
     ----------
     n_token
-        Resident tokens of each row; 0: every step searches the archive on the host.
+        Number of resident tokens of each row. 0 if every step searches the archive on the host.
     n_repeated
         Number of times that a step was decoded again because it missed too much.
     refusal
-        Reason why steps have no residents although they were asked for; "" if they may have them.
+        Reason why steps have no residents although the settings ask for them; "" without such a reason.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -45,22 +49,23 @@ class Residents:
 
     @property
     def n_now(self) -> int:
-        """Resident tokens of each row at present; 0 if no step has needed them, or if there is no room."""
+        """Number of resident tokens of each row at present. 0 before the first step that needs them."""
         return self.n_token if self._n_mean else 0
 
     def prepare(self) -> None:
-        """Provide the cells that a step needs. A device without room leaves n_token at 0."""
+        """Provide the cells that a step needs. If the device has no room for them, set `n_token` to 0."""
         self._n_left = _MOST_REPEATS
         archive = self._cache.context.archive
         assert archive
         n_archived = archive.n
         if not n_archived:
             return
-        # one block may be cut at its start, and the next eviction may complete another one
+        # add two blocks, because one block may be cut at its start, and the next eviction may complete
+        # another block
         n_mean = (n_archived // _N_BLOCK + 2) * _N_CLUSTER
         if not self._n_mean < n_mean <= _MOST_MEANS:
             return
-        # room for half as many clusters again, so that cells are moved rarely
+        # make room for 50 % more clusters, so that the cells are rarely moved to a larger place
         n_mean = min(-(-n_mean * 3 // 2 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
         try:
             archive.reside(n_mean, self.n_token)
@@ -71,7 +76,7 @@ class Residents:
             self.n_token, self._n_mean, self.refusal = 0, 0, str(error)
 
     def misses(self) -> bool:
-        """Choose the next residents; True if the last step has to be decoded again with them."""
+        """Choose the next residents. Return True if the last step has to be decoded again with them."""
         archive = self._cache.context.archive
         assert archive
         if not self._n_mean or not self._n_left or archive.missed() <= _MISSED:
