@@ -212,8 +212,8 @@ class Checkpoints:
     def to_save(self) -> list[Checkpoint]:
         """Return the checkpoints to save in FILE.archive, oldest first.
 
-        Of copies of whole caches, only a few are saved. A copy of the current state is left out, because the
-        session itself has that state.
+        If checkpoints are copies of the whole cache, only a few are saved. A copy of the current state is
+        left out, because the session itself has that state.
         """
         n_past = self._cache.rows.n_past
         kept = [each for each in self._all if each.n_past < n_past or not self.are_whole]
@@ -226,7 +226,7 @@ class Checkpoints:
         """Return how many of the stream's first n tokens a rewind can keep, and the checkpoint to restore.
 
         Without a checkpoint at n tokens, a rewind uses the next later checkpoint if the state can be cut to n
-        tokens. Otherwise it uses the last earlier checkpoint, or None if there is none.
+        tokens. Otherwise it uses the last earlier checkpoint, if any.
         """
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0

@@ -483,9 +483,9 @@ class Engine:
         """Cut the stream to its first n tokens, or to fewer if no checkpoint allows that.
 
         The newest of the archived tokens move back into the window. Returns the number of tokens that are
-        left. It is 0 if the policy or the model needs a checkpoint and there is none. If it is less than n,
-        the caller reads the missing tokens again. Returns None and changes nothing if the archive has dropped
-        tokens that belong into the window. Raises UsageError for more tokens than the stream has.
+        left. If this is less than n, the caller reads the missing tokens again. It is 0 if a checkpoint is
+        needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
+        belong into the window. Raises UsageError for more tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")

@@ -96,8 +96,7 @@ class PolicyCache:
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Resize each layer to n_cell i32[layer] cells, and the tables `rows` and `state` to their maximum.
-        """
+        """Resize each layer to n_cell i32[layer] cells, and the tables `rows` and `state` to the maximum."""
         self.context.resize(n_cell)
         if self.context.n_cell == self.rows.pos.shape[1]:
             return
@@ -119,8 +118,7 @@ class PolicyCache:
         self._n_fit += n
 
     def make_room(self, n: int) -> None:
-        """Resize the layers of ragged rows, so that each has room for n more tokens, but not for many more.
-        """
+        """Resize the layers of ragged rows, to give each room for n more tokens, but not for many more."""
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
@@ -133,9 +131,9 @@ class PolicyCache:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
         Without sliding layers this is n_kv. Sliding layers may hold more than n_kv tokens, and they drop
-        tokens whose position becomes negative. So with sliding layers, the position is at least n_swa. This
-        minimum is itself limited to half of the context, and to n_ctx - n, so that positions are left for n
-        more tokens.
+        tokens whose position becomes negative. To prevent this, the position is at least n_swa. This minimum
+        is itself limited: to half of the context, and to n_ctx - n, so that positions are left for n more
+        tokens.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 

@@ -49,7 +49,7 @@ class Residents:
 
     @property
     def n_now(self) -> int:
-        """Number of resident tokens of each row at present. 0 before the first step that needs them."""
+        """Resident tokens of each row now; 0 if no step has needed residents yet, or if there is no room."""
         return self.n_token if self._n_mean else 0
 
     def prepare(self) -> None:

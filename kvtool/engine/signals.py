@@ -66,8 +66,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each signal's name and `Context.history`. `_converted` converts the values of IMPORTANT.
-        """
+        """Yield each signal's name and `Context.history`. `_converted` converts the values of IMPORTANT."""
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:
@@ -104,6 +103,5 @@ class Signals:
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """Convert values of IMPORTANT from "queries ago" to an index in the window, or back. Both begin at 1.
-        """
+        """Convert IMPORTANT from "queries ago" to a query's index in the window, or back. Both start at 1."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

@@ -290,8 +290,7 @@ class Reconstruction:
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a segment that can be repeated within the context; below 1 if there is no room.
-        """
+        """Maximum tokens of a segment that can be repeated within the context; below 1 without room."""
         n_ctx = self._cache.n_ctx
         return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
