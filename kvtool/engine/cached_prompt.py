@@ -84,8 +84,8 @@ class CachedPrompt:
 
         `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
         reads, or if a reconstruction pass follows. If the policy reads only signals of the last n_query
-        queries, or of the newest query, the tokens of these queries are not copied. Otherwise n is 0. The
-        caller decodes the remaining tokens, because the policy needs the signals of their queries.
+        queries, or of the newest query, the tokens of these queries are not copied. In all other cases n is
+        0. The caller decodes the remaining tokens, because the policy needs the signals of their queries.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)
@@ -94,7 +94,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # the loop copied all cells of the prompt; this edit frees the cells after the first n
+        # the loop has copied all cells of the prompt. This edit frees the cells after the first n
         rows.append(n)
         cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):

@@ -23,14 +23,14 @@ SPACING = 1024
 """Minimum of `Checkpoints.spacing`, in tokens."""
 
 _GPU_TOKEN_BYTES = 24 * 2**10
-"""Maximum bytes of checkpoints for each token of a stream, if the cache is on a GPU.
+"""Maximum bytes of checkpoints to copy for each token that is read, if the cache is on a GPU.
 
 With this limit, copying checkpoints takes about 2 % of the time of reading. This is an estimate, not a
 measurement. It assumes that a GPU reads 5,000 tokens a second and copies 6 GB a second.
 """
 
 _LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
-"""FILE.archive gets at most this many bytes of copies of whole caches, but at least three copies."""
+"""FILE.archive gets at least this many copies of whole caches, and more only up to this many bytes."""
 
 _NAMES = 2**14
 """Maximum bytes of the names of the arrays in a copy of a whole cache."""
@@ -39,7 +39,7 @@ _LEAST, _MOST_SHARE = 8, 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
 _SHARE = 16
-"""Default limit for checkpoints of sliding and recurrent layers: a 16th of the free memory, if that is more.
+"""Default limit for checkpoints of sliding and recurrent layers, if it is higher: a 16th of the free memory.
 
 Copies of whole caches do not get this limit, because each copy is as large as the cache.
 """
@@ -83,8 +83,8 @@ class Checkpoints:
     ----------
     max_bytes
         Maximum bytes of all checkpoints. It is 0 if the argument is 0, if memory is short, or if a stream can
-        be rewound without checkpoints. It is also 0 if there is an archive but the rows cannot be rewound,
-        because then checkpoints do not help.
+        be rewound without checkpoints. It is also 0 if there is an archive that cannot be rewound together
+        with the rows.
     are_whole
         True if a checkpoint is a copy of the whole cache.
     is_paused
@@ -155,7 +155,7 @@ class Checkpoints:
         return sum(each.part.n_bytes for each in self._all)
 
     def share(self, n: int) -> None:
-        """Lower the limit to 1/n of it, but not below the size of eight checkpoints.
+        """Divide the limit by n, but not below the size of eight checkpoints.
 
         The rest is for the other caches of a server.
         """
@@ -163,7 +163,7 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """True if the stream has grown enough since the newest checkpoint for another one."""
+        """True if a checkpoint should be made now, because the stream has grown by `spacing` tokens."""
         if not self.max_bytes or self.is_paused:
             return False
         newest = self._all[-1].n_past if self._all else 0
@@ -233,8 +233,8 @@ class Checkpoints:
         after = next((each for each in self._all if each.n_past > n), None)
         if self.are_whole or n == n_before or not after:
             return n_before, before
-        # if gaps between positions were closed between the two checkpoints, the tokens had other positions
-        # before, and the later state does not fit
+        # if gaps were closed between the two checkpoints, the positions have changed, and the later state
+        # does not fit
         if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _LEAST = 32
-"""Minimum tokens of a part: in smaller parts each token takes longer."""
+"""Minimum tokens of a part. In smaller parts, each token takes longer."""
 
 
 class ChunkSize:
@@ -25,9 +25,10 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """Return the slice of tokens from `at` to `end` to decode next: about `self.n` tokens.
+        """Return the slice of tokens to decode next. It begins at `at` and has about `self.n` tokens.
 
-        Its length is chosen so that the last part of a step is not very short.
+        end: where the step ends. The slice is a little longer or shorter if the step's last part would be
+        very short otherwise.
         """
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))

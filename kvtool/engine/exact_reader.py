@@ -60,7 +60,7 @@ class ExactReader:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""
         assert self._cache.context.archive
         layer_bytes = max(self._cache.context.archive.layer_bytes)
-        # two buffers, as much again for llama.cpp's conversion of them, and a mask in half precision
+        # two buffers, the same again for llama.cpp's conversion of both buffers, and a mask in half precision
         return n * (4 * layer_bytes + 2 * self.n_chunk)
 
     @contextmanager

@@ -232,7 +232,7 @@ class Engine:
 
     def room(self) -> int:
         """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx, so that the context always has enough positions for this step
+        # the context always has enough positions for this step, because n_cell is at most n_ctx
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     def _prepare(self, n: int) -> None:
@@ -298,7 +298,7 @@ class Engine:
         while done < len(tokens) and not stopped():
             done = next(steps).stop
         if done < len(tokens):
-            # `stopped` may have ended a step between two parts, after the first part went over the budget
+            # `stopped` may have ended a step between two of its parts, when the budget was already exceeded
             self.evict_if_due(0)
         return done
 
@@ -377,8 +377,7 @@ class Engine:
         self, tokens: np.ndarray, stopped: Callable[[], bool], cached: CachedPrompt | None
     ) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
-        # a copy of the whole cache includes the policy's state, which does not exist before the prompt is
-        # compressed
+        # make no copies of the whole cache now: the policy has no state before the prompt is compressed
         self.checkpoints.is_paused = self.checkpoints.are_whole
         try:
             return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
@@ -388,7 +387,7 @@ class Engine:
     def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.
 
-        Calls `stopped` before each part of a batch. Returns False if it returned True.
+        Calls `stopped` before each part of a batch, and returns False as soon as `stopped` returns True.
         """
         n_left = len(tokens)
         for step in batches(tokens, self.whole_reader.n_batch):
@@ -403,7 +402,7 @@ class Engine:
         return True
 
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
-        """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
+        """Decode a text i32[n] in chunks that attend exactly to the archive. Return how many were decoded.
 
         If a device lacks memory at the start, nothing is decoded: the method returns None, or raises
         LibraryError if the settings ask for exact reading.
@@ -445,8 +444,8 @@ class Engine:
         """Decode tokens i32[n] in one step: the next token, then at most `draft_room` draft tokens.
 
         All tokens give logits. The sampler uses the logits of the first token until the caller accepts a
-        draft token with `context.sample_from`. The caller removes the draft tokens that it does not accept
-        with `drop_drafts`. Raises the errors of `step`.
+        draft token with `context.sample_from`. Then the caller calls `drop_drafts` to remove the draft tokens
+        that it did not accept. Raises the errors of `step`.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
@@ -484,8 +483,8 @@ class Engine:
 
         The newest of the archived tokens move back into the window. Returns the number of tokens that are
         left. If this is less than n, the caller reads the missing tokens again. It is 0 if a checkpoint is
-        needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
-        belong into the window. Raises UsageError for more tokens than the stream has.
+        needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that the
+        window needs. Raises UsageError for more tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")

@@ -37,8 +37,8 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
 def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
     """Return i32[n, 4]: the moves (row, dst, src, delta) of all cells whose content or key changes.
 
-    source, delta: i32[row, most], the argument `source` and the result of `deltas`. delta is None if no key
-    is rotated.
+    source: i32[row, most]; see `deltas`. delta: i32[row, most], the result of `deltas`; None if no key is
+    rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)

@@ -33,7 +33,7 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 
 
 def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
-    """Return i32[row]: number of cells that a plan keeps in each row. All must be below the budget.
+    """Return i32[row]: number of cells that a plan keeps in each row. Each must be below the budget.
 
     name: the policy's name, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the
     rows are full and the plan keeps everything.

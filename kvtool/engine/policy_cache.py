@@ -1,4 +1,4 @@
-"""A cache under a policy: makes the policy's view of the cache, and edits the cache by the policy's plans."""
+"""A cache under a policy. Provides the policy's view of the cache, and applies the policy's plans."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class PolicyCache:
             )
 
     def pin(self, n: int) -> None:
-        """Never evict the first n tokens of the stream, or fewer if fewer are `pinnable`.
+        """Never evict the first n tokens of the stream, or only the first `pinnable(n)` of them.
 
         Raises UsageError for too many tokens. Also raises it if tokens are archived already and the number
         would change, because that would leave a gap in the archive.
@@ -245,7 +245,7 @@ class PolicyCache:
         self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
-        """Return i32[row]: number of cells that the plan keeps. Raises what `check_plan` raises."""
+        """Return i32[row]: number of cells that the plan keeps. Raises the errors of `check_plan`."""
         n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)

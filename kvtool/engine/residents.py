@@ -1,4 +1,7 @@
-"""Residents: archived tokens in cells on the device. A step that writes then does not search the archive."""
+"""Residents: archived tokens in cells on the device.
+
+With residents, a step that decodes a token of the reply does not search the archive on the host.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # not after the archive's end, because later tokens were not evicted. `n_live` may assume that they were
+    # the window begins at the archive's end or before, because later tokens were not evicted. `n_live` may
+    # assume that they were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
@@ -110,10 +111,10 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
         # use the checkpoint's base, because the state of sliding layers has positions with that base
         part = checkpoint.part
         return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # Find the newest frame that had already started after n tokens. Whenever gaps are closed, a frame starts.
-    # Its first token is the oldest live token at that time. Frames whose first token is before `begin` had
-    # started. A frame whose first token is `begin` had started only if n tokens did not fit in the context
-    # with the base of the frame before it
+    # Find the newest frame that had already started after n tokens. Whenever gaps are closed, a frame with a
+    # new base starts. Its first token is the oldest live token at that time. Frames whose first token is
+    # before `begin` had started. A frame whose first token is `begin` had started only if n tokens did not
+    # fit in the context with the base of the frame before it
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

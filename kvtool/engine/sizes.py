@@ -118,7 +118,8 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # no signals until the reconstruction pass, because the policy gets signals only from that pass
+            # turn signals off until the reconstruction pass, because the policy gets signals only from that
+            # pass
             context.watch(on=False)
         return context
     needs = None

@@ -54,8 +54,8 @@ class WholeReader:
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments that do not see each other."""
-        # not possible if rows are ragged or tokens are archived: earlier segments cannot be hidden then,
-        # because attention covers all cells of ragged rows, and the whole archive
+        # not possible with ragged rows or an archive: earlier segments cannot be hidden there, because
+        # attention covers all cells of ragged rows, and the whole archive
         return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
@@ -176,7 +176,8 @@ class WholeReader:
         n = sum(map(len, segments))
         # drop the state, which has the shape of the small cache
         cache.state = ()
-        # ragged rows grow while the text is read instead, because attention also covers their unused cells
+        # ragged rows are not resized here. They grow while the text is read, because attention also covers
+        # their unused cells
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
@@ -267,9 +268,9 @@ class Reconstruction:
     """Reconstruction pass: a prompt in the cache is read again, as if the model had been asked to repeat it.
 
     The prompt is repeated chunk by chunk. Before each chunk, a request to repeat is decoded, then the reply
-    header, so that the chunk looks like the model's answer. The reply header is the held tokens. All tokens
-    of the pass are removed from the cache afterwards, and only the signals of their queries are used. Pinned
-    and held tokens are not repeated, because they are never evicted.
+    header (the held tokens), so that the chunk looks like the model's answer. All tokens of the pass are
+    removed from the cache afterwards, and only the signals of their queries are used. Pinned and held tokens
+    are not repeated, because they are never evicted.
 
     words: the texts and sizes that the policy gives for the pass.
     """
