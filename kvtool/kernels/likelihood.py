@@ -48,10 +48,11 @@ def log_probs(logits, tokens, top, log_p):
 def divergence(logits, target, tokens, log_p, nll, kl, top):
     """Divergence of predictions Q from predictions P, of which only the k likeliest tokens are known.
 
-    Inputs: logits f32[n, n_vocab] of Q; target i32[n], the actual next tokens; tokens i32[n, k], the
-    likeliest tokens of P, with their log-probabilities log_p f32[n, k]. Outputs: nll f64[n] of Q (see
-    `token_nll`); kl f64[n], which is KL(P || Q) in nats; top i32[n], the likeliest token of Q. For kl, all
-    tokens that are not in `tokens` are merged into one token.
+    logits: f32[n, n_vocab] of Q. target: i32[n], the actual next tokens. tokens: i32[n, k], the likeliest
+    tokens of P. log_p: f32[n, k], the log-probabilities of these tokens.
+
+    Writes nll f64[n] of Q (see `token_nll`), kl f64[n], and top i32[n], the likeliest tokens of Q. kl is KL(P
+    || Q) in nats, where all tokens that are not in `tokens` are merged into one token.
     """
     n, k = tokens.shape
     for i in range(n):

@@ -7,7 +7,7 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("i8(i8[::1], i8, i8)")
 def nth_lowest(values, n_value, nth):
-    """Return the value that has index `nth`, from 0, if the first n_value values are sorted.
+    """Return the nth lowest of the first n_value values, where nth = 0 is the lowest.
 
     values: i64[n_value or more]. The function uses quickselect, which reorders the values, and is slow if
     many values are equal. numpy.partition does the same, but numba takes seconds to compile it.
@@ -147,7 +147,7 @@ def layer_entropy(pos, live, layer, score, first, recent, entropy):
     pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row]: the result
     of the row's layer. Scores are 0 or more. They are divided by their sum, to get probabilities. The entropy
     of the probabilities is divided by the maximum possible entropy, so the result is in 0..1. It is 1 if all
-    scores are 0.
+    scores are 0, or if there is at most one score.
     """
     n_row = len(pos)
     begin = 0

@@ -169,7 +169,7 @@ class Policy:
     def on(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
-        has_values: True if values are separate from keys, which synthetic cells require.
+        has_values: True if values are separate from keys. Synthetic cells require this.
         """
         return self
 
@@ -180,7 +180,7 @@ class Policy:
 
     @property
     def exempt(self) -> tuple[int, int]:
-        """Sinks and window: number of first and of newest tokens that are never evicted."""
+        """Number of sinks, and number of window tokens. These tokens are never evicted."""
         return getattr(self, "sinks", 0), getattr(self, "window", 0)
 
     def request(self) -> SignalRequest:
@@ -218,7 +218,7 @@ class Policy:
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` without a default becomes half of the kept tokens, at most `most_window`.
+        A `window` that has no default becomes half of the kept tokens, but at most `most_window`.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:

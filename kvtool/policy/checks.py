@@ -49,7 +49,8 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
 def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise TypeError or ValueError unless the array is dtype[row, n_cell or more], contiguous and writeable.
 
-    shape: (rows, n_cell). This check is needed because kernels check nothing: they would read out of bounds.
+    shape: (rows, n_cell). Kernels do not check their arguments, and with too few columns they would read out
+    of bounds.
     """
     n_row, n_cell = shape
     if not isinstance(array, np.ndarray):

@@ -6,14 +6,14 @@ than others. Each row keeps at least `floor` (the paper's alpha) times an equal 
 average over rows.
 
 With `layers=adaptive`, the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). Each layer
-keeps its protected tokens. The remaining cells are divided in proportion to the entropy of each layer's
-scores, as a fraction of the maximum possible entropy.
+keeps its protected tokens. The remaining cells are divided among the layers in proportion to an entropy: the
+entropy of the layer's scores, divided by the maximum possible entropy.
 
 Differs from the papers: the floor is a share of all kept cells, including protected cells. kvpress does the
 same, and an author of Ada-KV has reviewed its code. The code of Ada-KV's authors gives each row `floor` times
-an equal share, plus (1 - `floor`) times the row's share by need. LAVa has a special score: attention times
-the largest value norm of a row. Here the policy's scores are used instead. A row never holds more than twice
-the budget. The papers compress a prompt once; kvtool does the same every `slack` tokens of a stream.
+an equal share, plus (1 - `floor`) times the row's share by need. LAVa's scores are attention times the
+largest value norm of a row; here they are the policy's scores. A row never holds more than twice the budget.
+The papers compress a prompt once; kvtool does the same every `slack` tokens of a stream.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Ranked(Policy):
 
     @property
     def n_keep(self) -> int:
-        """Number of cells that an eviction leaves in a row; the average if rows share budgets."""
+        """Number of cells that an eviction leaves in a row; if rows share budgets, their average."""
         return self.n_asked - self.slack if self.ragged else super().n_keep
 
     @classmethod

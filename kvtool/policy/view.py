@@ -33,9 +33,9 @@ class Signal(IntFlag):
     HITS = 16
     """Hits: number of pairs (query since the last plan, head of the group) to which the key was important."""
     IMPORTANT = 32
-    """Last important step: how many tokens the latest query had seen to which the key was important.
+    """Last important step: the number of tokens that a query had seen, 0 if there is no such query.
 
-    0 if the key was important to no query.
+    The query is the latest query to which the key was important.
     """
     HIGHEST = 64
     """Highest attention: maximum over the queries since the last plan and over the heads of the group."""
