@@ -141,7 +141,7 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
 
 
 Adapt = Callable[["Policy"], "Policy"]
-"""Function that adapts a policy to a model, as `Policy.on` does."""
+"""Function that adapts a policy to a model. See `Policy.on`."""
 
 
 class PolicySpec(NamedTuple):

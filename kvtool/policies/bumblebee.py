@@ -15,12 +15,12 @@ the newest among equals, until the summary is full. The search is lazy or stocha
 al. 2015).
 
 With `-o grow=10`, an eviction after n tokens of a stream leaves sinks, window and 10 * log(1 + n) other
-tokens. Section 7 proposes a summary that grows as slowly as this. The budget is still the cap, and rows fill
-up to the budget before the next eviction.
+tokens. Section 7 of the paper proposes a summary that grows very slowly. The budget is still the cap, and
+rows fill up to the budget before the next eviction.
 
-Differs from the paper: the first tokens and the newest tokens are part of every summary. Each KV head decides
-once, on the attention summed over its group of query heads; the paper has no grouped queries. An eviction
-discards tokens one at a time until there is room for `slack` tokens; in the paper, for one token
+Differs from the paper: the first tokens and the newest tokens are part of every summary. Each KV head makes
+one decision, based on the attention summed over its group of query heads; the paper has no grouped queries.
+An eviction discards tokens one at a time until there is room for `slack` tokens; in the paper, for one token
 (--evict-every 1). Greedy is lazy by default, but the paper's runs were stochastic. The paper does not say
 whether keys are taken before RoPE; here they are. Keys are normalised and rounded to 16 bits. A cosine
 therefore has an error of about 0.00002, and does not depend on the order of summation.
@@ -96,11 +96,11 @@ class BumbleBee(Policy):
             check_choice(name, getattr(self, name), choices)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return keys i16, attention sum f32, near f32, nearest i32, and perhaps the matrix of all pairs.
+        """Return keys i16, attention sum f32, near f32, nearest i32, and in some cases a matrix of all pairs.
 
         near is the similarity of a token to its nearest neighbour. If that neighbour was evicted, near is an
-        upper bound. nearest is the neighbour's position, or -1 if the neighbour was evicted. The matrix is
-        zero on its diagonal.
+        upper bound. nearest is the neighbour's position, or -1 if the neighbour was evicted. The matrix has
+        the similarities of all pairs, with zeros on its diagonal. It is left out if similarity=recompute.
         """
         shape = n_row, n_cell
         state = (

@@ -3,9 +3,9 @@
 Section 3.3. The tokens between sinks and window are the middle. A token that has survived an eviction in the
 middle is old, and the other tokens of the middle are new. An eviction cuts the new tokens into segments of
 `stride` tokens. In each segment it keeps the token with the highest attention sum, the oldest among equals
-(Algorithm 2). It cuts the old tokens into groups of half that length, and keeps the first token of each group
-(Algorithm 1). If too many tokens are left, for example after a long prompt, it thins the middle again (Remark
-2). The paper's k, w, T and s are our sinks, window, threshold and stride.
+(Algorithm 2). It cuts the old tokens into groups of half that length, and keeps the first token of each
+group, regardless of attention (Algorithm 1). If too many tokens are left, for example after a long prompt, it
+thins the middle again (Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
 
 An eviction is due when the middle has more than `threshold` tokens, so the budget is sinks + window +
 threshold + 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget, but with other
@@ -22,12 +22,12 @@ query has seen (section 3.5, equation 8). In the authors' code, this is commente
 cells (`-o logn_n=cells`). The paper's two ablations (section 4.3, Figure 8) are `-o swap=true` and `-o
 local_max=false`.
 
-Differs from the paper: each KV head decides once, on the attention summed over its group of query heads; the
-paper has no grouped queries. The threshold counts old and new tokens together, as in Figure 3, equation 10,
-Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. In the same budget,
-such a threshold gives a smaller window and a longer middle. For 256 cells, the window is 38 instead of 47
-tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens). This difference
-is within the noise.
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the paper has no grouped queries. The threshold counts old and new tokens together, as in Figure 3,
+equation 10, Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. In the
+same budget, such a threshold gives a smaller window and a longer middle. For 256 cells, the window is 38
+instead of 47 tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens).
+This difference is within the noise.
 
 kept=true is not in the paper. If an eviction then leaves too many tokens, it thins the middle again, from the
 oldest token on, until exactly the requested number of tokens is left. This happens after a prompt or step
@@ -144,7 +144,7 @@ class BUZZ(Policy):
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the attention sum f32, and a mark u1: 1 for an old token, 0 for a new one."""
+        """Return the attention sum f32, and a mark u1: 1 for an old token, 0 for a new token."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
 
     def plan(self, view: View, state: State) -> Plan:

@@ -81,7 +81,7 @@ class CORM(Policy):
         (step,) = state
         keep = np.empty(view.pos.shape, np.bool_)
         first = max(self.sinks, view.pinned)
-        # all tokens count as important before there are `history` queries
+        # before there are `history` queries, all tokens are treated as important
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
         recent = view.next - max(self.window, view.held)
         _keep_important(view.pos, view.live, step, first, recent, oldest, self.n_keep, keep)

@@ -3,9 +3,9 @@
 Later queries, before RoPE, are modelled by a normal distribution with the mean and the covariance of the last
 `queries` queries. RoPE's rotations are averaged over the next `ahead` positions. A key's logits then also
 have a normal distribution, with mean m and variance v, so the expectation of exp(logit) is exp(m + v / 2).
-For each head, the expectations are scaled to sum to 1 over the tokens after the sinks. The result is averaged
-over the group. It is a token's expected share of attention. The token's score is (share + `epsilon`) * (norm
-of its value).
+For each head, the expectations are scaled to sum to 1 over the tokens after the sinks. Their average over the
+group is a token's expected share of attention. The token's score is (share + `epsilon`) * (norm of its
+value).
 
 Two details follow the authors' kvpress (expected_attention_press.py): the queries and keys of sinks are left
 out, and the covariance is computed before RoPE.

@@ -4,11 +4,11 @@ A heavy hitter is a token with a high attention sum. The sum begins when the tok
 `recent` is our window. For a grace period of g steps, in which new tokens are not evicted, set the window to
 g - 1.
 
-Differs from the paper: each KV head decides once, on the attention summed over its group of query heads; the
-paper has no grouped queries. The window is never evicted, as in the authors' code. The paper does not cover
-streams that are longer than the context. In such a stream the sums decay, unless `decay_beyond` is 1. Without
-decay, the sums of new tokens could no longer exceed the sums of old tokens; docs/measured.md shows the
-effect.
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the paper has no grouped queries. The window is never evicted, as in the authors' code. The paper does
+not cover streams that are longer than the context. In such a stream the sums decay, unless `decay_beyond` is
+1. Without decay, the sums of new tokens could no longer exceed the sums of old tokens; docs/measured.md shows
+the effect.
 
 Some options come from other work. EasyKV divides the sum by the steps that a token has lived (`score=mean`),
 and decays the sums (`decay`). TOVA decides once per layer (`per=layer`). llama-recipes uses only the first

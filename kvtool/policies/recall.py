@@ -106,7 +106,7 @@ class Recall(Ranked):
         return self.budget - self.slack - self.sinks - 1
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores, so that the newest tokens stay
+        # all scores are equal, so the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 

@@ -3,9 +3,9 @@
 A token's score is its mean attention over the steps that it has lived. Tokens whose attention has the highest
 standard deviation are kept. Among the other tokens, the lowest scores are evicted.
 
-Differs from the paper: each KV head decides once, on the attention summed over its group of query heads.
-EasyKV, the authors' code, uses the mean of the group, which gives the same order. The number of tokens that
-are kept for their high deviation is three tenths of the kept tokens, minus the window. EasyKV uses this
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. The number of tokens
+that are kept for their high deviation is three tenths of the kept tokens, minus the window. EasyKV uses this
 number while it generates. EasyKV does not evict from the prompt while it generates, but kvtool does.
 """
 

@@ -5,12 +5,12 @@ where t is the number of tokens that the query has seen. The tokens with the mos
 `history` queries are evicted, the oldest first among equals. The paper's r recent tokens are our window, and
 its w queries are our history.
 
-Differs from the paper: each KV head decides once, and each query head of its group gives separate scores; the
-paper has no grouped queries. Every layer has the same budget. The paper drops half of the cache at once, but
-kvtool drops `slack` tokens. On wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells), the perplexity is 28.5 if
-half is dropped (--evict-every 128) and 26.6 if 16 tokens are dropped. The history is divided into up to 8
-parts with the same number of queries. It is forgotten part by part, so it is up to an eighth shorter than
-requested. All queries between two plans are counted in the same part.
+Differs from the paper: each KV head makes one decision, but each query head of its group gives separate
+scores; the paper has no grouped queries. Every layer has the same budget. The paper drops half of the cache
+at once, but kvtool drops `slack` tokens. On wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells), the
+perplexity is 28.5 if half is dropped (--evict-every 128) and 26.6 if 16 tokens are dropped. The history is
+divided into up to 8 parts with the same number of queries. It is forgotten part by part, so it is up to an
+eighth shorter than requested. All queries between two plans are counted in the same part.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

@@ -5,9 +5,9 @@ votes for a token are summed, then pooled over `kernel` neighbours in the order 
 is kept together with its neighbours. As in the authors' code, the window's tokens are not pooled, and missing
 neighbours have a vote of zero in an average.
 
-Differs from the paper: each KV head decides once, on the attention summed over its group of query heads; the
-authors' code has a cache for every query head. The paper compresses a prompt once; kvtool does the same
-whenever the cache is full.
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the authors' code has a cache for every query head. The paper compresses a prompt once; kvtool does the
+same whenever the cache is full.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

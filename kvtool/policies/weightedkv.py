@@ -7,8 +7,8 @@ two tokens. The average of the token that stays does not change.
 
 Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
 1). All averages are computed before the eviction. Then the evicted tokens are merged one at a time, the token
-with the smallest average first, so a value may be merged several times. Each KV head decides once, on the
-attention summed over its group of query heads.
+with the smallest average first, so a value may be merged several times. Each KV head makes one decision,
+based on the attention summed over its group of query heads.
 
 On a model with grouped queries, merging gives worse results: lab/papers/merging.md.
 """
@@ -73,7 +73,7 @@ class WeightedKV(Ranked):
 
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
-    """Merge evicted values into newer tokens: pos i32, average f32, keep b1, all [row, n]."""
+    """Merge evicted values into newer tokens. pos i32, average f32 and keep b1 are [row, n]."""
     n_most = 2 * (keep.size - np.count_nonzero(keep))
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
