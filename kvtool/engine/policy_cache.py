@@ -149,7 +149,7 @@ class PolicyCache:
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
     def ask(self, method: str, *args: object) -> Any:
-        """Call the policy. Raises PlanError for any error in it."""
+        """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""
         return ask(self.policy, method, *args)
 
     def pinnable(self, n: int) -> int:

@@ -79,7 +79,10 @@ class Residents:
             self.n_token, self._n_mean, self.refusal = 0, 0, str(error)
 
     def misses(self) -> bool:
-        """Choose the next residents. Return True if the last step has to be decoded again with them."""
+        """Return True if the last step has to be decoded again with other residents.
+
+        Chooses these residents, unless no repetition is left.
+        """
         archive = self._cache.context.archive
         assert archive
         if not self._n_mean or not self._n_left or archive.missed() <= _MISSED:
