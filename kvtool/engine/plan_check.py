@@ -11,7 +11,7 @@ from kvtool.policy import Merge, Plan, Policy, View
 
 
 def ask(policy: Policy, method: str, *args: object) -> Any:
-    """Call a method of a policy, which may be a user's code. Any error but KvtoolError becomes a PlanError."""
+    """Call a method of a policy, which may be user code. Any error but KvtoolError becomes a PlanError."""
     try:
         return getattr(policy, method)(*args)
     except KvtoolError:
