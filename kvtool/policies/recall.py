@@ -1,9 +1,10 @@
 """Recall: keep sinks and a window; each step also attends to an archive of the evicted tokens.
 
-The window is StreamingLLM's. Evicted tokens move to an archive in host memory, in clusters of similar keys.
-Each step attends to the archive in place: exactly to the clusters that matter most to its queries, to the
-remaining clusters by their means. The result enters the model's attention through synthetic cells, one for
-each query head of a row: cells that stand for no token.
+Sinks and window are the same as in StreamingLLM. Evicted tokens move to an archive in host memory, where
+tokens with similar keys form clusters. Each step attends to the archive in place. It attends exactly to the
+clusters that matter most to its queries, and to the remaining clusters by their means. The result enters the
+model's attention through synthetic cells, which do not belong to a token. A row has one synthetic cell for
+each query head.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0 is a placeholder, which `on` replaces by a value that suits the model
+        # 0 is a placeholder; `on` replaces it by a value that suits the model
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
@@ -101,11 +102,11 @@ class Recall(Ranked):
 
     @property
     def _most_recalled(self) -> int:
-        """Maximum for `recalled` that leaves room for the sinks and the newest token."""
+        """Maximum of `recalled`: larger values leave no room for the sinks and the newest token."""
         return self.budget - self.slack - self.sinks - 1
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores, so that the newest tokens stay
+        # all scores are equal, so the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 
