@@ -131,7 +131,7 @@ class Ruler(Task):
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Return samples of all parts in turn. The first n items then have about equally many of each part."""
+        """Return samples of all parts in turn: the first n items have about equally many of each part."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
