@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtool.llama.archive import Archive
 
 N_SEED = 256
-"""Number of tokens that `fill` reads. It repeats their data."""
+"""Number of tokens that `fill` reads. It repeats the data of these tokens."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
 """Number of tokens that `start` reads after the cells are full: if the policy recalls, and if it does not."""
@@ -65,7 +65,10 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
 
 
 def _key_shares(model: Model) -> list[float]:
-    """Share of keys in the bytes of a cell, for each layer with cells. Both must have the same type."""
+    """Share of keys in the bytes of a cell, for each layer with cells.
+
+    Keys and values must have the same type.
+    """
     owners = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
     return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in owners]
 

@@ -74,7 +74,8 @@ class Scores(ABC):
         """Compare logits with rows of a reference. Return the nll f64[n] under the logits."""
         part = slice(self.n_done, self.n_done + len(target))
         nll, top = np.empty(len(target)), np.empty(len(target), np.int32)
-        # copy: kernels refuse read-only arrays, and np.ascontiguousarray does not copy a single row
+        # copy the arrays, because kernels refuse read-only arrays; np.ascontiguousarray would not copy a
+        # single row
         tokens, log_p = (rows[name].copy() for name in ("tokens", "log_p"))
         divergence(logits, np.ascontiguousarray(target), tokens, log_p, nll, self.kl[part], top)
         self.nll[part] = rows["nll"]

@@ -212,7 +212,7 @@ def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **m
     """Return the options of a run. `typed` is empty: the user types no options for a single run."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # without evictions these options change nothing: reset them, so that such runs are the same run
+        # without evictions these options change nothing: reset them, so that no two runs differ only in them
         changes |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **changes, typed=frozenset())
 

@@ -21,7 +21,7 @@ Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
+    """Return the nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
     nll = np.empty(len(target))
     token_nll(logits, np.ascontiguousarray(target), nll)
     return nll
@@ -61,8 +61,8 @@ def windows(
     Without a stride, the pieces follow each other, and the second half of each piece is scored. If the model
     uses a BOS token, it replaces the first token of each piece.
 
-    With a stride, each piece starts `stride` tokens after the previous piece starts. The last `stride` tokens
-    of each piece are scored, and no token is replaced.
+    With a stride, each piece starts `stride` tokens after the start of the previous piece. The last `stride`
+    tokens of each piece are scored, and no token is replaced.
 
     An incomplete piece at the end is left out. llama-perplexity does all of this in the same way.
     """

@@ -49,7 +49,10 @@ class ComparisonResults:
                 self.of_run[run] = record
 
     def missing(self, kl: bool = False) -> list[Run]:
-        """Return the runs that have no record or failed. kl: True to add the runs without a divergence."""
+        """Return the runs that have no record and the runs that failed.
+
+        kl: True to add the runs without a divergence.
+        """
         return [run for run in self.grid if _rank(self.of_run.get(run)) < (3 if kl else 2)]
 
     def failed(self) -> list[Run]:

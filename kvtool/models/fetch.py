@@ -1,4 +1,4 @@
-"""Download one GGUF file by URL. Also: the messages and the progress callback that all downloads share."""
+"""Download one GGUF file by URL. All downloads share its messages and its progress callback."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
 
     The size is None if the server does not send it.
     """
-    # imported here: only a download needs it
+    # imported here, because only a download needs it
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen

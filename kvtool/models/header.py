@@ -109,8 +109,8 @@ class ModelInfo:
 def read(path: Path) -> ModelInfo:
     """Read a model's header, but not its weights.
 
-    path: the model's file. If the model is split, the first part: the headers of all parts are read.
-    Raises ModelError unless this is a complete GGUF language model.
+    path: the model's file, or its first part. The headers of all parts are read. Raises ModelError unless
+    this is a complete GGUF language model.
     """
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
@@ -229,8 +229,8 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
-        # if a model runs its layers in loops, llama.cpp counts the layers of each loop; only those of the
-        # first loop have weights
+        # if a model runs its layers in loops, llama.cpp counts the layers of each loop; only the layers of
+        # the first loop have weights
         weights=Weights.of(tensors, n_layer * n_loop + n_block - n_layer, n_block - n_layer),
         has_mtp=f"blk.{n_layer}.nextn.eh_proj.weight" in tensors,
     )

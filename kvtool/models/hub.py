@@ -88,7 +88,7 @@ def is_repository(text: str) -> bool:
 
 def cache_folder() -> Path:
     """Return the folder of huggingface_hub's cache."""
-    # imported here: only a model from a repository needs it
+    # imported here, because only a model from a repository needs it
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -119,7 +119,7 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 
     quant: a quantization, or the name of a file, which need not be a model. For any part of a split model,
     return the first part. If `quant` is empty, use the first quantization of DEFAULTS that the repository
-    has. If it has none of them, return the first model.
+    has, or else return the first model.
     """
     names = list(names)
     known = models(names)
@@ -249,7 +249,7 @@ def _bar(progress: Progress) -> type:
 
 
 class _NoConnection(ModelError):
-    """The server could not be asked or gave no usable answer: the cache may be used instead."""
+    """The server could not be asked, or its answer is not usable. A cached file may be used instead."""
 
 
 def _files_of(reference: Reference) -> list[str]:

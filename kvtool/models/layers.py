@@ -201,7 +201,7 @@ class Layers:
             batch = batch_within(n_cell, n_batch)
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
                 return n_cell, batch
-        # only the smallest cache may fit: choose the largest batch that leaves room for it
+        # at most the smallest cache fits: choose the largest batch that leaves room for it
         n_cell = min(PAD, n_ctx_train)
         for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:

@@ -44,7 +44,7 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
         entry = entries[name]
         if entry.here:
             return entry.path
-        # imported here: only a download needs it
+        # imported here, because only a download needs it
         from kvtool.models import download
 
         return download.pull(entry, progress)

@@ -131,7 +131,10 @@ def _of_hub() -> Iterator[Stored]:
 
 
 def _refs(folder: Path) -> dict[str, str]:
-    """Return one branch or tag for each commit, if the commit has any, in the folder of a repository."""
+    """Return a dict from commits to the name of a branch or tag. Commits without a name are left out.
+
+    folder: a repository's folder.
+    """
     refs = folder / "refs"
     return {
         path.read_text(encoding="utf-8", errors="replace").strip(): path.relative_to(refs).as_posix()
@@ -146,8 +149,8 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # the quantization would not find this file: the name has none, an earlier file has the same, or
-            # the file is not a model; so use the file's name
+            # use the file's name instead of a quantization: the name has no quantization, an earlier file has
+            # the same quantization, or the file is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)

@@ -25,7 +25,7 @@ class Weights(NamedTuple):
         Size of each layer's experts; 0 in layers without experts.
     output
         Size of the tensors after the last layer. If the model has no output matrix, its output uses a copy of
-        the token embeddings, and this includes the copy. llama.cpp leaves the original in host memory.
+        the token embeddings, which is included here. llama.cpp leaves the original in host memory.
     names
         Names of all tensors.
     n_mtp
@@ -110,6 +110,6 @@ def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Plac
 
 
 def _fitting(sizes: Sequence[int], n_bytes: int) -> tuple[int, int]:
-    """Return the largest number of first sizes whose sum is at most n_bytes, and this sum."""
+    """Return how many sizes fit into n_bytes, counted from the first, and the sum of these sizes."""
     sums = [each for each in accumulate(sizes) if each <= n_bytes]
     return len(sums), sums[-1] if sums else 0

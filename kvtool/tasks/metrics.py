@@ -102,7 +102,11 @@ def rouge_l_zh(output: str, reference: str) -> float:
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """LongBench's score for classes: 1 / n if the output names n classes, with the right class; otherwise 0.
+    """LongBench's classification score.
+
+    It is 1 / n if the output names n classes and one of them is the right class, otherwise 0.
+
+
 
     A class whose name is part of the right class's name is not counted. But if two such classes follow each
     other in the list, the second is counted, because LongBench does so.

@@ -128,7 +128,7 @@ class TaskResults:
             yield record
 
     def _what(self, item: Item) -> dict[str, Any]:
-        """Fields that identify an item's record. It has a hash, because ids of two files may be equal."""
+        """Fields that identify an item's record. The hash is needed if two files have equal ids."""
         parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return {**self.about, "id": item.id, "item_sha256": digest}

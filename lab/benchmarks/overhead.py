@@ -1,4 +1,4 @@
-"""Measure the time of a token with kvtool, and with stock llama.cpp with an equal and with a long cache.
+"""Compare the time of a token in kvtool with stock llama.cpp, which has as many cells or a long cache.
 
     python -m lab.benchmarks.overhead FILE --policies h2o,buzz,streamingllm,tova --budget 512
 

@@ -1,4 +1,4 @@
-"""Variables: a chain of assignments is hidden in a text; the question asks for all variables of a value."""
+"""Variables: a text hides a chain of assignments; the question asks which variables have the same value."""
 
 from __future__ import annotations
 
