@@ -106,8 +106,6 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
 
     It is 1 / n if the output names n classes and one of them is the right class, otherwise 0.
 
-
-
     A class whose name is part of the right class's name is not counted. But if two such classes follow each
     other in the list, the second is counted, because LongBench does so.
     """
