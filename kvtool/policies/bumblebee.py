@@ -52,22 +52,22 @@ class BumbleBee(Policy):
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
     mixture
-        Weight of the keys' diversity in the objective, 0 to 1; the rest is attention's.
+        Weight of the keys' diversity in the objective, from 0 to 1. Attention has the weight 1 - mixture.
     phi
-        Concave function of the attention: "log" (of 1 + x) or the paper's "power" form.
+        Concave function of the attention: "log", which is log(1 + x), or "power", the paper's power form.
     greedy
         Greedy algorithm for a prompt that was decoded whole: "lazy" or "stochastic".
     seed
         Seed of the stochastic greedy algorithm.
     similarity
-        Storage of similarities: the matrix of all pairs as "f32" or "f16", or only the keys, to "recompute"
-        pairs when needed.
+        How to store similarities. "f32" or "f16": as a matrix of all pairs. "recompute": store only the keys,
+        and compute similarities when they are needed.
     cosine
         Similarity of two keys with cosine c: "relu" (0 where c is negative), "shifted" ((1 + c) / 2) or
         "absolute" (|c|).
     grow
-        Above 0: keep grow * log(1 + tokens in the stream) tokens plus sinks and window, up to the budget. 0:
-        always keep as many as the budget allows.
+        0: keep as many tokens as the budget allows. Above 0: keep sinks, window and grow * log(1 + n) other
+        tokens, up to the budget, where n is the number of tokens in the stream.
     """
 
     budget: int

@@ -57,22 +57,23 @@ class BUZZ(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: window and threshold share the budget by Theorem 3.1; if one is
-        given, the other gets the rest.
+        Newest tokens, never evicted. Default: what the threshold leaves of the budget if a threshold is
+        given; otherwise a share by Theorem 3.1.
     threshold
-        Maximum tokens between sinks and window.
+        Maximum number of tokens between sinks and window.
     stride
-        Tokens in a segment of new tokens. A group of old tokens has half as many.
+        Number of tokens in a segment of new tokens. A group of old tokens has half as many.
     swap
         Swap the two lengths: half the stride for new tokens, the full stride for old ones.
     local_max
-        Keep the token with the highest attention sum of a segment. False: keep the first.
+        Keep the token with the highest attention sum of each segment. If false, keep the first token.
     logn
         Multiply attention logits by log_512(n).
     logn_n
-        Meaning of n: tokens "seen" by the query, or live "cells".
+        Meaning of n: "seen" for the tokens that the query has seen, or "cells" for live cells.
     kept
-        Read the requested budget as the cells left by an eviction. The real budget is then larger.
+        Interpret the requested budget as the number of cells that an eviction leaves. The real budget is then
+        larger.
     """
 
     budget: int

@@ -39,11 +39,11 @@ class CaM(Policy):
     merge
         Number of tokens that share an evicted value.
     score
-        The attention that decides: "last" (the newest query's), "sum" (of all queries) or "average" (the sum
-        divided by the steps lived).
+        A token's attention that decides about a merge: "last" (of the newest query), "sum" (over all queries)
+        or "average" (the sum divided by the steps that the token has lived).
     denominator
-        Attention that the score is divided by: "mean" (of the kept tokens after it), "targets" (mean of the
-        tokens that the value is added to) or "max" (of all kept tokens).
+        Number that the score is divided by: "mean" (mean score of the kept tokens after the token), "targets"
+        (mean score of the tokens that the value is added to) or "max" (highest score of all kept tokens).
     seed
         Seed of the draws.
     """

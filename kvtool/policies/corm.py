@@ -41,9 +41,9 @@ class CORM(Policy):
         Newest tokens, never evicted. Default: as many as `history`, or half of the kept tokens if that is
         less.
     history
-        Number of queries that count.
+        Number of newest queries that can make a token important.
     t
-        Meaning of t: tokens of the "stream" or live "cells".
+        Meaning of t: "stream" for the tokens of the stream, or "cells" for live cells.
     """
 
     budget: int

@@ -39,17 +39,17 @@ class Expected(Ranked):
     window
         Newest tokens, never evicted. Default: 32, or half of the kept tokens if that is less.
     sinks
-        First tokens, never evicted; their queries do not count.
+        First tokens, never evicted. Their queries are left out of the model of later queries.
     queries
-        Newest queries, from which later queries are modelled.
+        Number of newest queries from which later queries are modelled.
     ahead
-        Later positions over which the rotations are averaged.
+        Number of later positions over which the rotations are averaged.
     covariance
-        Use the variance of the logits. False: use only their mean.
+        Use the mean and the variance of the logits. If false, use only the mean.
     lengths
         Multiply scores by the norms of the values.
     epsilon
-        Added to a token's share of attention before the norm is multiplied in.
+        Number that is added to a token's share of attention before it is multiplied by the norm.
     """
 
     budget: int

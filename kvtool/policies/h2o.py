@@ -33,17 +33,18 @@ class H2O(Ranked):
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
     score
-        "sum" of a token's attention, or "mean": the sum divided by the steps that the token has lived.
+        "sum": the sum of a token's attention. "mean": this sum divided by the steps that the token has lived.
     per
         Unit that decides: "row", "layer" or "all". The rows of a unit add up their scores and keep the same
         tokens.
     group
-        Reduction of attention over a group's heads: "sum", "mean" (the same order, and stored as "sum"),
-        "max" or "first".
+        Reduction of attention over a group's heads: "sum", "mean", "max" or "first". "mean" gives the same
+        order as "sum", and is stored as "sum".
     decay
-        Factor applied to the sums for every token since the last plan, before the new attention is added.
+        Factor by which the sums are multiplied for every token since the last plan, before the new attention
+        is added.
     decay_beyond
-        Replaces a larger `decay` once the stream is longer than the context. Not used with score=mean.
+        Upper limit of `decay` once the stream is longer than the context. Not used with score=mean.
     """
 
     budget: int

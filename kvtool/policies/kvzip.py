@@ -38,7 +38,7 @@ class KVzip(Ranked):
     Attributes
     ----------
     chunk
-        Tokens repeated at a time.
+        Number of tokens that are repeated at a time.
     """
 
     budget: int

@@ -24,18 +24,18 @@ class Recall(Ranked):
     Attributes
     ----------
     recalled
-        Only for models whose values are a part of their keys (MLA): archived tokens that a step copies back.
-        Default: half of the budget less the slack, or as many as have room.
+        Only for models whose values are a part of their keys (MLA): number of archived tokens that a step
+        copies back. Default: half of the budget minus the slack, or as many as there is room for.
     chunk
-        Maximum tokens of a step: a prompt is read in steps of this size. All tokens of a step attend exactly
-        to the same archived tokens.
+        Maximum number of tokens of a step. A prompt is read in steps of this size. All tokens of a step
+        attend exactly to the same archived tokens.
     search
         "clusters": a step attends exactly to the clusters that matter most, and to the rest by their means.
-        "all": it attends to each archived token.
+        "all": a step attends exactly to all archived tokens.
     exact
-        With search=clusters: archived tokens that a step attends to exactly. A step of several tokens uses up
-        to five times as many, and twice that in an archive of 131,072 tokens. Default, or if 0: 128 for each
-        query head of a row, between 256 and 1,024 in all.
+        With search=clusters: number of archived tokens that a step attends to exactly. A step of several
+        tokens attends exactly to up to five times as many, and to twice that in an archive of 131,072 tokens.
+        0 or not given: 128 for each query head of a row, but at least 256 and at most 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")

@@ -44,13 +44,13 @@ class RKV(Ranked):
         Newest tokens, never evicted; their queries decide which tokens are important. Default: 8, or half of
         the kept tokens if that is less.
     mixture
-        Weight of importance; the rest is the weight of redundancy.
+        Weight of importance, from 0 to 1. Redundancy has the weight 1 - mixture.
     kernel
-        Tokens that are pooled into one: an odd number, 1 for no pooling.
+        Number of neighbours that are pooled: an odd number, 1 for no pooling.
     threshold
         Cosine above which two keys are similar.
     similar
-        Newest similar tokens whose cosines count as 0.
+        Number of newest similar tokens whose cosines are replaced by 0.
     """
 
     budget: int

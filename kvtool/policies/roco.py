@@ -29,10 +29,11 @@ class RoCo(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 10, or half of the kept tokens less the sinks if that is less.
+        Newest tokens, never evicted. Default: 10, or half of the kept tokens without the sinks if that is
+        less.
     keep_std
-        Number of other tokens kept for the standard deviation of their attention. Default: three tenths of
-        the kept tokens, less the window.
+        Number of other tokens that are kept because the standard deviation of their attention is high.
+        Default: three tenths of the kept tokens, minus the window.
     """
 
     budget: int

@@ -37,7 +37,7 @@ class Scissorhands(Ranked):
     window
         Newest tokens, never evicted. Default: the paper's 10, or half of the kept tokens if that is less.
     history
-        Number of queries that count; 400 in the paper.
+        Number of newest queries whose low scores are counted; 400 in the paper.
     """
 
     budget: int

@@ -32,9 +32,9 @@ class SnapKV(Ranked):
         Newest tokens, never evicted; their queries vote. Default: 32, or half of the kept tokens if that is
         less.
     kernel
-        Tokens that are pooled into one: an odd number, 1 for no pooling.
+        Number of neighbours that are pooled: an odd number, 1 for no pooling.
     pool
-        "avg" or "max".
+        How votes are pooled: "avg" or "max".
     """
 
     budget: int

@@ -36,9 +36,10 @@ class WeightedKV(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, less the sinks.
+        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, minus the sinks.
     merge
-        Merge the values of evicted keys. False: drop them, the evicting variant of the paper's Figure 4.
+        Merge the values of evicted tokens. If false, drop the values, like the evicting variant in the
+        paper's Figure 4.
     """
 
     budget: int

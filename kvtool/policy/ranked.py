@@ -58,7 +58,8 @@ class Ranked(Policy):
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
         by need.
     layers
-        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
+        "equal": each layer keeps the same number of tokens. "adaptive": layers share their budgets, and a
+        layer gets more if its scores are spread more evenly.
     floor
         Minimum share of its budget that each row keeps with heads=adaptive.
     """
