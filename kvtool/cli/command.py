@@ -21,7 +21,7 @@ CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions. Newer versions of typer contain their own copy of click."""
 
 _ORDER = ("Arguments", "Options", CACHE, SAMPLING, SERVER, HARDWARE, ARCHIVE, OUTPUT, "Help")
-"""The groups of a command's help, in order. Options that belong to no other group are in "Options"."""
+"""The groups of a command's help, in order. Options without a group are shown in "Options"."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 

@@ -144,13 +144,13 @@ def _n_kept(engine: Engine, n: int) -> int:
 
 
 def _forgets(engine: Engine, n: int) -> bool:
-    """Return True if a part of a text of n tokens will be neither in the cache nor in the archive."""
+    """Return True if the cache and the archive together cannot hold all of a text of n tokens."""
     archive = engine.context.archive
     return engine.policy.slack > 0 and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
-    """Return a clause that says how many of n tokens stay in the cache, and where the others are kept."""
+    """Return a clause: how many of n tokens stay in the cache, and where all other tokens are kept."""
     percent = 100 * n_kept / n
     kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if not (archive := engine.context.archive):

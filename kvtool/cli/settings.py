@@ -225,7 +225,7 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
     """Yield the tables of a model.
 
     Tables that are named after the model's file (without the ending) come first, then tables that are named
-    after the model. model: the model as it was typed or set, or None for the default model.
+    after the model. model: the typed or set value of -m, or None for the default model.
     """
     from kvtool.models.catalogue import registry
 

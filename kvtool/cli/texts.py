@@ -24,7 +24,7 @@ File = Annotated[
 """The argument that names a text."""
 
 _MARGIN = 256
-"""Number of tokens that are read in addition, because a text that is cut may be tokenized differently there."""
+"""Number of tokens that are read in addition: where a text is cut, it may be tokenized differently."""
 _TOKEN_BYTES = 8
 """At first, this many bytes are read for each token that is needed."""
 

@@ -107,13 +107,13 @@ def share(percent: Decimal, n: int) -> int:
 
 
 def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:
-    """Return the budget of the options, or the policy's default. kind: a policy that evicts.
+    """Return the budget that the options set, or else the default budget of the policy.
 
-    Raises UsageError.
+    kind: a policy that evicts. Raises UsageError.
     """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # a policy with `capped` chooses how much each row keeps: its budget is a limit, by default the context
+    # a policy with `capped` chooses how much each row keeps; its budget is only a limit, by default n_ctx
     n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
@@ -178,7 +178,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     """Fit the policy to the budget. layers: the layers of the model.
 
     While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
-    If every token is scored, a row never has more cells than its budget.
+    If every token is scored, a batch may not exceed the budget.
 
     Raises UsageError if the budget is too small. The message has the smallest budget that works.
     """
@@ -203,7 +203,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
 
 
 def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce a budget in bytes by the cells that recall adds in a step, because these cells also take bytes."""
+    """Reduce a budget in bytes by the cells that recall adds in a step, which also take bytes."""
     policy = fitted.policy.on(layers.n_group, layers.has_values)
     if not policy.recall:
         return fitted

@@ -102,7 +102,7 @@ class Drafts:
 
 @contextmanager
 def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
-    """Load the draft model if --draft names one. Raises KvtoolError if it cannot make tokens for the model."""
+    """Load the draft model if --draft names one. Raises KvtoolError if it does not fit `model`."""
     name = run.draft if isinstance(run, WriteOptions) else _OFF
     if name in (_LOOKUP, _OFF):
         yield Drafts(None)

@@ -39,7 +39,7 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 @contextmanager
 def loaded_model(run: RunOptions, path: Path, **how: Any) -> Iterator[Model]:
-    """Load the model, and free it after the block. how: arguments of `opened_on_model`. Raises KvtoolError."""
+    """Load the model, and free it at the end. how: arguments of `opened_on_model`. Raises KvtoolError."""
     with opened_on_model(run, path, lambda model: model, **how) as model:
         yield model
 
@@ -60,8 +60,8 @@ def opened_on_model(
     Raises KvtoolError.
 
     open_on: called with the model. Its result is yielded, and the caller closes it. If `open_on` raises
-    OutOfMemory and --gpu-layers is auto, the model is loaded again with fewer weights on the GPU, and `open_on`
-    is called once more.
+    OutOfMemory and --gpu-layers is auto, the model is loaded again with fewer weights on the GPU, and
+    `open_on` is called once more.
     guarded: True if a crash of compiled code should end the process with one line on stderr.
     mtp: True to also load the layers for multi-token prediction.
     n_cell: number of cells of each row. If --gpu-layers is auto, room for them is left on the GPU.
@@ -161,8 +161,8 @@ def fitted_weights(
 ) -> PlacedWeights:
     """Return which weights fit into n_bytes of memory together with a cache of n_cell cells per row.
 
-    n_bytes: memory of n_gpu GPUs together. mtp: True to include the layers for multi-token prediction and their
-    cache.
+    n_bytes: memory of all n_gpu GPUs together. mtp: True to include the layers for multi-token prediction,
+    and their cache.
     """
     cell_bytes, mtp_bytes = info.plain_layers.cell_bytes, 0
     if mtp:

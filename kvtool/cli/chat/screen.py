@@ -171,7 +171,7 @@ class Terminal:
 
         Return False if the turn was taken back, after a note about this.
 
-        text: the typed turn. sent: the turn after each @FILE was replaced by the file's text.
+        text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
         again: True if the turn replaces another turn. n_before: number of turns before this turn.
         hung_up: returns True if the terminal was closed.
         """
