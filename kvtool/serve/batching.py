@@ -1,4 +1,4 @@
-"""How slots share the processor. They get time slices. Slots that write answers decode in joint steps."""
+"""Share the processor between slots: they get time slices. Slots that write answers decode in joint steps."""
 
 from __future__ import annotations
 

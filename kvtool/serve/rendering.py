@@ -165,7 +165,7 @@ class Rendering:
         return last[2]
 
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
-        """Return the `History` of a chat, which has digests of the chat's beginnings as they are rendered."""
+        """Return the `History` of a chat. It has digests of the beginnings of the chat, after rendering."""
         return History(name, tools, self._with_starts(messages, tools), self.past)
 
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
@@ -327,7 +327,7 @@ class Rendering:
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Mark messages and tools for `_bare`. Return the messages, and the tools that the template shows.
 
-        If the template has no format of its own for tools, the tools are listed in the system prompt.
+        If the template has no native format for tools, the tools are listed in the system prompt.
         """
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):

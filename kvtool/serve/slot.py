@@ -104,7 +104,7 @@ class Slot:
                 self._text(job, job.request)
 
     def n_shared(self, request: Request) -> int:
-        """Return the number of tokens at the start of a request after which the engine can continue."""
+        """Return how many tokens of a request the engine holds, up to a place where it can continue."""
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
@@ -352,7 +352,7 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Emit the last event. It has the message, the reason why it ended, and how much of the stream is held."""
+        """Emit the last event: the message, the reason why it ended, and how much of the stream is held."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
@@ -361,7 +361,7 @@ class Slot:
 
 
 def _banned(model: Model, request: Request) -> set[int]:
-    """Return the tokens that the answer must not have. Raises ApiError if the vocabulary has no such token."""
+    """Return the tokens that the answer must not have. Raises ApiError for tokens not in the vocabulary."""
     for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
         if max(tokens, default=0) >= model.n_vocab:
             raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
@@ -379,7 +379,7 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return the tools that the prompt lists. Deferred tools are left out, but the model may still call them."""
+    """Return the tools that the prompt lists. Deferred tools are not listed, but may still be called."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]
 
@@ -409,7 +409,10 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 
 
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
-    """Return how much of a stream is held. For each of the last n_share tokens, add the share of rows with it."""
+    """Return how much of a stream is held.
+
+    If n_share is not 0, also return, for each of the last n_share tokens, the share of rows that hold it.
+    """
     engine = writer.engine
     held: dict[str, Any] = {
         "tokens": engine.n_past,

@@ -249,7 +249,7 @@ async def _first(job: Job, skipped: tuple[str, ...]) -> Body | None:
 
 
 class _Streamed(StreamingResponse):
-    """A streamed response. When it ends, it cancels its job, even if the client left before the first line."""
+    """A streamed response. At its end it cancels its job, even if the client left before the first line."""
 
     def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the start: numbers of requests, and tokens and seconds for reading prompts and for writing."""
+    """Sums since the start: numbers of requests, and tokens and seconds of reading and of writing."""
 
     answered: int = 0
     refused: int = 0

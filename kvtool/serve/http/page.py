@@ -1,4 +1,4 @@
-"""The chat page at /: one HTML file that loads no other files."""
+"""The chat page at /. It is a single HTML file and does not load other files."""
 
 from __future__ import annotations
 
