@@ -14,7 +14,7 @@ from kvtool.system.paths import checkout
 
 
 def folders() -> list[Path]:
-    """Return the folders that are searched for wheels: those in $KVTOOL_WHEELS, and dist/ of the checkout."""
+    """Return the folders that are searched for wheels: first the folders in $KVTOOL_WHEELS, then dist/."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
     return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]
@@ -39,7 +39,7 @@ def runs_here(name: str) -> bool:
 
 
 def _is_platform(tag: str) -> bool:
-    """True if a platform tag names this machine and this system, in the same or an older version."""
+    """True if a platform tag fits this machine and this system. The tag may name an older version of it."""
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"

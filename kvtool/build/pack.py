@@ -1,7 +1,7 @@
 """Repack a build of llama-cpp-python as kvtool's wheel, kvtool-llama.
 
-The wheel contains the package kvtool_llama. This package has the libraries and the bindings of
-llama-cpp-python, and nothing else of it. Users can also have their own llama-cpp-python installed.
+The wheel contains the package kvtool_llama, which has only the libraries and the bindings of
+llama-cpp-python. Users can also have their own llama-cpp-python installed.
 """
 
 from __future__ import annotations

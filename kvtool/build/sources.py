@@ -61,7 +61,7 @@ def patches_dir() -> Path:
 
 
 def manifest(folder: Path) -> tuple[str, ...]:
-    """Return the files of the patch as paths below `folder`. Their order is the order in the digest.
+    """Return the files of the patch as paths below `folder`, in the order in which they are hashed.
 
     The list is in MANIFEST, which apply.cmake and sync.py also read. Raises LibraryError.
     """

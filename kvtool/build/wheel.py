@@ -103,7 +103,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as temporary:
         made = Path(temporary) / "made"
-        # do not use pip's cache, because it would return wheels with other flags
+        # do not use pip's cache: it ignores flags and would return a wheel that was built with other flags
         command = process.pip("wheel", "-v", "--no-cache-dir", "--no-deps", "-w", str(made), str(sources))
         env = build_env(folder, cmake_args, stock=stock, portable=portable)
         process.run(command, log, "llama.cpp did not build", env=env, title=title)

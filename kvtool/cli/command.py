@@ -40,7 +40,7 @@ class BadValue(typer.BadParameter):
     Attributes
     ----------
     reason
-        What is wrong. It follows the option's name in the message: "must be at least 1, got 0".
+        The fault. It follows the option's name in the message: "must be at least 1, got 0".
     """
 
     def __init__(self, reason: str) -> None:
@@ -158,7 +158,7 @@ class Group(_Shared, TyperGroup):
 
 
 def shaped(app: typer.Typer) -> Any:
-    """Return a Typer app as a click command that has the parts which all commands share."""
+    """Return the click command of a Typer app. It has the parts that all commands share."""
     app.info.cls = Group
     for registered in app.registered_commands:
         registered.cls = Command
@@ -224,7 +224,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Return which settings set the options that an error message names. "" if no setting did."""
+    """Return which settings set the options that an error message names, or "" if no setting did."""
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"

@@ -17,7 +17,7 @@ _FIRST = b"kvtool session"
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return names of policies, including those that other packages define. The shell completes files."""
+    """Return names of policies, including policies of other packages. The shell completes file names."""
     from kvtool import policies as known
 
     return _from(incomplete, [*known.names(), *known.installed()])

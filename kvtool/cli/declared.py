@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.options import OUTPUT, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
-"""The options that the user typed: the name of the parameter, mapped to the flag."""
+"""Type of a mapping that has the options which the user typed. It maps names of parameters to flags."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 """The option --json."""

@@ -144,13 +144,13 @@ def _n_kept(engine: Engine, n: int) -> int:
 
 
 def _forgets(engine: Engine, n: int) -> bool:
-    """Return True if the cache and the archive together cannot hold all of a text of n tokens."""
+    """Return True if the cache and the archive together cannot hold all n tokens of a text."""
     archive = engine.context.archive
     return engine.policy.slack > 0 and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
-    """Return a clause: how many of n tokens stay in the cache, and where all other tokens are kept."""
+    """Return a clause about n tokens: how many stay in the cache, and where all other tokens are kept."""
     percent = 100 * n_kept / n
     kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if not (archive := engine.context.archive):
@@ -166,7 +166,7 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 def spare_line(engine: Engine) -> str | None:
     """Return a text with the bytes of the budget's cells and of all other cells.
 
-    None if all cells are the budget's.
+    None if all cells belong to the budget.
     """
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
@@ -247,7 +247,7 @@ def _budget(engine: Engine) -> str:
 
 
 def _shares(policy: Policy) -> bool:
-    """Return True if rows or layers share the requested budget. A row may then hold more cells than this."""
+    """Return True if rows or layers share the requested budget. A row may then have more cells than that."""
     return policy.ragged and policy.n_asked != policy.budget
 
 

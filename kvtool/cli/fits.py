@@ -17,7 +17,9 @@ _OTHER_BYTES = 2**29
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
 """Bytes of weights that are processed per second.
 
-The first number is for one core. The second number is the limit for all cores together: memory is no faster.
+The first number is for one core. The second number is the limit for all cores together, which is set by the
+speed of the memory.
+
 Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to 16 GB/s on one core of an AMD EPYC (Zen 5). The number for
 one core is lower on purpose, because many users have slower cores, and other programs also use the cores.
 """

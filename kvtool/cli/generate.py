@@ -184,8 +184,8 @@ def _rendered(
 ) -> tuple[str, str]:
     """Return the request in the model's chat template, and the prefix of this text that will be pinned.
 
-    Also prepare the writer for a thought: it writes the tags of the thought, limits the thought's length, and
-    applies a grammar only after the thought.
+    Also prepare the writer for a thought. The writer will show the tags of the thought, limit the thought's
+    length, and apply a grammar only after the thought.
 
     first: start of the request that will be pinned. If it is empty, the system prompt is pinned.
     """

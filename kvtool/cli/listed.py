@@ -23,7 +23,7 @@ COMMANDS = {
 """Name and description of each command. They are not in the commands' files, which take long to import."""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
-"""Commands that have their own folder, with the command in command.py. The others are one file each."""
+"""Commands that have their own folder, with the command in command.py. Every other command is one file."""
 
 GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""

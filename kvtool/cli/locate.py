@@ -12,8 +12,8 @@ from kvtool.system.texts import shown
 def locate(model: str | None, *, paths: bool = True) -> Path:
     """Return the file of a model, after downloading it if necessary. Raises ModelError.
 
-    For a repository, the value of -m does not contain the name of the file. Then this name is reported on
-    stderr.
+    If the value of -m does not contain the name of the file, for example because it is the name of a
+    repository, the name of the file is reported on stderr.
 
     paths: True if `model` may also be a path.
     """

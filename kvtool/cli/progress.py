@@ -125,7 +125,7 @@ def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
 
 @contextmanager
 def restoring_progress(archive: Archive | None) -> Iterator[None]:
-    """Show a line while the archive of a chat is restored, in a terminal and if restoring takes long."""
+    """Show a line while the archive of a chat is restored. Only in a terminal, and only if it takes long."""
     if not archive:
         yield
         return

@@ -247,7 +247,8 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # with --rpc there is only one cache: without memory for a second one, a worker would end the server
+        # with --rpc there is only one cache, because a worker that has no memory for a second cache would end
+        # the server
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 

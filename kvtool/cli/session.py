@@ -102,7 +102,7 @@ def export(file: File, as_json: Json = False) -> None:
 
     messages = read_meta(file)["messages"]
     if as_json:
-        # write characters unescaped if stdout can encode them
+        # do not escape characters if stdout can encode them
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.write(json.dumps(messages, ensure_ascii=not is_utf8) + "\n")
     else:

@@ -294,7 +294,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 def _instead(name: str, meant: Mapping[str, str]) -> str:
     """Return " Did you mean ...?" for a variable that does not belong to an option. "" without a suggestion.
 
-    meant: maps names of variables to the right variable. There is a name for each name of each option.
+    meant: maps names of variables to the right variable. The names are made from all names of all options.
     """
     rest = name.removeprefix(VARIABLE)
     right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))

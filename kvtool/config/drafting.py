@@ -115,10 +115,10 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # options of workers, adapters and places of tensors are meant for the large model
+    # reset options for workers, adapters and places of tensors, which are meant for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # these options are about the GPUs together with the workers
+        # reset these options, because their values are for the GPUs and the workers together
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with loaded_model(own, find_model(name).path) as draft_model:
         check_draft(model, draft_model)

@@ -108,11 +108,14 @@ class GenerationOptions(Sampling, _LengthOptions):
 
     @classmethod
     def field(cls, name: str) -> str:
-        """Return the name of the field for a name of an option, or a name in requests. Raises UsageError."""
+        """Return the field to which a name belongs. Raises UsageError.
+
+        name: the name of an option, or the name of a value in requests.
+        """
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # a name that is similar to a name in requests also leads to a suggestion; it names the field
+            # suggest fields, also if the name is similar only to a name in requests
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")

@@ -90,7 +90,7 @@ def open_run(
     n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
-    # imported here, because the import loads llama.cpp, and wrong options should be reported before
+    # imported here, so that wrong options are reported before llama.cpp is loaded
     from kvtool.engine.loop import Engine
 
     patch = patch_note({spec.name: spec.kind})

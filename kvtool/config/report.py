@@ -68,7 +68,7 @@ def archive_line(record: Mapping[str, Any]) -> str:
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
-    """Return a line that says where older text is archived, and how much. None if there is no archive.
+    """Return a line that says where older text is archived, and the limit. None if there is no archive.
 
     n_slot: number of caches, each of which has an archive. brief: True to leave out the number of tokens.
     """

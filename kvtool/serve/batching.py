@@ -18,7 +18,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.joint import JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
-"""A time slice ends after SLICE_STEPS steps, or after the first step that ends later than SLICE_S seconds."""
+"""A time slice ends after SLICE_STEPS steps, or after the step during which SLICE_S seconds have passed."""
 
 FIRST_SLICE_S, N_SHORT = 2.0, 256
 """If at most N_SHORT tokens of a request are unread, its first time slice may take FIRST_SLICE_S seconds.

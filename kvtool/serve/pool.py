@@ -1,4 +1,4 @@
-"""The slots of a server. They have one model in common. Each has its own chat, and they take turns."""
+"""The slots of a server. All slots use the same model. Each has its own chat, and slots take turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP_S = 0.5
 
 
 class SlotPool:
-    """Answers requests, at the same time as many as there are slots.
+    """Answers as many requests at the same time as there are slots.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class SlotPool:
         self.n_max = n_max
         self.cache_bytes = 0
         self._lock, self._make_slot, self._say = lock, make_slot, say
-        # free slots; the most recently used one is the last
+        # free slots; the most recently used slot is the last
         self._free = [first]
         self._room = threading.Semaphore(n_max)
         self._add(first)

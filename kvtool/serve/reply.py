@@ -1,4 +1,4 @@
-"""Build the message of a reply piece by piece. It has a thought, text and tool calls."""
+"""Build the message of a reply (thought, text and tool calls) piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slot is an engine that answers requests. If the beginning of a chat is stored, it continues after it."""
+"""A slot is an engine that answers requests. It continues after the beginning of a chat that is stored."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def parts_of(name: str, array: np.ndarray, at: int) -> Iterator[memoryview]:
 def arrays_in(data: Any, at: int = 0) -> dict[str, np.ndarray]:
     """Return the arrays in `data`, starting at offset `at`. The arrays are views of `data`.
 
-    data: bytes, as an object with the buffer protocol. Raises ValueError if they are not named arrays.
+    data: bytes, as an object with the buffer protocol. Raises ValueError if the bytes are not named arrays.
     """
     view = memoryview(data)
     arrays: dict[str, np.ndarray] = {}

@@ -73,7 +73,7 @@ def raising() -> Iterator[None]:
 
 
 def ending(message: Callable[[], str]) -> AbstractContextManager[None]:
-    """Inside the block, Ctrl-C ends the process with a line. Use it if files are complete at any time."""
+    """Inside the block, Ctrl-C ends the process with a line. For work whose files are always complete."""
     return _handled(lambda *_: end(message=message()))
 
 

@@ -39,7 +39,7 @@ class ChatFiles:
     Attributes
     ----------
     run, generation
-        The options that are saved in the session. `set` changes those for sampling.
+        The options that are saved in the session. `set` changes the sampling options among them.
     path
         Path of the session, or None.
     transcript
@@ -69,7 +69,7 @@ class ChatFiles:
         self.recovered: list[Path] = []
         # version of the chat in the session file
         self._saved_version: int | None = None
-        # of the chat in the session file: the values that `_would_lose` compares
+        # values of the chat in the session file, which `_would_lose` compares
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
@@ -377,7 +377,7 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     The policy of the session is treated as if the user had typed it.
 
     A session of an old kvtool may have parameters that the policy no longer has. If so, these parameters and
-    the adjustable ones are left out. Nothing is left out if the user typed -o.
+    the adjustable parameters are left out. Nothing is left out if the user typed -o.
     """
     from kvtool import policies
 

@@ -144,9 +144,10 @@ def goes_on(typed: str) -> bool:
 def with_files(text: str) -> str:
     """Return the text with each @path replaced by the text of the file.
 
-    If there is no such file, @path stays in the text when it does not look like a path, or when the text has
-    several lines, because code has words like @name. Otherwise, and always for @"path" in quotes, a missing
-    file raises InputError. A file that is not text or cannot be read also raises InputError.
+    If there is no such file, the word may not be meant as a path. It stays in the text if it does not look
+    like a path, or if the text has several lines, because code has words like @name. Otherwise InputError is
+    raised. InputError is also raised if @"path" in quotes does not exist, or if a file cannot be read or is
+    not text.
     """
     is_line = "\n" not in text
 

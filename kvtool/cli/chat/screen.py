@@ -169,7 +169,7 @@ class Terminal:
     def _replied(self, text: str, sent: str, again: bool, n_before: int, hung_up: Callable[[], bool]) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
-        Return False if the turn was taken back, after a note about this.
+        If the turn was taken back, print a note and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
         again: True if the turn replaces another turn. n_before: number of turns before this turn.
@@ -326,7 +326,7 @@ class Keys:
 
     @contextmanager
     def normal(self) -> Iterator[None]:
-        """Inside `waiting`: show typed characters again while this block runs, for example for a question."""
+        """Show typed characters again inside the block. Used inside `waiting`, for questions."""
         with _attributes(self._before) if self._before else nullcontext():
             yield
 

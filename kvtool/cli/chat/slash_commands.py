@@ -288,7 +288,7 @@ class Commands:
         self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
-        """Return the end of a note: it names the file with the previous chat. "" if there is no such file."""
+        """Return the end of a note, which names the file with the previous chat. "" if no file holds it."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 

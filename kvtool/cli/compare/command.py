@@ -277,7 +277,7 @@ def _finish(
         from kvtool.measure import records
 
         def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            # add the records again, because another process may have written more of them
+            # also use records in the file that another process has written meanwhile
             results.add(records)
             return results.finished()
 

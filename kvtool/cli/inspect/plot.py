@@ -14,7 +14,7 @@ from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
 
 MOST_COLUMNS = 1600
-"""Maximum number of columns of the picture. If the text is longer, a column stands for several tokens."""
+"""Maximum number of columns of the picture. If the text is longer, each column shows several tokens."""
 
 _HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
 

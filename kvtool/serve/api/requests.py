@@ -132,8 +132,8 @@ class ChatRequest(Request):
     messages
         All messages, in the form that templates expect.
     begun
-        The text that the reply continues: the last message, if it is an assistant's. This message is not in
-        `messages`. "" if there is no such message.
+        If the reply continues the last message: the text of this message, which is then not in `messages`.
+        Otherwise "".
     thinking
         Effort, budget, and variables of the template.
     name
@@ -360,7 +360,7 @@ def of_usage(error: UsageError) -> ApiError:
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    """Return (token, bias) pairs. The value is an object as in OpenAI's API, or a list as in llama-server's.
+    """Return (token, bias) pairs. The value is an object as in OpenAI's API, or a list as in llama-server.
 
     A bias of false bans the token.
     """

@@ -135,8 +135,8 @@ def _tools(value: object, places: dict[str, str]) -> object:
 def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
     """Yield (place, name of the namespace or None, tool) for each function. Raises ApiError.
 
-    Tools that OpenAI's servers run, such as web_search, and tools whose input is not JSON are left out. They
-    are no error, because clients send them to every model.
+    Tools that OpenAI's servers run, such as web_search, and tools whose input is not JSON are left out. There
+    is no error for them, because clients send such tools to every model.
     """
     for i, tool in enumerate(need(tools, list, where)):
         kind, at = tool.get("type") if isinstance(tool, dict) else None, f"{where}[{i}]"

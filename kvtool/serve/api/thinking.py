@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ThinkingOptions:
-    """Options about thinking, from a request or from the server. The server's are defaults for requests.
+    """Options about thinking. A request can set them, and the server has default values for requests.
 
     Attributes
     ----------
@@ -135,8 +135,8 @@ def template_for(
 ) -> tuple[Template, list[str]]:
     """Return the template with the variables for these options, and remarks on options without effect.
 
-    Raises ApiError if the template does not support an effort that is needed. Also raises it if the template
-    cannot render chats with these variables.
+    Raises ApiError if the template does not support an effort that is needed, or if the template cannot
+    render chats with these variables.
 
     template: the model's template, which has no variables yet.
     """

@@ -138,7 +138,7 @@ def make(site: Site) -> Starlette:
         route("/detokenize", _detokenize, "POST"),
         # if this address exists, lm-evaluation-harness lets the server tokenize
         route("/tokenizer_info", _props),
-        # this needs no key, because programs that check whether a server is alive have none
+        # this needs no key, because programs that check whether a server is alive have no key
         route("/health", _health, is_open=True),
     ]
     if site.has_metrics:

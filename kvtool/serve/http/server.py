@@ -21,7 +21,7 @@ _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
 
 _GRACE_S = 1
-"""When the server stops, HTTP has this many seconds to end, and after it the engine has as many."""
+"""When the server stops, HTTP gets this many seconds to end, and then the engine gets as many."""
 
 
 def serve(
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
-    """Yield a list to which each SIGINT and SIGTERM is added that comes while the block runs.
+    """Yield a list. Each SIGINT and SIGTERM that comes while the block runs is added to this list.
 
     uvicorn handles these signals while it runs, and raises them again when it ends. If a signal comes before
     uvicorn runs, the server stops as soon as it has started.

@@ -1,4 +1,4 @@
-"""Digests of the beginnings of a chat. With them, the stored chat is found that a request continues."""
+"""Digests of the beginnings of a chat. They are used to find the stored chat that a request continues."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _GAPS, _FAR_GAP = 32, 8192
 """Two limits for the distance between two stops of `Resumer._stops`, which depend on `Checkpoints.spacing`.
 
 The distance is at least spacing / 32. It is also at least spacing / 8192 times the distance to the end of the
-prompt. With the smallest spacing, these are 32 tokens and an eighth of the distance to the end.
+prompt. With the smallest spacing, these limits are 32 tokens and an eighth of the distance to the end.
 """
 
 
@@ -37,8 +37,8 @@ class _Candidate(NamedTuple):
     Attributes
     ----------
     n
-        Number of tokens at the beginning that stream and chat have in common, minus the cost of loading the
-        stream in tokens.
+        Number of tokens at the beginning that stream and chat have in common. The cost of loading the stream,
+        expressed in tokens, is subtracted.
     n_stream
         Number of tokens of the stream.
     chat
@@ -142,7 +142,10 @@ class Resumer:
         return tokens[self.n_cached :]
 
     def _start_of(self, history: History, tokens: np.ndarray) -> StoredChat | None:
-        """Load the system prompt and the tools of a chat if they are stored. tokens: of the chat, i32[n]."""
+        """Load the system prompt and the tools of a chat, if they are stored. Otherwise return None.
+
+        tokens: the tokens of the whole chat, i32[n].
+        """
         start = self.chats.find(history.digests[1])
         if not start or not start.is_start:
             return None
@@ -282,7 +285,8 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        # also store it if checkpoints are whole caches: there are few of them, maybe none here in a long chat
+        # if checkpoints are whole caches, also store the start: there are few such checkpoints, and a long
+        # chat may have none here
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])

@@ -1,6 +1,6 @@
 """The syntaxes in which models write tool calls.
 
-A format is a table of texts. A reply writes its calls as
+A format is a table of texts. In a reply, calls are written as
 
     open  start NAME middle ARGUMENTS end  between  start NAME ...  close
 

@@ -49,8 +49,7 @@ def for_template(
     converted = [_for_template(message) for message in messages]
     if template is None:
         return converted
-    # mark the messages before tags are added to calls and results, because a marked tag is not a control
-    # token
+    # mark the messages before tags are added to calls and results: a marked tag is not a control token
     converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:
@@ -106,7 +105,7 @@ def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace a reply with several calls by one reply for each call. The call's result follows each reply."""
+    """Replace a reply with several calls by one reply for each call, each followed by the call's result."""
     converted: list[dict[str, Any]] = []
     rest = list(messages)
     while rest:
