@@ -22,7 +22,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
-"""Shorter connections are not reported, in seconds. Clients make short connections to test the worker."""
+"""Connections shorter than this many seconds are not reported. Clients make them to test the worker."""
 
 
 @dataclass(frozen=True)

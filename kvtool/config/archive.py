@@ -71,7 +71,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 
 
 def with_type(run: R, info: ModelInfo) -> R:
-    """Return the options with a type of the archive, if the type is "auto". info: header of the model.
+    """Choose the type of the archive if it is "auto", and return the options. info: header of the model.
 
     Models that add biases to their keys, such as Qwen 2.5, get 8 bits for keys and not 5. Biases make a few
     elements of every key large, and with 5 bits different keys would become equal.
