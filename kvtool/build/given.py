@@ -14,7 +14,7 @@ from kvtool.system.paths import checkout
 
 
 def folders() -> list[Path]:
-    """Return the folders that are searched for wheels: first the folders in $KVTOOL_WHEELS, then dist/."""
+    """Return the folders that are searched for wheels: $KVTOOL_WHEELS, then dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
     return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]

@@ -19,7 +19,7 @@ def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> Non
 
     Use it while there is no unfinished work, for example during imports or while a model is loaded. An
     exception would not always end the process: in a ctypes callback, exceptions are printed and then ignored,
-    and a bare `except` also ignores them.
+    and a bare except clause also ignores them.
     """
     _say(message)
     os._exit(exit_code)

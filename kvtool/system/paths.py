@@ -64,7 +64,7 @@ def kernel_dir() -> Path:
     # each checkout needs its own kernels, because numba's index contains the folder of the sources
     digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
-    # with bounds checks, use another folder, because numba's cache does not distinguish such kernels
+    # kernels with bounds checks need another folder, because numba's cache does not distinguish them
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
 
