@@ -199,8 +199,7 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """Return the row's lines that belong to the column. Without such lines, return all lines of the row.
-        """
+        """Return the row's lines that belong to the column; without such lines, all lines of the row."""
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
         return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines

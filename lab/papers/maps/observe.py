@@ -116,7 +116,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If llama.cpp asks, return True for a wanted tensor. Otherwise read it, and return True to continue."""
+        """If llama.cpp asks, return True for a wanted tensor. Otherwise read it, and return True to go on."""
         # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)
