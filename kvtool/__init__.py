@@ -42,7 +42,7 @@ _MODULES = {
 }
 
 _EARLIER = {"Run": "RunOptions"}
-"""Earlier names, which still work."""
+"""Former names, mapped to the current names. The former names still work."""
 
 __all__ = [*_MODULES]
 

@@ -1,4 +1,4 @@
-"""`kvtool` and `python -m kvtool`: from the first import on, Ctrl-C ends the program with one line."""
+"""Start `kvtool` or `python -m kvtool`. From the first import on, Ctrl-C ends the program with one line."""
 
 import io
 import os
@@ -16,11 +16,13 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replace closed streams (>&-) before a file gets their numbers, and let all streams take any character.
+    """Replace closed streams (>&-), and make stdin and stdout accept all characters.
 
-    A replaced input is empty, and writing to a replaced output is an error, as with any other program.
-    Characters that stdout's encoding lacks are printed as "?". Input bytes that do not fit stdin's encoding
-    become surrogates, as in file names.
+    A closed stream has to be replaced before another file gets its number. The replacement of stdin is empty.
+    Writing to the replacement of stdout or stderr is an error, as with any other program.
+
+    Characters that the encoding of stdout does not have are printed as "?". Bytes from stdin that are invalid
+    in its encoding become surrogates, as in file names.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDONLY) == number:

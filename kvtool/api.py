@@ -1,6 +1,6 @@
-"""Functions for Python programs: load a model or a policy by name, chat, continue a text.
+"""Functions for Python programs: load a model or a policy by name, chat, and continue a text.
 
-Import them from `kvtool`. They raise KvtoolError if something goes wrong.
+Import these functions from `kvtool`. They raise KvtoolError if something goes wrong.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def load_model(
     Parameters
     ----------
     name
-        Path of a GGUF file, name in models.txt, repository ("hf:OWNER/REPO:QUANT") or URL; downloaded if
-        needed. Defaults to $KVTOOL_MODEL.
+        Path of a GGUF file, name in models.txt, repository ("hf:OWNER/REPO:QUANT") or URL. The model is
+        downloaded if necessary. Defaults to $KVTOOL_MODEL.
     n_gpu_layers
-        Number of layers on a GPU; all by default.
+        Number of layers on a GPU. By default, all layers.
     progress
-        Called during a download with the bytes so far, and the bytes of the file or None.
+        Called during a download with two numbers: the bytes that have been downloaded, and the size of the
+        file in bytes. The size is None if it is unknown.
 
     Raises
     ------
@@ -56,37 +57,38 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     Parameters
     ----------
     name
-        Name that `kvtool policies` lists, or your own file ("./mine.py").
+        Name of a policy that `kvtool policies` lists, or the path of your own file ("./mine.py").
     budget
-        Maximum tokens per row.
+        Maximum number of tokens per row.
     evict_every
-        Tokens from one eviction to the next; 16 by default, fewer for a small budget.
+        Number of tokens from one eviction to the next. By default 16, or fewer for a small budget.
     params
-        Parameters that `kvtool policies NAME` lists.
+        Parameters of the policy, which `kvtool policies NAME` lists.
 
     Raises
     ------
     UsageError
-        For values that cannot work; the error names values that do.
+        If the values cannot work. The error names values that work.
     """
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
 def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:
-    """Empty the engine's cache and start a chat in it; its `reply(text)` yields the answer in pieces.
+    """Empty the engine's cache, and start a chat. The chat's `reply(text)` yields an answer in pieces.
 
-    system: system prompt, which is never evicted. sampling: fields of `Sampling`, and `seed`; by default the
+    system: system prompt, which is never evicted. sampling: fields of `Sampling`, and `seed`. By default, the
     most likely token is chosen. Raises ModelError if the model has no chat template.
     """
     return Conversation(Writer(engine, _sampler(engine.model, sampling)), template_of(engine.model), system)
 
 
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
-    """Append the prompt to the text that the engine has read, and yield the continuation in pieces.
+    """Append the prompt to the text that the engine has read, and yield the model's continuation in pieces.
 
-    The continuation ends where the model ends it, or after n_max tokens. sampling: as for `chat`.
+    The continuation ends when the model ends it, or after n_max tokens. sampling: fields of `Sampling`, and
+    `seed`. By default, the most likely token is chosen.
 
-    Raises UsageError if there is nothing to continue, and StreamEnd if the cache is full and the policy
+    Raises UsageError if there is nothing to continue. Raises StreamEnd if the cache is full and the policy
     never evicts.
     """
     model = engine.model
@@ -96,7 +98,7 @@ def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: 
 
 
 def _sampler(model: Model, settings: dict[str, Any]) -> Sampler:
-    """Make the sampler from fields of `Sampling` and `seed`. Raises UsageError."""
+    """Make a sampler. settings: fields of `Sampling`, and `seed`. Raises UsageError."""
     seed, stop = settings.pop("seed", None), settings.pop("stop", ())
     if unknown := settings.keys() - declared(Sampling).keys():
         name = min(unknown)
@@ -104,6 +106,6 @@ def _sampler(model: Model, settings: dict[str, Any]) -> Sampler:
     schema = settings.get("json_schema")
     if not isinstance(schema, str | None):
         settings["json_schema"] = json.dumps(schema)
-    # tuple() would split a single text into characters
+    # do not call tuple() for a single text, because it would split the text into characters
     settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return Sampler(model, Sampling(**settings), seed=seed)

@@ -1,6 +1,6 @@
-"""Errors that a user can meet: one class and one exit code per kind.
+"""Errors that a user can see. Each kind of error has a class and an exit code.
 
-A message is one line that names the fault and a remedy.
+A message is one line, which names the fault and a remedy.
 """
 
 import os
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""Maximum difference in difflib's ratio between a suggestion and the most similar name."""
+"""A name is suggested only if its ratio (of difflib) is less than this below the best name's ratio."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class KvtoolError(Exception):
-    """Base class of errors that a user can meet.
+    """Base class of errors that a user can see.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class KvtoolError(Exception):
 
 
 class UsageError(KvtoolError):
-    """A command, an option, a default of your own, or a combination of them does not work."""
+    """A command, an option or a default that the user has set does not work, or a combination of them."""
 
     exit_code = 2
 
@@ -44,28 +44,28 @@ class LibraryError(KvtoolError):
 
 
 class InputError(KvtoolError):
-    """An input cannot be read, is empty or too short, or does not fit."""
+    """An input cannot be read, is empty, is too short, or does not fit in the cache."""
 
     exit_code = 5
 
 
 class StreamEnd(KvtoolError):
-    """The cache or the trained context is full, and nothing may be evicted or moved."""
+    """The cache or the trained context is full, and tokens may not be evicted or moved."""
 
     exit_code = 6
 
 
 class PlanError(KvtoolError):
-    """A policy returned an invalid plan; the cache was not changed."""
+    """A policy returned an invalid plan. The cache was not changed."""
 
     exit_code = 7
 
 
 class OutOfMemory(KvtoolError):
-    """The machine, the process's memory limit, or a GPU has no memory left.
+    """The machine or a GPU has no memory left, or the process has reached its memory limit.
 
-    on_gpu: True if a GPU has layers, of which it could have fewer.
-    for_weights: True if the memory was for weights, so that a smaller cache does not help.
+    on_gpu: True if there are layers on a GPU. The message then also suggests fewer of them.
+    for_weights: True if the memory was for weights. The message then does not suggest a smaller cache.
     """
 
     exit_code = 8
@@ -79,7 +79,7 @@ class OutOfMemory(KvtoolError):
 
 
 class SessionError(KvtoolError):
-    """A session file is damaged, in use, of another model or policy, or cannot be read or written."""
+    """A session file is damaged, in use, from another model or policy, or cannot be read or written."""
 
     exit_code = 9
 
@@ -95,7 +95,7 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 
     If known names begin with `name`, return the first three of these instead, in their order.
     """
-    # imported here: only a failing command needs it
+    # imported here, because only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
 
     known = list(known)
@@ -107,12 +107,13 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 
 
 def where(error: BaseException) -> str:
-    """Describe an error in one line, with the innermost line of a source file in its traceback.
+    """Describe an error in one line, with a source file and a line number from its traceback.
 
-    Lines outside kvtool are preferred: if kvtool refuses an argument, the caller's line is at fault.
+    This is the innermost line outside kvtool, because if kvtool refuses an argument, the fault is in the
+    caller's line. If there is no such line, it is the innermost line inside kvtool.
     """
     trace, place, is_own = error.__traceback__, "", True
-    # the message of a SyntaxError names the place; its traceback ends in the import system
+    # skip the traceback of a SyntaxError: it ends in the import system, and the message already has the line
     while trace and not isinstance(error, SyntaxError):
         file = trace.tb_frame.f_code.co_filename
         inside = file.startswith(_PACKAGE)

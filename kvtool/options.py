@@ -1,4 +1,4 @@
-"""Options declared as data: dataclass fields that carry flags, help, allowed values and uses."""
+"""Options that are declared as fields of dataclasses, with their flags, help and allowed values."""
 
 from __future__ import annotations
 
@@ -16,55 +16,57 @@ HARDWARE = "Model and hardware"
 ARCHIVE = "Archive (--policy recall)"
 OUTPUT = "Output"
 SERVER = "Server"
-"""Groups of options in the help."""
+"""Names of the groups of options in the help."""
 
 Self = TypeVar("Self", bound="Options")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Declaration of an option, without its type and default.
+    """Declaration of an option. The dataclass field has the option's type and default value.
 
     Attributes
     ----------
     flags
-        All names on the command line.
+        All names of the option on the command line.
     help
         Help text.
     group
-        Group in the help; None for options of a single command.
+        Group in the help, or None for options of a single command.
     metavar
         Name of the value in the help.
     default_text
-        Default as shown in the help: a text, True for the value itself, False for none. "{name}" is replaced
-        by an attribute of the options' class, "{model}" by the default model.
+        How the help shows the default: a text, True to show the value itself, False to show no default. In
+        the text, "{name}" is replaced by an attribute of the options' class, and "{model}" by the default
+        model.
     words
-        Words that stand for a number, such as "auto".
+        Words that the user may type instead of a number, such as "auto".
     least, most
         Smallest and largest allowed number.
     is_valid
-        Returns True for an allowed number; for ranges that `least` and `most` cannot express.
+        Function that returns True if a number is allowed. It is for ranges that `least` and `most` cannot
+        express.
     range_text
-        Description of that range; text after a semicolon is a hint.
+        Description of the range of `is_valid`. A text after a semicolon is a hint.
     choices
         Allowed texts.
     completes
         Name of the function in `kvtool.cli.completion` that completes the value in a shell.
     read
-        Converts a typed text, a setting or a session's value to the field's value. Its second argument is the
-        option's name for errors.
+        Function that converts a value that was typed, set or saved in a session to the field's value. Its
+        second argument is the option's name, for errors.
     write
-        Converts the field's value to a value that `read` takes.
+        Function that converts the field's value back to a value that `read` accepts.
     is_count
-        True if the option takes no value and counts how often it is typed.
+        True if the option takes no value, and its value is the number of times that it is typed.
     in_session
-        True if a session keeps the value.
+        True if the value is saved in sessions.
     in_record
-        True if the value changes results, so that the record of a result keeps it.
+        True if the value changes results. It is then stored in the record of a result.
     request
-        Names in requests to the server, which `/set` also accepts.
+        Names of the value in requests to the server. `/set` also accepts them.
     also
-        Further names that `/set` accepts.
+        Other names that `/set` accepts.
     """
 
     flags: tuple[str, ...]
@@ -89,11 +91,11 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Name in errors and documents: the first flag with two dashes, else the only flag."""
+        """Name in errors and documents: the first flag with two dashes, or else the first flag."""
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     def check(self, value: Any, name: str) -> None:
-        """Raise UsageError if a value is out of range. name: the option's name in the error."""
+        """Raise UsageError if a value is not allowed. name: the option's name in the error."""
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if self.choices:
                 check_choice(item, self.choices, name)
@@ -112,9 +114,9 @@ class Option:
         return (field, *self.request, *self.also)
 
     def parse(self, raw: Any, name: str | None = None) -> Any:
-        """Convert a typed text, a setting or a session's value to the field's value. Raises UsageError.
+        """Convert a value that was typed, set or saved in a session to the field's value. Raises UsageError.
 
-        name: the option's name in the error; defaults to `self.name`.
+        name: the option's name in the error. Defaults to `self.name`.
         """
         return self.read(raw, name or self.name) if self.read else raw
 
@@ -122,7 +124,7 @@ class Option:
 def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
     """Declare an option as a dataclass field.
 
-    usage: flags and metavar, such as "-c, --ctx-size N". attributes: further attributes of `Option`.
+    usage: flags and metavar, such as "-c, --ctx-size N". attributes: other attributes of `Option`.
     """
     *first, last = usage.split(", ")
     flag, _, metavar = last.partition(" ")
@@ -131,7 +133,7 @@ def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
 
 
 def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
-    """Declare a field of another class of options again, with a new default or other attributes."""
+    """Declare an option of the class `kind` in another class, with a new default or other attributes."""
     (original,) = (field for field in fields(kind) if field.name == name)
     changed = dataclasses.replace(original.metadata["option"], **attributes)
     return field(
@@ -141,16 +143,16 @@ def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSIN
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base class of groups of options. Raises UsageError for a value that is out of range.
+    """Base class for dataclasses of options. Raises UsageError if a value is not allowed.
 
     Attributes
     ----------
     typed
         Names of the fields that were typed on the command line.
     given
-        Names of the fields that were typed or set in a file or a variable.
+        Names of the fields that were typed, or set in a file or a variable.
     hidden
-        Names of the fields that a command does not offer; they keep their defaults.
+        Names of the fields that are not options of the command. They keep their defaults.
     """
 
     typed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -165,10 +167,10 @@ class Options:
     def from_values(
         cls: type[Self], raw: Mapping[str, Any], typed: Iterable[str] = (), given: Iterable[str] = ()
     ) -> Self:
-        """Return the options for values that were typed, set or saved. Raises UsageError.
+        """Make the options from values that were typed, set or saved. Raises UsageError.
 
-        raw: the values by field name. typed, given: as in the attributes; names of other classes' fields are
-        ignored.
+        raw: the values by field name. typed, given: names of fields, for the attributes of the same name.
+        Names of fields that this class does not have are ignored.
         """
         declarations = declared(cls)
         values = {name: declarations[name].parse(raw[name]) for name in declarations if name in raw}
@@ -176,35 +178,35 @@ class Options:
         return cls(**values, typed=names & frozenset(typed), given=names & frozenset(given))
 
     def changed(self: Self, **values: Any) -> Self:
-        """Return a copy with these values, which count as given. Raises UsageError."""
+        """Return a copy with new values. Their names are added to `given`. Raises UsageError."""
         return dataclasses.replace(self, **values, given=self.given | values.keys())
 
     def resumed(self: Self, saved: Mapping[str, Any]) -> Self:
-        """Return a copy with a session's values for all fields that were not typed. Raises UsageError."""
+        """Return a copy that has a session's values in all fields that were not typed. Raises UsageError."""
         names = [name for name in declared(type(self)) if name in saved and name not in self.typed]
         values = {name: declared(type(self))[name].parse(saved[name]) for name in names}
         return dataclasses.replace(self, **values, given=self.given - values.keys())
 
     def values(self) -> dict[str, Any]:
-        """Return all values by field name, as `from_values` takes them."""
+        """Return all values by field name, in the form that `from_values` takes."""
         return {
             name: declaration.write(getattr(self, name)) if declaration.write else getattr(self, name)
             for name, declaration in declared(type(self)).items()
         }
 
     def session_values(self) -> dict[str, Any]:
-        """Return the values that a session keeps."""
+        """Return the values that are saved in sessions."""
         return {name: value for name, value in self.values().items() if declared(type(self))[name].in_session}
 
     def record_values(self) -> dict[str, Any]:
-        """Return the values that the record of a result keeps."""
+        """Return the values that are stored in the record of a result."""
         return {
             name: getattr(self, name) for name, option in declared(type(self)).items() if option.in_record
         }
 
 
 def declared(kind: type) -> dict[str, Option]:
-    """Return the options of a class of `Options` by field name, in order."""
+    """Return the options that a class declares, by field name and in the order of the fields."""
     return _declared(kind)
 
 
@@ -214,7 +216,7 @@ def _declared(kind: Any) -> dict[str, Option]:
 
 
 def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None:
-    """Raise UsageError unless the value is None or a choice. name: the value's name in the error."""
+    """Raise UsageError unless a value is None or one of `choices`. name: name of the value in the error."""
     if value is not None and value not in choices:
         *first, last = choices
         allowed = f"{', '.join(first)} or {last}" if len(first) < 3 else f"one of {', '.join(choices)}"
@@ -222,15 +224,18 @@ def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None
 
 
 def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
-    """Return attributes of `Option` that allow numbers in low..high, and not NaN. hint: end of the error."""
+    """Return attributes of `Option` that allow only numbers from low to high, and not NaN.
+
+    hint: text at the end of the error.
+    """
     return {"is_valid": lambda x: low <= x <= high, "range_text": f"in {low}..{high}{hint}"}
 
 
 def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
-    """Read all values of a repeatable option."""
+    """Return the values of a repeatable option as a tuple. This is a `read` of `Option`."""
     return tuple(raw or ())
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:
-    """Return a `read` that turns the number `default`, such as llama.cpp's -1 for no limit, into None."""
+    """Return a `read` of `Option` that turns the number `default`, such as -1 for no limit, into None."""
     return lambda value, flag: None if value == default else value

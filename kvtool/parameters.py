@@ -1,4 +1,4 @@
-"""Parameters of policies and tasks: the fields of a dataclass, set as name=value."""
+"""Parameters of policies and tasks. They are fields of dataclasses, and users set them as name=value."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass with their defaults; None for a field without a default.
+    """Return the default of each field of a dataclass, or None if a field has no default.
 
-    but: fields to leave out.
+    but: names of fields that are left out.
     """
     return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in but}
 
 
 def explained(kind: type) -> dict[str, str]:
-    """Return the explanation of each field, as one line, in the docstrings of a dataclass and its bases.
+    """Return an explanation of each field, as one line, from the docstrings of a dataclass and its bases.
 
-    A docstring explains a field in a section of numpydoc, or behind "NAME:" at the start of a line or of a
-    sentence, as in Google's style ("NAME (int):") and reStructuredText (":param NAME:").
+    A docstring may explain a field in a section of numpydoc. Or the explanation follows "NAME:" at the start
+    of a line or a sentence. This includes the styles of Google ("NAME (int):") and of reStructuredText
+    (":param NAME:").
     """
     texts: dict[str, str] = {}
     names = [field.name for field in fields(kind)]
     lead = r"(?:^|(?<=[.;] )) *(?::(?:param|ivar|var)(?: \w+)? )?"
     inline = rf"{lead}({'|'.join(names)})(?: \([^)\n]*\))?:\s+"
     for base in reversed(kind.__mro__):
-        # `inspect.getdoc` would return an inherited docstring
+        # `inspect.getdoc` is not used, because it can return the docstring of a base class
         doc = cleandoc(vars(base).get("__doc__") or "")
         parts = re.split(r"^(\w+)(?: : .*)?\n(?=[ ]+\S)", doc, flags=re.M)
         if not set(names) & set(parts[1::2]):
@@ -44,11 +45,13 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[str] = ()) -> dict[str, Any]:
-    """Parse ["window=64", ...] to values of a dataclass's fields, in their types.
+    """Parse texts like "window=64" to values of a dataclass's fields, in the types of the fields.
 
-    Values of a tuple are separated by commas. given: texts as typed. flag: the option that took them, for
-    errors. of: the policy or task whose parameters they are, for errors. but: fields that cannot be set.
-    Raises UsageError, which lists the right names.
+    If a field is a tuple, its values are separated by commas. Raises UsageError. If a name is wrong, the
+    error lists the right names.
+
+    given: the texts that the user typed. flag: the option with which they were typed, for errors. of: the
+    policy or the task to which the parameters belong, for errors. but: names of fields that cannot be set.
     """
     kinds, known = get_type_hints(kind), defaults(kind, but)
     parsed: dict[str, Any] = {}

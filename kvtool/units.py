@@ -1,4 +1,4 @@
-"""Counts, sizes in bytes and number formats, as people write them."""
+"""Counts and sizes in bytes as people write them, and names of number formats."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import re
 from kvtool.errors import UsageError
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-"""llama.cpp's types of cached keys and values, with ggml's numbers for them."""
+"""Types of cached keys and values in llama.cpp, each with its number in ggml."""
 
 ARCHIVE_TYPES = (*CACHE_TYPES, "q8_0/q4_0", "q5_0/q4_0")
-"""Types of archived keys and values, or of keys / of values, which need fewer bits."""
+"""Types of archived keys and values. If there is a slash, the first type is for keys, the second for values.
+
+Values then have fewer bits than keys.
+"""
 
 FEW_BITS = tuple(name for name in ARCHIVE_TYPES if "q5" in name or "q4" in name)
-"""Archive types of which keys, values or both are multiplied by a Hadamard matrix."""
+"""For these archive types, the keys, the values or both are multiplied by a Hadamard matrix."""
 
 PLAIN = "plain "
-"""Prefix of an archive type of few bits without the matrix ("plain q4_1"); only old sessions need it."""
+"""Prefix of an archive type of few bits that is used without the matrix: "plain q4_1". For old sessions."""
 
 MOST_THREADS = 512
-"""Maximum CPU threads; with more, ggml ends the process."""
+"""Maximum number of CPU threads. With more threads, ggml ends the process."""
 
 MOST_RESIDENT = 2**20
-"""Maximum resident tokens of a row, as in llama_kvtool_reside."""
+"""Maximum number of resident tokens of a row. llama_kvtool_reside has the same limit."""
 
 _UNITS = {
     "B": 1,
@@ -35,13 +38,19 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
 
 
 def archive_types(name: str) -> tuple[str, str]:
-    """Return the types of keys and values. name: an archive type, perhaps with the prefix PLAIN."""
+    """Return the type of the keys and the type of the values.
+
+    name: an archive type, which may have the prefix PLAIN.
+    """
     keys, _, values = name.removeprefix(PLAIN).partition("/")
     return keys, values or keys
 
 
 def parse_count(text: str) -> tuple[int, bool]:
-    """Parse a count ("512") or bytes ("64MiB"). Returns the number, and True for bytes. Raises UsageError."""
+    """Parse a count ("512") or bytes ("64MiB"). Raises UsageError.
+
+    Returns the number, and True if it is a number of bytes.
+    """
     text = text.strip()
     if text.isdecimal() and len(text) <= _MOST_DIGITS:
         return int(text), False
@@ -49,16 +58,17 @@ def parse_count(text: str) -> tuple[int, bool]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse "64MiB" to bytes, rounded down. 1 KiB or K is 1024 bytes, 1 KB is 1000 bytes.
+    """Parse a size like "64MiB". Return bytes, rounded down. Raises UsageError.
 
-    Case does not matter. A whole number without a unit is in bytes. Raises UsageError.
+    1 KiB or 1 K is 1024 bytes, 1 KB is 1000 bytes. Units may be in upper or lower case. A whole number
+    without a unit is a number of bytes.
     """
-    # imported here: most commands never need it, and it takes memory
+    # imported here, because the import takes memory and most commands do not need it
     from decimal import Decimal
 
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    # "1.5" cannot be bytes: its unit is missing
+    # "1.5" cannot be a number of bytes, so a unit is missing
     lacks_unit = match is not None and not match[2] and "." in match[1]
     if match is None or unit is None or lacks_unit or len(match[1]) > _MOST_DIGITS:
         raise UsageError(
@@ -74,7 +84,7 @@ def format_tokens(n: int) -> str:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Format bytes in the largest unit that gives at least 1: B, KiB, MiB, GiB or TiB."""
+    """Format a number of bytes. The unit is the largest of B, KiB, MiB, GiB and TiB that gives at least 1."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"

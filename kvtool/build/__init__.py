@@ -1,1 +1,1 @@
-"""The patched llama.cpp and the kernels, built once per machine."""
+"""Build the patched llama.cpp and the kernels, once per machine."""

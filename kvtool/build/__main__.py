@@ -1,7 +1,7 @@
 """Build the patched llama.cpp: `python -m kvtool.build`, for make.
 
-Imports only the standard library: make runs it before anything is installed. Prints the wheel's path to
-stdout, and its progress to stderr.
+It imports only the standard library, because make runs it before anything is installed. It prints the wheel's
+path to stdout, and the progress to stderr.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Distributable wheel of the library: for every CPU, including linked libraries, tagged for its platforms."""
+"""Make a wheel of the library for other machines.
+
+The wheel works on every CPU and includes the linked libraries. Its name has the tags of its platforms.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ from kvtool.system.paths import cache_dir
 _MENDERS = {
     "linux": ("auditwheel", "repair", "--wheel-dir"),
     "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
-    # without --analyze-existing, delvewheel examines only Python extensions, and the wheel has none
+    # without --analyze-existing, delvewheel examines only Python extensions, which the wheel does not have
     "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
-"""Tools that copy linked libraries (OpenMP) into a wheel: a module of `kvtool[dist]` and its arguments."""
+"""For each system: the tool that copies linked libraries (OpenMP) into a wheel, and its arguments.
+
+Each tool is a module of a package that `kvtool[dist]` installs.
+"""
 
 
 def write(patches: Path, folder: Path) -> Path:
-    """Build the wheel if needed, and write it to the folder in place of older ones.
+    """Build the wheel if necessary, and write it to the folder. Older wheels in the folder are deleted.
 
-    Returns its path. Raises LibraryError.
+    Returns the path of the wheel. Raises LibraryError.
     """
     built = wheel.build(patches, "", portable=True)
     module, *arguments = _MENDERS[sys.platform]

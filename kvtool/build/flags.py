@@ -1,4 +1,4 @@
-"""CMake flags: kvtool's, the user's, and the last build's."""
+"""Flags for CMake: from kvtool, from the user, and from the last build."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ FLAGS = (
     "-DLLAMA_CURL=OFF",
     "-DGGML_RPC=ON",
 )
-"""Flags of every build: only the library, with RPC."""
+"""Flags of every build. They build only the library, with RPC."""
 
 PORTABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF")
-"""Flags of a wheel for every CPU: one library for each kind of CPU, chosen when llama.cpp starts."""
+"""Flags of a wheel for every CPU. It has a library for each kind of CPU. llama.cpp chooses when it starts."""
 
 DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
-"""Devices that a build can support in addition to the CPU, and their CMake options."""
+"""Devices that a build can support in addition to the CPU, each with its CMake option."""
 
 
 def asked_cmake_args() -> str:
-    """$CMAKE_ARGS if it is set, even if empty; otherwise the flags of this environment's last build.
+    """Return $CMAKE_ARGS, or the flags of this environment's last build if the variable is not set.
 
-    `make chat` then keeps the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
+    An empty variable is also a set variable. Because the last flags are remembered, `make chat` still uses
+    the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
     """
     if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
         return cmake_args.strip()
@@ -40,14 +41,15 @@ def asked_cmake_args() -> str:
 
 
 def remember(cmake_args: str) -> None:
-    """Store these flags as this environment's last build. Raises OSError."""
+    """Store the flags of this environment's last build. Raises OSError."""
     files.write(_memory_file(), f"{cmake_args}\n".encode())
 
 
 def device_args(devices: Collection[str]) -> str:
-    """Return $CMAKE_ARGS plus the flags for these DEVICES; without devices, the flags for only the CPU.
+    """Return $CMAKE_ARGS and the flags for `devices`, which are keys of DEVICES.
 
-    Ignores the last build's flags. Raises UsageError if $CMAKE_ARGS asks for a device and `devices` is empty.
+    If `devices` is empty, return the flags for the CPU alone. Raises UsageError if $CMAKE_ARGS asks for a
+    device in this case. The flags of the last build are not used.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]
@@ -63,7 +65,7 @@ def device_args(devices: Collection[str]) -> str:
 
 
 def asks_for(cmake_args: str, device: str) -> bool:
-    """True if the flags enable this device of DEVICES. The last mention counts, as in CMake."""
+    """True if the flags enable a device of DEVICES. The last of several flags decides, as in CMake."""
     values = re.findall(rf"-D{DEVICES[device]}(?::\w+)?=(\S*)", cmake_args)
     return bool(values) and values[-1].lower() not in ("", "0", "off", "false", "no", "n")
 

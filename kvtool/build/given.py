@@ -14,14 +14,14 @@ from kvtool.system.paths import checkout
 
 
 def folders() -> list[Path]:
-    """Folders to search for wheels: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
+    """Return the folders that are searched for wheels: $KVTOOL_WHEELS, then dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
     return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]
 
 
 def find(places: Iterable[Path], key: str) -> Path | None:
-    """Return the first wheel that runs on this machine and holds the build with this key, or None."""
+    """Return the first wheel that runs on this machine and contains the build with `key`, or None."""
     for folder in places:
         for wheel in sorted(folder.glob(f"{pack.PACKAGE}-*.whl")):
             if runs_here(wheel.name) and pack.key_of(wheel) == key:
@@ -30,13 +30,16 @@ def find(places: Iterable[Path], key: str) -> Path | None:
 
 
 def runs_here(name: str) -> bool:
-    """True if a wheel of this name runs here. It ends in py3-none-PLATFORM; dots join several platforms."""
+    """True if a wheel with this name runs on this machine.
+
+    The name must end with py3-none-PLATFORM.whl. PLATFORM may be several platforms, which are joined by dots.
+    """
     words = name.removesuffix(".whl").split("-")
     return words[-3:-1] == ["py3", "none"] and any(map(_is_platform, words[-1].split(".")))
 
 
 def _is_platform(tag: str) -> bool:
-    """True if the platform tag names this machine and its system, of the same or an older version."""
+    """True if a platform tag fits this machine and this system. The tag may name an older version of it."""
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"

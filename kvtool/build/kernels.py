@@ -1,7 +1,7 @@
-"""Compile every kernel, so that no user waits for numba: `python -m kvtool.build.kernels`.
+"""Compile all kernels, so that users do not wait for numba: `python -m kvtool.build.kernels`.
 
-Each kernel goes into numba's disk cache, and all of them into one shared library, which
-kvtool/kernels/load.py loads. Imports only the standard library until there is something to compile.
+Each kernel is written to numba's disk cache. All kernels together are written to a shared library, which
+kvtool/kernels/load.py loads. Until there is something to compile, only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtool.system.paths import kernel_dir, kernel_files, kernel_library
 
 
 def stamp() -> Path:
-    """File that exists if all kernels are compiled for this Python and this numba."""
+    """Return the path of a file that exists if all kernels are compiled for this Python and this numba."""
     try:
         numba = version("numba")
     except PackageNotFoundError:
@@ -42,7 +42,7 @@ def modules() -> list[str]:
 
 
 def compile_all() -> None:
-    """Compile and link the kernels of all modules, unless already done."""
+    """Compile and link the kernels of all modules, unless this is already done."""
     if (are_compiled() and are_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
     from kvtool.kernels.kernel import of_module

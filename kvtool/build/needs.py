@@ -1,4 +1,4 @@
-"""Requirements of a build: Python, compilers, SDKs, pip, and a writable environment."""
+"""Check the requirements of a build: Python, compilers, SDKs, pip, and an environment that can be written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtool.errors import LibraryError
 
 
 def check_tools(cmake_args: str = "") -> None:
-    """Raise LibraryError naming what to install if Python or a compiler is missing or too old."""
+    """Raise LibraryError if Python is too old or a compiler is missing. The error says how to install it."""
     if sys.version_info < (3, 10):  # noqa: UP036  (runs before pip could check requires-python)
         raise LibraryError(
             f"kvtool needs Python 3.10 or newer, this is {platform.python_version()}; "
@@ -35,7 +35,7 @@ def check_tools(cmake_args: str = "") -> None:
         if f"-DCMAKE_{'CXX' if variable == 'CXX' else 'C'}_COMPILER" in cmake_args:
             continue
         if not any(map(_runs, [os.environ[variable]] if os.environ.get(variable) else usual)):
-            # suggest a prebuilt wheel only if no flags are set: such wheels support only the CPU
+            # a prebuilt wheel supports only the CPU, so suggest it only if there are no flags
             wheels = f", or a folder with a {pack.PACKAGE}-*.whl in KVTOOL_WHEELS" if not cmake_args else ""
             raise LibraryError(
                 f"no working {'C++' if variable == 'CXX' else 'C'} compiler; install one "
@@ -45,7 +45,7 @@ def check_tools(cmake_args: str = "") -> None:
 
 
 def check_pip() -> None:
-    """Raise LibraryError if there is no pip to build and install with."""
+    """Raise LibraryError if there is no pip, which builds and installs the wheel."""
     if importlib.util.find_spec("pip") is None:
         raise LibraryError(
             f"{sys.prefix} has no pip; add it: {sys.executable} -m ensurepip (or: uv pip install pip)"
@@ -71,7 +71,7 @@ def _runs(program: str) -> bool:
     words = shlex.split(program)
     if not words or not shutil.which(words[0]):
         return False
-    # on a Mac without the command line tools, c++ exists and only prints a hint
+    # run it: on a Mac without the command line tools, c++ exists but only prints a hint
     return subprocess.run([*words, "--version"], capture_output=True, check=False).returncode == 0
 
 

@@ -1,7 +1,7 @@
 """Repack a build of llama-cpp-python as kvtool's wheel, kvtool-llama.
 
-The wheel has the package kvtool_llama: the libraries and, of llama-cpp-python, only the bindings. It does not
-conflict with a llama-cpp-python that the user installed.
+The wheel contains the package kvtool_llama, which has only the libraries and the bindings of
+llama-cpp-python. Users can also have their own llama-cpp-python installed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from kvtool.system.paths import checkout
 DISTRIBUTION = "kvtool-llama"
 PACKAGE = "kvtool_llama"
 VERSION = __version__
-"""Version of the wheel, equal to kvtool's."""
+"""Version of the wheel. It is the version of kvtool."""
 
 RECORD_OF_BUILD = "kvtool.json"
-"""File next to METADATA that describes the build."""
+"""Name of the file next to METADATA that describes the build."""
 
 LAYOUT = 2
-"""Version of the wheel's layout. Raise it when the layout changes, so that existing wheels are not reused."""
+"""Version of the wheel's layout. Increase it when the layout changes, so that old wheels are not reused."""
 
 _BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
-"""Bindings that kvtool uses."""
+"""Files of llama-cpp-python that kvtool uses."""
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"
 
 
 def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
-    """Write kvtool's wheel to `folder` and return its path. Raises LibraryError.
+    """Write kvtool's wheel to `folder`, and return the path of the wheel. Raises LibraryError.
 
-    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: the build's key.
+    built: the wheel of llama-cpp-python. archive: the source archive of llama-cpp-python, which has the
+    licences. key: the key of the build.
     """
     tag = built.stem.split("-", 2)[2]
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: s
 
 
 def key_in(record: str) -> str | None:
-    """Key of the build that this RECORD_OF_BUILD describes; None if it is damaged."""
+    """Return the key of a build from the text of its RECORD_OF_BUILD, or None if the text is damaged."""
     try:
         key = json.loads(record)["key"]
     except (ValueError, TypeError, KeyError):
@@ -67,7 +68,7 @@ def key_in(record: str) -> str | None:
 
 
 def key_of(wheel: Path) -> str | None:
-    """Key of the build in the wheel; None for unreadable wheels and wheels of other projects."""
+    """Return the key of the build in a wheel. None if the wheel is not kvtool's or cannot be read."""
     try:
         with zipfile.ZipFile(wheel) as packed:
             names = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
@@ -83,7 +84,7 @@ def _contents(
     yield f"{PACKAGE}/__init__.py", says.encode()
     yield f"{PACKAGE}/py.typed", b""
     with zipfile.ZipFile(built) as packed:
-        # a build copies each library into several folders
+        # take each library once, because a build copies it into several folders
         files = map(PurePosixPath, packed.namelist())
         libraries = {path.name: str(path) for path in files if path.suffix in _LIBRARIES}
         if not libraries:
@@ -114,7 +115,7 @@ def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _own_licence() -> bytes:
-    """kvtool's licence, for the patch: from the checkout, or from the installed kvtool."""
+    """Return kvtool's licence, which applies to the patch, from the checkout or the installed kvtool."""
     if root := checkout():
         return (root / "LICENSE").read_bytes()
     return (distribution("kvtool").read_text("licenses/LICENSE") or "").encode()

@@ -27,23 +27,23 @@ _CAUSES = {
     ),
     "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
 }
-"""Explanations of failures, each with the text in the log that identifies it."""
+"""Causes of failures, each with a pattern: if the log matches it, this is the cause."""
 
 
 class Progress:
-    """Progress line on stderr: redrawn on a terminal, otherwise printed at every 10 %."""
+    """Shows progress on stderr. A terminal gets one line that is redrawn, a pipe gets a line every 10 %."""
 
     def __init__(self, title: str) -> None:
-        # cut the title: a line that wraps cannot be redrawn
+        # cut the title, because a line that is wrapped cannot be redrawn
         self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
         self.shown = -1
         self.tty = sys.stderr.isatty()
-        # only the title, because there is nothing to count yet
+        # print only the title, because there is nothing to count yet
         sys.stderr.write(f"\r{self.title} ..." if self.tty else f"{title}\n")
         sys.stderr.flush()
 
     def show(self, done: int, total: int) -> None:
-        # small totals are not the build: CMake's configure checks also run ninja
+        # ignore small totals: they come from CMake's configure checks, which also run ninja
         if total < 20:
             return
         if self.tty:
@@ -55,7 +55,7 @@ class Progress:
         sys.stderr.flush()
 
     def read(self, line: str) -> None:
-        """Show the count in a line of ninja's or make's output, if it has one."""
+        """Show the count in a line of ninja's or make's output, if the line has a count."""
         if match := _NINJA.match(line):
             self.show(int(match[1]), int(match[2]))
         elif match := _MAKE.match(line):
@@ -67,7 +67,7 @@ class Progress:
 
 
 def pip(*arguments: str) -> list[str]:
-    """Command line of a pip call."""
+    """Return the command line of a call of pip."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
@@ -82,11 +82,11 @@ def run(
 ) -> None:
     """Run a command and append its output to the log.
 
-    Raises LibraryError if the command fails: one line if the log shows a known cause, otherwise `what` with
-    the last errors.
+    Raises LibraryError if the command fails. If the log shows a known cause, the error is one line. Otherwise
+    it is `what` with the last errors.
 
-    title: title of the progress line; "" for no line. known: text in the log that identifies one more cause,
-    and the line for it.
+    title: title of the progress line, or "" for no progress line. known: one more known cause, as the text in
+    the log that identifies it, and the error line.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)
@@ -96,7 +96,7 @@ def run(
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        # Ctrl-C leaves this block early; the command gets the same signal and ends
+        # if the user presses Ctrl-C, this block is left early; the command gets the same signal and ends
         with Popen(
             command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:
@@ -108,7 +108,7 @@ def run(
                 if not text or _PIP_SAYS.search(text):
                     continue
                 last.append(text[:200])
-                # CMake prints its message in the lines after "CMake Error"
+                # also keep the lines after "CMake Error", in which CMake prints its message
                 n_after = 6 if "CMake Error" in text else n_after - 1
                 if (_ERROR.search(text) and not _NINJA.match(line) and len(text) < 1000) or n_after > 0:
                     errors.append(text[:200])

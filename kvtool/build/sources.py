@@ -1,4 +1,4 @@
-"""Sources of a build: the patch files, and the llama-cpp-python release that they apply to."""
+"""The sources of a build: the patch files, and the release of llama-cpp-python to which they apply."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvtool.system.paths import cache_dir, checkout
 
 @dataclass(frozen=True)
 class Upstream:
-    """Source distribution that the patch applies to.
+    """The source archive to which the patch applies.
 
     Attributes
     ----------
     package
         Name in the package registry.
     version
-        Version that the patch applies to.
+        Version of the package.
     sha256
         Hash of the source archive, 64 hex digits.
     """
@@ -48,7 +48,10 @@ class Upstream:
 
 
 def patches_dir() -> Path:
-    """Return the checkout's patches/, or the copy inside an installed kvtool. Raises LibraryError."""
+    """Return the folder with the patch files. Raises LibraryError if it does not exist.
+
+    This is patches/ of the checkout, or the copy inside an installed kvtool.
+    """
     if root := checkout():
         return root / "patches"
     folder = Path(__file__).resolve().parent.parent / "patches"
@@ -58,9 +61,9 @@ def patches_dir() -> Path:
 
 
 def manifest(folder: Path) -> tuple[str, ...]:
-    """List the patch's files, as paths below `folder`, in the order used for its digest.
+    """Return the files of the patch as paths below `folder`, in the order in which they are hashed.
 
-    apply.cmake and sync.py read the same patches/MANIFEST. Raises LibraryError.
+    The list is in MANIFEST, which apply.cmake and sync.py also read. Raises LibraryError.
     """
     path = folder / "MANIFEST"
     try:
@@ -71,7 +74,10 @@ def manifest(folder: Path) -> tuple[str, ...]:
 
 
 def patch_digest(folder: Path) -> str:
-    """Digest that a library built from these files reports. Raises LibraryError."""
+    """Return the digest of the patch files. A library reports this digest if it was built from these files.
+
+    Raises LibraryError.
+    """
     try:
         hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest(folder)]
     except FileNotFoundError as error:
@@ -80,12 +86,15 @@ def patch_digest(folder: Path) -> str:
 
 
 def place(upstream: Upstream) -> Path:
-    """Path of the source archive that `archive` downloads."""
+    """Return the path of the source archive that `archive` downloads."""
     return cache_dir() / "source" / f"{upstream.package.replace('-', '_')}-{upstream.version}.tar.gz"
 
 
 def archive(upstream: Upstream, log: Path) -> Path:
-    """Return the source archive, downloaded once. pip checks its sha256 before running any of its code."""
+    """Return the path of the source archive, which is downloaded only once.
+
+    pip checks the archive's sha256 before any code of the archive is run.
+    """
     cached = place(upstream)
     if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest() == upstream.sha256:
         return cached

@@ -1,4 +1,4 @@
-"""Wheel of the patched llama.cpp: build it once per machine or find it, cache it, install it."""
+"""The wheel of the patched llama.cpp: find it or build it, cache it, and install it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvtool.system.paths import cache_dir
 
 
 def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> str:
-    """Key of a build, derived from everything that the compiled library depends on.
+    """Return the key of a build. It is a hash of everything on which the compiled library depends.
 
-    A portable build has the same key on every machine.
+    A portable build has the same key on all machines.
     """
     parts = [
         "" if stock else patch_digest(folder),
@@ -36,18 +36,18 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: b
 
 
 def fitting_keys(folder: Path, cmake_args: str) -> tuple[str, ...]:
-    """Keys of the builds that work for this machine and these flags."""
+    """Return the keys of all builds that work on this machine and have these flags."""
     key = wheel_key(folder, cmake_args)
     return (key,) if cmake_args.strip() else (key, wheel_key(folder, "", portable=True))
 
 
 def find_wheel(key: str) -> Path | None:
-    """Return the finished wheel of a build, if it exists."""
+    """Return the wheel of a build from the cache, or None if the cache does not have it."""
     return next(_place(key).glob("*.whl"), None)
 
 
 def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> dict[str, str]:
-    """Environment variables for the build. The user's flags come last, so they win."""
+    """Return the environment variables for a build. The user's flags come last and override kvtool's."""
     ours = [f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={(folder / 'apply.cmake').as_posix()}", *FLAGS]
     if stock:
         ours.append("-DKVTOOL_PATCH=OFF")
@@ -62,9 +62,11 @@ def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> 
 
 
 def find_or_build(folder: Path, cmake_args: str) -> Path:
-    """Return the wheel for these flags and this machine: cached, built elsewhere, or newly built.
+    """Return the wheel for these flags and this machine.
 
-    folder: the patch files. Raises LibraryError.
+    It may be in the cache, or in a folder with wheels that were built elsewhere. Otherwise it is built.
+
+    folder: the folder with the patch files. Raises LibraryError.
     """
     key = wheel_key(folder, cmake_args)
     if wheel := find_wheel(key):
@@ -80,9 +82,10 @@ def find_or_build(folder: Path, cmake_args: str) -> Path:
 
 
 def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> Path:
-    """Return the wheel for these flags, cached or newly built. Raises LibraryError.
+    """Return the wheel for these flags. Build it if it is not in the cache. Raises LibraryError.
 
-    folder: the patch files. stock: build the same version without the patch. portable: for every CPU.
+    folder: the folder with the patch files. stock: True to build the same version without the patch.
+    portable: True to build a wheel for every CPU.
     """
     key = wheel_key(folder, cmake_args, stock=stock, portable=portable)
     if wheel := find_wheel(key):
@@ -100,7 +103,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as temporary:
         made = Path(temporary) / "made"
-        # without pip's cache, which ignores flags
+        # do not use pip's cache: it ignores flags and would return a wheel that was built with other flags
         command = process.pip("wheel", "-v", "--no-cache-dir", "--no-deps", "-w", str(made), str(sources))
         env = build_env(folder, cmake_args, stock=stock, portable=portable)
         process.run(command, log, "llama.cpp did not build", env=env, title=title)
@@ -115,7 +118,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
 
 
 def installed_key() -> str | None:
-    """Key of kvtool's build that is installed in this environment; None if there is no such build."""
+    """Return the key of the build that is installed in this environment, or None without such a build."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -126,9 +129,9 @@ def installed_key() -> str | None:
 
 
 def install(wheel: Path, cmake_args: str) -> bool:
-    """Install the wheel into the running environment and remember its flags. Raises LibraryError.
+    """Install the wheel into this environment, and remember the flags. Raises LibraryError.
 
-    Returns False if this build was already installed.
+    Returns False if the same build was already installed.
     """
     key = pack.key_of(wheel)
     is_new = installed_key() != key
@@ -147,7 +150,10 @@ def _machine() -> list[str]:
 
 
 def _place(key: str) -> Path:
-    """Cache folder of a build's wheel. A portable key lacks the platform, so it is added here."""
+    """Return the cache folder of a build's wheel.
+
+    The key of a portable build does not depend on the platform, so the platform is added here.
+    """
     if key.startswith("portable-"):
         key += "-" + hashlib.sha256("\0".join(_machine()).encode()).hexdigest()[:8]
     return cache_dir() / "wheels" / key
@@ -155,5 +161,5 @@ def _place(key: str) -> Path:
 
 def _n_job() -> int:
     n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # the largest files need more than 1 GB of memory to compile
+    # allow 1.5 GB of memory for each job, because the largest files need more than 1 GB to compile
     return max(1, min(n_cpu, total_bytes() // 1_500_000_000))

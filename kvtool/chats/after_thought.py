@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from kvtool.llama.sampler import Around
 
 _MOST_BREAKS = 2
-"""Maximum number of line breaks between a thought and the answer, as in chat templates."""
+"""Maximum number of line breaks between a thought and the answer. Chat templates do not write more."""
 
 
 class _Place(Enum):
-    """Position in a reply. START: before thought and answer. BREAK: after a thought, before the answer."""
+    """Position in a reply.
+
+    START: it is not known yet whether a thought or an answer begins. BREAK: the thought has ended, but the
+    answer has not begun.
+    """
 
     START = auto()
     THOUGHT = auto()
@@ -33,19 +37,20 @@ class _Place(Enum):
 class AfterThought(Constraint):
     """Allows any thought at the start of a reply, and applies another constraint to the answer.
 
-    A thought that reaches its maximum length is closed. If the answer has a constraint, a reply cannot end
-    in its thought. Text after the end tag in the same token belongs to the answer.
+    If a thought reaches its maximum length, its end tag is forced. If the answer has a constraint, the reply
+    cannot end before the end tag. If a token contains the end tag and more text, that text belongs to the
+    answer.
 
     Parameters
     ----------
     inner
-        Constraint of the answer, from its first token on; None if any answer is allowed.
+        Constraint of the answer. None if any answer is allowed.
     model
         Model whose vocabulary is used.
     tags
         Texts around a thought.
     header
-        Reply header. It may open a thought, close one, or let the model decide.
+        Reply header. It may open a thought or close a thought. Otherwise the model decides whether to think.
     budget
         Maximum tokens of the thought, without its tags; None for no limit.
     """
@@ -56,7 +61,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # for each text: True if the inner constraint allows an answer that begins with it
+        # for each beginning of an answer that was checked: True if the inner constraint allows it
         self._known: dict[bytes, bool] = {}
         self.restart()
 
@@ -104,7 +109,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # no token is sure to fit: it is not known yet whether a thought or an answer begins
+            # it is not known yet whether a thought or an answer begins, so no token is sure to fit
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -157,19 +162,19 @@ class AfterThought(Constraint):
         """Tags with which a reply may begin, each with the position that follows it."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # a thought would be empty: allow only the tag of a reply without a thought
+            # any thought would be empty, so allow only the tag of a reply without a thought
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
     def _opening(self) -> list[int]:
-        """Return the tokens with which a tag at the start of the reply may begin or go on."""
+        """Return the tokens that begin or continue a tag at the start of the reply."""
         held, pieces, allowed = self._held.lstrip(), self._vocabulary.pieces, list[int]()
         for tag, place in self._tags_at_start:
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # a token may go on after the tag with text of a thought, but not of an answer: the answer's
-                # constraint could forbid that text
+                # A token may contain more text after the tag if that text belongs to a thought. It must not
+                # contain text of an answer, because the answer's constraint could forbid that text
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
@@ -203,7 +208,7 @@ class AfterThought(Constraint):
         return True
 
     def _answer(self, text: bytes) -> bool:
-        """Begin the answer with a text, which may be empty. Return False if the constraint forbids it."""
+        """Begin the answer with a text or with "". Return False if the constraint forbids the text."""
         answer = text.lstrip(b"\n")
         if self._inner and not self._can_begin(self._inner, answer):
             return False
@@ -222,7 +227,7 @@ class AfterThought(Constraint):
         return self._known[answer]
 
     def _bad_ends(self, inner: Constraint) -> list[int]:
-        """Return the tokens that contain the end tag and then a text that the constraint forbids."""
+        """Return the tokens that complete the end tag and continue with text that the constraint forbids."""
         end, bad = self._tags.end.encode(), []
         for token in self._vocabulary.with_inside(end[-1:]):
             text = self._held + self._vocabulary.pieces[token]
@@ -245,7 +250,7 @@ class AfterThought(Constraint):
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
-        """Return a mask of these tokens and those that `inner` allows; None if `inner` allows all tokens."""
+        """Return a mask of these tokens and of the tokens that `inner` allows; None if it allows all."""
         mask = inner.mask()
         return None if mask is None else mask | self._vocabulary.mask_of(tokens)
 
@@ -268,7 +273,7 @@ def after_thought(
 ) -> Around:
     """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
-    header, budget: as in `AfterThought`; header None means the template's reply header.
+    header, budget: see `AfterThought`. If `header` is None, the template's reply header is used.
     begun: beginning of the reply that a client gave.
     """
     header = template.reply_start() if header is None else header

@@ -1,17 +1,18 @@
-"""Second file of a session, FILE.archive: parts that are written once and never changed.
+"""The second file of a session, FILE.archive. Its parts are written once and never changed.
 
 A session lists the parts with their offsets and hashes. A turn appends new parts, such as newly archived
 tokens, and then replaces the session file. If the process dies in between, the old session still lists the
 old parts, and the next turn overwrites the unlisted end of the file.
 
-A part holds keys and values of archived tokens, the clusters of some blocks, so that a restored archive need
-not be clustered again, or a checkpoint. Far blocks, whose tokens all count as equally distant, are clustered
-differently: when a block becomes far, it gets new clusters, and its old ones are no longer listed.
+There are three kinds of parts: keys and values of archived tokens, clusters of some blocks, and checkpoints.
+Clusters are saved so that a restored archive need not be clustered again. All tokens of a far block count as
+equally distant, which changes its clusters. Therefore a block gets new clusters when it becomes far, and its
+old clusters are no longer listed.
 
 The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
-file, FILE.archive.next, if another session shares the old file or if less than half of it would be in use.
-FILE.archive.next is renamed to FILE.archive after the new session is in place. A reader tries both names and
-uses the file whose id the session stores.
+file, FILE.archive.next, if another session shares the old file or if less than half of the old file would be
+in use. FILE.archive.next is renamed to FILE.archive after the new session is in place. A reader tries both
+names and uses the file whose id the session stores.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _PIECE = 4 * 2**20
 """Approximate bytes of a segment, which is held in memory while it is written."""
 
 _N_HASHING = min(os.cpu_count() or 1, 4)
-"""Threads that check the hashes, which takes most of the time of loading a large archive."""
+"""Number of threads that check the hashes. Loading a large archive spends most of its time on this."""
 
 Listing = list[tuple[str, np.ndarray]]
 
@@ -87,7 +88,7 @@ def archive_path(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Remove the archive of the session at `path`, if it has one. Leaves files that are not archives."""
+    """Remove the archive of the session at `path`, if it has one. A file that is no archive stays."""
     for place in archive_paths(path):
         _delete(place)
 
@@ -105,7 +106,8 @@ class ArchiveFile:
     Attributes
     ----------
     moved
-        New name of another chat's archive that the last `write` found at this path; None if it found none.
+        If the last `write` found another chat's archive at this path, the new name of that archive.
+        Otherwise None.
     """
 
     def __init__(self, session: Path | None = None, replaces: bytes | None = None) -> None:
@@ -136,7 +138,7 @@ class ArchiveFile:
         parts = contents.parts(old.offsets if old else {})
         file = old if old and old.suits(parts, contents.token_bytes) else None
         if parts and not file:
-            # list the parts again: tokens that the archive has forgotten are only in the old file
+            # list the parts again for the new file, which cannot have tokens that the archive has forgotten
             file, parts = self._begin(), contents.parts({})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -168,7 +170,8 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
-            # it may have the id of a file whose checkpoints are damaged
+            # keep the list: it may have the id of a file whose checkpoints are damaged. `_set_other_aside`
+            # must not treat that file as another chat's
             self._listed = saved
             return
         both = _, following = archive_paths(self._session)
@@ -192,7 +195,7 @@ class ArchiveFile:
                 os.replace(following, path)
 
     def _set_other_aside(self) -> None:
-        """Move an archive at this path that belongs to another chat. Raises OSError."""
+        """Rename an archive at this path if it belongs to another chat. Raises OSError."""
         self.moved = None
         if not self._session:
             return
@@ -209,9 +212,9 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Return a second open file of the same archive; None if the session lists no parts.
+        """Open the same archive file a second time, and return it; None if the session lists no parts.
 
-        Copies for `undo` read the present parts from it, even after a turn has replaced the archive.
+        A copy for `undo` reads the present parts from it, even after a turn has replaced the archive.
         Raises OSError.
         """
         if not self._file:
@@ -228,7 +231,7 @@ class ArchiveFile:
         self._file, self._listed = None, {}
 
     def _begin(self) -> _PartFile:
-        """Create an empty file, which `_keep` makes current and `_drop` deletes."""
+        """Create an empty file. Call `_keep` to make it the current file, or `_drop` to delete it."""
         if not self._session:
             return _PartFile.new(cast(FileIO, temporary(buffering=0)))
         check_place(self._session)
@@ -241,7 +244,10 @@ class ArchiveFile:
             raise
 
     def _keep(self, file: _PartFile | None) -> None:
-        """Make this file the current one, because the session lists it. None: the session lists no file."""
+        """Make this file the current one, because the session now lists it.
+
+        file: None if the session now lists no file.
+        """
         if file is not self._file:
             self.close()
             self._file = file
@@ -302,10 +308,10 @@ class _PartFile:
         return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
     def suits(self, parts: list[Part], token_bytes: int) -> bool:
-        """True if new parts should be appended to this file.
+        """True if this file can hold these parts, so that only the missing parts are appended to it.
 
-        At least half of its bytes must then be in use. A file that another session shares suits only if there
-        is nothing to append.
+        After appending, at least half of the file's bytes must be in use. If another session shares the file,
+        no part may be missing, because nothing is appended to a shared file.
         """
         if not parts:
             return False
@@ -314,9 +320,9 @@ class _PartFile:
         return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
     def append(self, parts: list[Part], contents: _Contents) -> list[Part]:
-        """Append the parts that the file lacks, and sync it. Return all parts, the new ones with hashes.
+        """Append the parts that the file lacks, and sync the file. Return all parts, with their hashes.
 
-        Raises OSError. Then some new parts may be in the file, and the caller cuts them off.
+        Raises OSError. In this case some new parts may be in the file already: the caller must cut them off.
         """
         written: list[Part] = []
         before = self.end
@@ -330,7 +336,7 @@ class _PartFile:
                 self.end += data.nbytes
             written.append(part)
         if self.end > before:
-            # a killed process may have left more bytes
+            # cut off bytes that a killed process may have left
             self.raw.truncate(self.end)
             os.fsync(self.raw.fileno())
         return written
@@ -346,7 +352,7 @@ class _PartFile:
 
 
 class _Contents:
-    """An archive, or none, and checkpoints, which are saved as parts.
+    """The archive, if there is one, and the checkpoints that are saved as parts.
 
     Attributes
     ----------
@@ -365,7 +371,7 @@ class _Contents:
         return sum(self.layer_bytes)
 
     def parts(self, offsets: Mapping[Part, int]) -> list[Part]:
-        """List all parts. Tokens that are not in the file yet form parts of a few MiB.
+        """List all parts. Tokens that are not in the file yet are divided into parts of a few MiB.
 
         offsets: offset of each part that is in the file.
         """
@@ -385,7 +391,7 @@ class _Contents:
         return self._archive.read(part.begin, part.end)
 
     def keep(self, written: list[Part]) -> None:
-        """Keep the parts as they were written, so that the next turn does not write them again."""
+        """Store the written parts in the archive and the checkpoints, so that they are not written again."""
         if self._archive:
             self._archive.segments = [part for part in written if isinstance(part, Segment)]
             self._archive.clusters = [part for part in written if isinstance(part, Clusters)]
@@ -415,7 +421,8 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # `blocks` lacks a block that is far in only some rows: keep its near clusters, which other rows use
+        # if a block is far in only some rows, it is not in `blocks`. Its near clusters stay listed, because
+        # the other rows use them
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)
@@ -441,7 +448,7 @@ def _listing(parts: list[Part], layer_bytes: list[int], file: _PartFile | None) 
 
 
 def size(session: Path) -> int:
-    """Bytes of a session's archive, with a FILE.archive.next that a killed process may have left."""
+    """Bytes of a session's archive, including a FILE.archive.next that a killed process may have left."""
     n = 0
     for place in archive_paths(session):
         with suppress(OSError):
@@ -456,7 +463,7 @@ def archive_paths(session: Path) -> tuple[Path, Path]:
 
 
 def check_place(session: Path) -> None:
-    """Raise SessionError if a file that is not an archive is where the archive of a session belongs."""
+    """Raise SessionError if a file that is not an archive has the path of the session's archive."""
     for place in archive_paths(session):
         if place.exists() and not _is_ours(place):
             raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
@@ -469,7 +476,10 @@ def _delete(place: Path) -> None:
 
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
-    """Id of the archive that a session lists; None if it lists none. arrays: the session's arrays."""
+    """Id of the archive that a session lists; None if the session lists no archive.
+
+    arrays: the session's arrays.
+    """
     return bytes(arrays[ID]) if ID in arrays else None
 
 
@@ -481,7 +491,7 @@ def id_of(file: FileIO) -> bytes | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if a file is an archive, or empty because a process was killed before its first write."""
+    """True if a file is an archive. An empty file may be one: a process was killed before its first write."""
     if path.is_dir():
         return False
     with path.open("rb") as file:
@@ -516,7 +526,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
             **{clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))},
             **{checkpoint_name(i): part for i, part in enumerate(listed_checkpoints(arrays))},
         }
-        # without an archive, there are only checkpoints
+        # without this table, all parts are checkpoints
         self._begin, end = span(arrays) if TABLE in arrays else (0, 0)
         if not self._parts:
             self._data = np.empty(0, np.uint8)
@@ -554,7 +564,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        """Return the pieces of a layer's array, as `llama.segment.pieces` does."""
+        """Return (first position, bytes) of each piece of a layer's array: see `llama.segment.pieces`."""
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         pieces = []
         for segment, offset in self._segments.items():

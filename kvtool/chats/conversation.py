@@ -1,7 +1,7 @@
 """A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone.
 
-To undo a turn, a mark says where the stream and the messages ended, and the engine is rewound. Commands that
-replace the chat need a copy of it (`chats.undo`).
+To undo a turn, the engine is rewound to a mark. The mark says where the stream and the messages ended before
+the turn. To undo a command that replaces the chat, a copy of the old chat is restored. See `chats.undo`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from kvtool.system.files import temporary
 
 
 def transcript(messages: list[Message]) -> str:
-    """Chat as plain text: "> " before a user's message, "# " before a system prompt, thoughts in tags."""
+    """Return a chat as plain text, with thoughts in tags.
+
+    User's messages begin with "> ", and system prompts with "# ".
+    """
     start = {"user": "> ", "system": "# "}
     return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
 
@@ -66,23 +69,23 @@ class Conversation:
     system
         System prompt, which is never evicted.
     is_pinned
-        False if the template omits, cuts or moves the system prompt, so that it cannot be pinned. Known after
-        `pin_system` or the first turn.
+        False if the system prompt cannot be pinned, because the template omits, cuts or moves it. The value
+        is known after `pin_system` or the first turn.
     messages
         Messages so far, in the form that templates take.
     n_reply
-        Number of replies started, including undone ones, so that a second attempt samples other tokens.
+        Number of replies started. Undone replies stay counted, so that a second attempt samples other tokens.
     undoable
         True if `remember` may write copies of the chat for `undo`.
     undo_stack
         Marks and copies for `undo`.
     open_saved
         Function that opens the session and archive files if they hold the present chat, so that `remember`
-        need not write a copy. Returns None otherwise.
+        need not write a copy. Otherwise it returns None.
     template
         Chat template, with the variables for `effort`.
     effort
-        How much replies think, as in `set_effort`; None for the template's default.
+        How much replies think: see `set_effort`. None for the template's default.
     header
         Reply header. Its tokens are held in the cache. The part that the template omits from earlier replies
         is removed from the cache once the reply is finished.
@@ -104,12 +107,12 @@ class Conversation:
         self.undoable = undoable
         self.undo_stack = UndoStack()
         self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # archive file of copies for `undo` that do not use the session's archive
+        # holds the archived tokens and checkpoints of copies that `_copy` makes
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
         self.effort: str | None = None
-        # state to which `finish_reply` goes back
+        # mark to which `finish_reply` rewinds; None if the reply must stay unchanged
         self._before_reply: Mark | None = None
         self._has_header = True
         self._written: list[str] = []
@@ -128,15 +131,15 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Hold the reply header in the cache. Raises UsageError if it leaves no room there."""
+        """Hold the reply header in the cache. Raises UsageError if the header leaves no room there."""
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
         """Set how much replies think from now on; None for the template's default.
 
-        budget: as in `thought_budget`. If the template then renders the chat so far differently, the next
-        turn reads the whole chat again: see `rereads`. Raises UsageError, leaving everything unchanged, for
-        an effort that the template does not take.
+        budget: maximum tokens of a reply's thought; None for no limit. The template may render the chat so
+        far differently with this effort or budget. Then the next turn reads the whole chat again: see
+        `rereads`. Raises UsageError, leaving everything unchanged, if the template does not take the effort.
         """
         template, again, before = self._under(effort, budget), self.rereads(effort, budget), self.template
         self.use_template(template)
@@ -159,7 +162,10 @@ class Conversation:
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
-        """True if this effort or budget changes how the chat so far is rendered. Raises as `set_effort`."""
+        """True if this effort or budget changes how the chat so far is rendered.
+
+        Raises UsageError as `set_effort` does.
+        """
         template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
@@ -187,7 +193,7 @@ class Conversation:
     # the start of a chat
 
     def reset(self, system: str | None = None) -> None:
-        """Start another chat with an empty cache. To make that undoable, call `remember` before."""
+        """Start another chat with an empty cache. To make this undoable, call `remember` first."""
         self.writer.reset()
         self.version += 1
         self.id = secrets.token_hex(8)
@@ -199,16 +205,16 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def pin_system(self) -> None:
-        """Pin the system prompt of a new chat, as its first turn does.
+        """Pin the system prompt of a new chat now, and not only in its first turn.
 
         Raises UsageError if the prompt leaves no room in the cache, and ModelError if the template does not
-        take it.
+        take the prompt.
         """
         if self.writer.is_new:
             self._start("x")
 
     def check_system(self, system: str) -> None:
-        """Raise the errors that `pin_system` would raise under this system prompt, changing nothing."""
+        """Raise the errors that `pin_system` would raise with this system prompt, but change nothing."""
         saved = self.messages, self.system, self.is_pinned
         try:
             self._set_system(system)
@@ -217,7 +223,7 @@ class Conversation:
             self.messages, self.system, self.is_pinned = saved
 
     def start_over(self, n_pinned: int) -> None:
-        """Empty the cache, and pin the next n_pinned tokens. Raises UsageError for too many."""
+        """Empty the cache, and pin the next n_pinned tokens. Raises UsageError if these are too many."""
         self.writer.reset()
         self._pin(n_pinned)
 
@@ -235,18 +241,19 @@ class Conversation:
         return sum(message["role"] == "user" for message in self.messages)
 
     def reply(self, text: str, n_max: int | None = None) -> Generator[str, None, None]:
-        """Yield the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
+        """Yield the model's answer piece by piece.
 
-        A turn that is stopped while it is read stays in the chat; the next turn reads its rest first.
+        If a turn is stopped while it is read, it stays in the chat, and the next turn reads its rest first.
+        Raises the errors of `Writer.write`, `Engine.pin` and `Template`.
         """
         if self.read_turn(text):
             yield from self.answer(n_max)
 
     def read_turn(self, text: str) -> bool:
-        """Read a turn of the user; return False if stopped before its end. Raises as `reply` does."""
+        """Read a turn of the user; return False if stopped before its end. Raises the errors of `reply`."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        # pushed even if not undoable: the session saves the mark, and a later process may undo with it
+        # pushed even if not undoable: the session saves the mark, and a later process can use it to undo
         self.undo_stack.push(self.mark())
         self.version += 1
         self.messages.append({"role": "user", "content": text})
@@ -261,8 +268,8 @@ class Conversation:
     def read_prompt(self, tokens: np.ndarray) -> bool:
         """Read i32[n] tokens that end with the reply header; return False if stopped before the end.
 
-        The end of the header is left to `write`: the part that the template omits from earlier replies, and
-        the beginning of the reply, if a client gave one.
+        The end of the header is not read here, because `write` reads it. It consists of the part that the
+        template omits from earlier replies, and of the reply's beginning if a client gave one.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
@@ -270,9 +277,10 @@ class Conversation:
         return self.writer.read(tokens[:n])
 
     def answer(self, n_max: int | None = None) -> Generator[str, None, None]:
-        """Yield the reply to the turn that was read last, piece by piece. Raises as `reply` does.
+        """Yield the reply to the turn that was read last, piece by piece. Raises the errors of `reply`.
 
-        If the template drops the thoughts of earlier replies, the cache does the same: see `finish_reply`.
+        If the template drops the thoughts of earlier replies, the reply's thought is then removed from the
+        cache: see `finish_reply`.
         """
         template, header = self.template, self.header
         try:
@@ -285,15 +293,16 @@ class Conversation:
             self.finish_reply(None if stays else header.start(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
-        """Yield the reply piece by piece, without a beginning that a client gave.
+        """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
 
-        Call `finish_reply` afterwards. may_change: True if that call may have a text as `start`.
+        Call `finish_reply` afterwards. may_change: True if `start` in that call may be a text, which changes
+        the reply in the cache.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
         self.start_sampling()
         self.n_reply += 1
-        # without a checkpoint, the whole chat would be read again: the reply then stays unchanged
+        # if the engine cannot be rewound, a change would read the whole chat again, so there is no change
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
         self._before_reply = self.mark() if can_change else None
         if self.writer.read(self._opening):
@@ -307,7 +316,10 @@ class Conversation:
         return any(self._written)
 
     def start_sampling(self) -> None:
-        """Prepare the sampler. Raises UsageError if the reply's given beginning violates the constraint."""
+        """Prepare the sampler.
+
+        Raises UsageError if a client gave the reply's beginning and it violates the constraint.
+        """
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
         around = after_thought(model, self.template, self.thought_budget, header, begun)
@@ -316,9 +328,10 @@ class Conversation:
     def finish_reply(self, start: str | None) -> None:
         """Replace the reply in the cache by the form in which the template renders earlier replies.
 
-        start: text that the template then renders between `header.kept` and the answer, such as a thought;
-        None if the reply stays unchanged. If the cache holds another text there, it is rewound to the
-        end of `header.kept` and reads `start` and the answer. No other tokens are read again.
+        start: text that the template writes between `header.kept` and the answer of an earlier reply, for
+        example a thought. None if the reply stays unchanged. If the cache holds another text at this place,
+        the cache is rewound to the end of `header.kept`, and `start` and the answer are read. No other tokens
+        are read again.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
@@ -329,7 +342,10 @@ class Conversation:
             self._read_again(before, start, answer)
 
     def splitter(self) -> Splitter:
-        """Return the splitter that cuts the next reply, with its given start, into thought and answer."""
+        """Return a splitter that divides the next reply into thought and answer.
+
+        If a client gave the reply's beginning, the splitter must be fed with it first.
+        """
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
@@ -338,7 +354,7 @@ class Conversation:
         sampler = self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         if not self.writer.rewind(before.n_past, before.writer):
-            # the archive has forgotten what rewinding needs: the thought stays in the cache
+            # the archive has forgotten tokens that rewinding needs, so the thought stays in the cache
             return
         self.version += 1
         sampler.resume(recent, seed)
@@ -379,7 +395,7 @@ class Conversation:
         return self.writer.engine.context.archive
 
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """Return the whole chat: its part in JSON, and its arrays one at a time.
+        """Return the whole chat: its values for JSON, and an iterator over its arrays.
 
         listed: the arrays that list the parts in the archive file, from `ArchiveFile.write`.
         """
@@ -406,9 +422,9 @@ class Conversation:
         return listed
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
-        """Continue from the values of `save`. Raises SessionError, changing nothing, if they do not fit.
+        """Continue from values of `save`. Raises SessionError, changing nothing, if the values do not fit.
 
-        seed: seed of the sampler from now on; None for the saved one.
+        seed: seed of the sampler from now on; None for the saved seed.
         """
         self.writer.engine.restore(arrays)
         self.version += 1
@@ -423,14 +439,14 @@ class Conversation:
             self.effort = effort
 
     def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continue as `restore` does, with the saved marks, so that earlier turns can be undone.
+        """Continue as `restore` does, and restore the saved marks, so that earlier turns can be undone.
 
-        Changes that `undo` takes back with a copy cannot be undone: sessions have no copies.
+        Sessions have no copies. Changes for which `undo` needs a copy therefore cannot be undone.
         """
         self.restore(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server saves a mark after every reply: keep those before a turn
+            # a server saves a mark after every reply: keep only marks that a user's message follows
             following = self.messages[mark.n_message : mark.n_message + 1]
             if [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)
@@ -438,12 +454,15 @@ class Conversation:
     # undo
 
     def mark(self) -> Mark:
-        """Return a mark at the present end of the chat, with a checkpoint if the model needs one."""
+        """Return a mark at the present end of the chat. Make a checkpoint if rewinding needs one."""
         self.writer.engine.checkpoints.take()
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
-        """Take the chat back to a mark or a copy. Raises SessionError, and changes nothing, if damaged."""
+        """Take the chat back to a mark or a copy.
+
+        Raises SessionError if the copy is damaged. In this case nothing changes.
+        """
         if isinstance(before, Copy):
             self.restore(*session.load(before.file, "the copy of the chat", before.archive))
             return
@@ -454,8 +473,8 @@ class Conversation:
     def remember(self, command: str) -> bool:
         """Push the copy that `undo` needs to take back a command.
 
-        Returns False if nothing was pushed, because the chat is not undoable or the disk has no room for a
-        copy, even without the older copies.
+        Returns False if nothing was pushed. The chat is not undoable then, or the disk has no room for a copy
+        even after older copies were dropped.
         """
         if not self.undoable:
             self.undo_stack.close()
@@ -475,7 +494,7 @@ class Conversation:
     def undo(self) -> str | None:
         """Take back the last change, and return its name; None if `undo_stack` is empty.
 
-        Raises SessionError for a damaged copy. The copy is then dropped, and nothing else changes.
+        Raises SessionError if the copy is damaged. The copy is then dropped, and nothing else changes.
         """
         if (turn := self.undo_turn()) is not None:
             return turn_label(turn)
@@ -493,7 +512,7 @@ class Conversation:
 
     @property
     def newest_turn(self) -> str | None:
-        """User's text in the last turn; None if the last change is not a turn, or cannot be taken back."""
+        """Text of the user in the last turn. None if the last change is not a turn, or cannot be undone."""
         before = self.undo_stack.newest
         return self.messages[before.n_message]["content"] if isinstance(before, Mark) else None
 
@@ -503,7 +522,7 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # the copy is damaged, so its stream is lost: drop the marks in that stream
+                # the damaged copy held the stream before the command: drop the marks of that lost stream
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

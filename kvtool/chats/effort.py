@@ -39,7 +39,7 @@ _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels assumed if the template copies any level into the prompt."""
+"""If the template copies any text for a level into the prompt, it is assumed to take these levels."""
 
 _MADE_UP = "kvtool-made-up"
 
@@ -53,7 +53,7 @@ class Efforts:
     has_thoughts
         True if the template has the tags of a thought, or a variable that switches thinking.
     on, off
-        Variables that switch thinking on and off; None if no variable does.
+        Variables that switch thinking on and off; None if no variable switches thinking.
     levels
         Variables of each level that the template takes, lowest level first.
     takes_budget
@@ -86,11 +86,12 @@ class Efforts:
         )
 
     def variables(self, effort: str, budget: int | None = None) -> tuple[Variables, str | None]:
-        """Return the variables for an effort, and a remark if the template does not take it.
+        """Return the variables for an effort. Also return a remark if the template does not take the effort.
 
         effort: "on", "off" or one of `LEVELS`. budget: maximum tokens of a thought; None for no limit. If the
-        template does not take the effort, the variables are for the nearest one: the highest level below it,
-        or thinking without a level. The remark ends a sentence: "takes off and on; on was used for low".
+        template does not take the effort, the variables set another effort: usually the highest level below
+        it, or "on" if the template takes no lower level. The remark is the end of a sentence about the
+        template, for example "takes off and on; on was used for low".
         """
         variables, remark = self._of(effort)
         if self.takes_budget and budget is not None and effort != OFF:
@@ -150,7 +151,7 @@ def _levels(template: Template, on: Variables) -> Iterator[tuple[str, Variables]
 
 
 def _compared(template: Template, name: str) -> set[str]:
-    """Texts that the source compares with a variable, or assigns to it."""
+    """Texts with which the template's source compares a variable, or which it assigns to the variable."""
     texts: set[str] = set()
     for node in template.syntax.find_all((jinja2.nodes.Compare, jinja2.nodes.Assign)):
         if any(variable.name == name for variable in node.find_all(jinja2.nodes.Name)):

@@ -28,17 +28,17 @@ class Header:
     tokens
         Tokens of the header, i32[n].
     kept
-        First part of the text, with which earlier replies also begin.
+        First part of the text. The template also writes it before earlier replies.
     left_out
         Second part, which the template omits from earlier replies. It opens a thought or is an empty thought.
     n_left_out
         Number of tokens of the second part.
     earlier
-        Text between `kept` and the answer in an earlier reply without a thought.
+        Text that the template writes between `kept` and the answer of an earlier reply without a thought.
     begun
         Beginning of the reply that a client gave; it follows both parts.
     n_begun
-        Number of tokens after `kept` if `begun` is given: all of them stay in the cache. Otherwise 0.
+        Number of tokens after `kept` if `begun` is given, otherwise 0. All these tokens stay in the cache.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -88,7 +88,7 @@ class Header:
         else:
             text, earlier = self.kept + self.earlier, template.earlier_start
             if earlier and earlier.startswith(text):
-                # keep what some templates put before an earlier reply, such as its recipient
+                # some templates put more text before an earlier reply, such as its recipient: keep this text
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{end}\n\n"
@@ -103,7 +103,7 @@ class Header:
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
         """Return the text that the template puts between `kept` and the answer of an earlier reply.
 
-        before: the messages before the reply, which is rendered as an earlier one.
+        before: the messages before the reply. The reply is rendered as if the chat went on after it.
         """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
         _, is_there, start = (text or "").rpartition(self.kept or "\0")
@@ -120,12 +120,12 @@ class Header:
         return self.n_left_out + self.n_begun
 
     def ends(self, prompt: np.ndarray) -> bool:
-        """True if a prompt i32[n] ends with the header. After a tool's result it may not."""
-        # the header's first token may differ, because it can include text before the header
+        """True if a prompt i32[n] ends with the header. It may end differently after a tool's result."""
+        # the header's first token is not compared: in the prompt, it may begin with text before the header
         n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
 
 
 def _is_cut(text: str, at: int, tag: str) -> bool:
-    """True if the text contains the tag, beginning before this position and ending after it."""
+    """True if a tag in the text begins before this position and ends after it."""
     return any(text.startswith(tag, max(at - n, 0)) for n in range(1, len(tag)) if n <= at)

@@ -11,15 +11,15 @@ from kvtool.llama.model import Model
 
 
 def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, Any]:
-    """Return OpenAI's record of a token, with its id, from logits f32[n_vocab].
+    """Return the record of a token in OpenAI's format, plus the token's id. logits: f32[n_vocab].
 
-    Log-probabilities are in nats and from the model, before any sampler changes them. n: number of the most
-    likely tokens to list; among equals the lower id is first.
+    Log-probabilities are in nats. They come from the model's logits, before any sampler changes them.
+    n: number of most likely tokens to list. Among equally likely tokens the lower id comes first.
     """
     # in double precision, so that a sum over the vocabulary is exact enough
     shifted = logits.astype(np.float64) - float(logits.max())
     values = shifted - np.log(np.exp(shifted).sum())
-    # sort only tokens that may be among the n: sorting a whole vocabulary takes long
+    # sort only tokens that may be among the n most likely: sorting a whole vocabulary takes long
     least = np.partition(values, -n)[-n] if 0 < n < len(values) else -np.inf
     likely = np.flatnonzero(values >= least)
     likeliest = likely[np.argsort(-values[likely], kind="stable")[:n]] if n else ()
@@ -28,7 +28,7 @@ def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, 
 
 
 def unknown(model: Model, token: int) -> dict[str, Any]:
-    """Return the record of a text's first token, which the model does not predict."""
+    """Return the record of a text's first token. It has no probability: the model does not predict it."""
     return {**_record(model, token, None), "top_logprobs": None}
 
 
@@ -45,7 +45,8 @@ def _record(model: Model, token: int, values: np.ndarray | None) -> dict[str, An
 class Offsets:
     """Offsets of tokens in a text, in characters.
 
-    start: offset of the first token; negative if the tokens begin with characters that the text lacks.
+    start: offset of the first token. It is negative if the tokens begin with characters that are not in the
+    text.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -53,7 +54,7 @@ class Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, piece: bytes) -> int:
-        """Return the offset of the next token. piece: its text."""
+        """Return the offset of the next token. piece: bytes of that token."""
         at = max(self._at, 0)
         self._at += len(self._decoder.decode(piece))
         return at

@@ -1,8 +1,9 @@
 """Loops: replies that repeat one block of tokens without end.
 
-The rule is strict, so that lists, tables and code do not match it: the newest tokens are one block of at most
-`MOST_BLOCK` tokens, repeated at least `LEAST_TIMES` times and over at least `LEAST_TOKENS` tokens. A block
-without letters needs `LEAST_SIGNS` tokens, because matrices of zeros are long.
+A reply loops if its newest tokens are one block of at most `MOST_BLOCK` tokens, which is repeated at least
+`LEAST_TIMES` times. All repetitions together must have at least `LEAST_TOKENS` tokens. If the block has no
+letters, they must have at least `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is
+strict, so that lists, tables and code do not match it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Loop:
         self.n_block = self.n_times = 0
         # last tokens of the reply, newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
-        # for each block size n: number of newest tokens that equal the token n places earlier
+        # for each block size n: number of newest tokens that are equal to the token n places before them
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
-        # number of tokens since the last one with a letter
+        # number of tokens since the last token with a letter
         self._n_sign = 0
 
     def add(self, token: int, piece: bytes) -> bool:

@@ -1,14 +1,14 @@
-"""Marks: with them, markers in messages stay plain text, and only the template's become control tokens.
+"""Marks keep markers in messages plain text, so that only the template's markers become control tokens.
 
-A chat is rendered as one text. An <|im_end|> in a web page that a message quotes would end the turn. Before
-rendering, each marker in messages and tool definitions therefore gets a mark after its first character. The
-mark is removed when the text is tokenized, and llama.cpp does not look for a marker there. Templates can trim
-and compare marked texts, and write them as JSON.
+A chat is rendered as one text. If a message quotes a web page that contains an <|im_end|>, this marker would
+end the turn. Therefore, before rendering, each marker in messages and tool definitions gets a mark after its
+first character. When the text is tokenized, the mark is removed, and the marked text is tokenized without
+looking for markers. Templates can trim and compare marked texts, and write them as JSON.
 
-Texts of the model's replies are marked in the same way, except for the tags of a thought at
-their beginning, which the template reads. Markers that are ordinary words of the vocabulary, such as <think>
-in most models, keep their tokens in any text, because prompts use them. In the results of tools, such words
-are marked if the template uses them: </tool_response> would end the result.
+The model's replies are marked in the same way. The tags of a thought at the beginning of a reply are not
+marked, because the template reads them. Some markers are ordinary words of the vocabulary, such as <think> in
+most models. They keep their tokens in any text, because prompts use them. In the results of tools, such a
+word is marked if the template uses it. Otherwise a </tool_response> in a result would end the result.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvtool.llama.markers import Markers
 from kvtool.llama.model import Model
 
 JOINT, CUT = "\U00010877", "\U00010878"
-"""Marks: two ornaments of Palmyrene, which Jinja filters and Python's repr do not change.
+"""The marks are two ornaments of the Palmyrene script. Jinja filters and Python's repr do not change them.
 
-JOINT: the two sides are tokenized together. CUT: they are tokenized separately, for markers that llama.cpp
-would find even in plain text. A text's own ornaments are doubled.
+JOINT: the texts on both sides are tokenized together. CUT: they are tokenized separately. CUT is for markers
+that llama.cpp would find even in plain text. If a message contains such an ornament, the ornament is doubled.
 """
 
 _MARK = re.compile(f"[{JOINT}{CUT}]")
@@ -34,7 +34,10 @@ _MARKS = re.compile(f"({JOINT}{JOINT}|{CUT}{CUT}|{JOINT}|{CUT})")
 
 
 def escaped(text: str) -> str:
-    """Double the marks in a text, so that `tokens_of` reads them as text. The text's markers stay markers."""
+    """Double the ornaments in a text, so that `tokens_of` does not read them as marks.
+
+    Markers in the text stay markers.
+    """
     return _MARK.sub(r"\g<0>\g<0>", text) if JOINT in text or CUT in text else text
 
 
@@ -60,7 +63,10 @@ def _marked(markers: Markers | None, text: str) -> str:
 
 
 def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
-    """Return the tokens i32[n] of a rendered chat, or of a part of it. start: as in `Model.tokenize`."""
+    """Return the tokens i32[n] of a rendered chat, or of a part of a chat.
+
+    start: True to begin with a BOS token if the model needs one.
+    """
     if JOINT not in text and CUT not in text:
         return model.tokenize(text, special=True, start=start)
     # tokens that some models add at the start and the end of a text
@@ -75,7 +81,8 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found.append(model.tokenize(text[plain:at], special=True))
             first, *others = _parts(model.markers.between(before, fragment, marker))
             found.append(model.tokenize(first))
-            # some tokenizers put a space before a text: a line break, cut off again, prevents that
+            # some tokenizers put a space before a text: prevent that by a line break before it, whose tokens
+            # are cut off again
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)

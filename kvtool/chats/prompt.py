@@ -22,7 +22,7 @@ _MARKS = ("x", "y")
 def template_of(model: Model) -> Template:
     """Return the model's chat template, or Gemma's if the model has Gemma's markers and no template.
 
-    Raises ModelError if there is no template, or a broken one.
+    Raises ModelError if there is no template, or if the template is broken.
     """
     source = model.chat_template()
     if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
@@ -39,11 +39,12 @@ def wants_bos(model: Model, text: str) -> bool:
 
 
 def system_prefix(template: Template, system: str, tools: list[Any] | None = None) -> str | None:
-    """Return the beginning of every chat with this system prompt, up to the prompt's last character.
+    """Return the text with which every chat with this system prompt begins.
 
-    With tools it goes up to the user's text, because templates put tools after the system prompt. The prefix
-    is found by rendering chats that differ in one place. Returns None if there is no such prefix, because
-    the template cuts the prompt or puts it after the user's message. Raises ModelError.
+    The text ends with the prompt's last character. If there are tools, it ends where the user's text begins,
+    because templates put tools after the system prompt. It is found by rendering chats that differ in one
+    place. Returns None if there is no such text: the template cuts the prompt or puts it after the user's
+    message. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:
@@ -58,9 +59,10 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
 
 
 def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
-    """Return the beginning of a chat up to the end of `request`, where the user's message is request + text.
+    """Render a chat whose last message is `request + text`, and return its text up to the end of `request`.
 
-    before: the messages before the user's. Returns None if that end cannot be found. Raises ModelError.
+    before: the messages before the user's last message. Returns None if the end of `request` cannot be found.
+    Raises ModelError.
     """
 
     def chat(content: str) -> str:
@@ -73,9 +75,9 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
 
-    The template may change the text, so `whole` is not searched for it. Instead, the chat is rendered with
-    other texts. With `text` + mark, it first differs from `whole` at the end of `text`; with a mark alone,
-    at the start of `text`.
+    The template may change `text`, so `whole` is not searched for it. Instead, the chat is rendered with
+    other texts. If a mark is appended to `text`, the chat first differs from `whole` at the end of `text`. If
+    a mark replaces `text`, the chat first differs from `whole` at the start of `text`.
 
     render: returns the same chat with another text in the place of `text`.
     """
@@ -92,7 +94,7 @@ def _common(*texts: str) -> int:
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
     """Tokenize a rendered chat, pin the tokens of its first `n_pinned` characters, and return all i32[n].
 
-    Raises as Engine.pin does.
+    Raises the errors of `Engine.pin`.
     """
     tokens, n = prefix_tokens(engine.model, text, n_pinned)
     engine.pin(n)
@@ -100,10 +102,10 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 
 
 def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
-    """Return the tokens i32[n] of a rendered chat, and how many of them cover its first characters.
+    """Return the tokens i32[n] of a rendered chat, and how many of them cover its first n_prefix characters.
 
-    n_prefix: number of these characters. The text is tokenized as a whole; a token that begins in them and
-    ends after them counts.
+    The text is tokenized as a whole. A token that begins within these characters and ends after them is
+    counted.
     """
     start = wants_bos(model, text)
     tokens = tokens_of(model, text, start=start)
@@ -111,10 +113,10 @@ def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, i
 
 
 def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> int:
-    """Number of the tokens i32[n] that cover the prefix of their text.
+    """Return how many of the tokens i32[n] cover the prefix of their text.
 
-    Compares bytes of the tokens' pieces: unlike the text, these include a BOS token and the spaces that the
-    tokenizer inserts.
+    The prefix is tokenized alone, and the bytes of its tokens are counted. Unlike the characters of the text,
+    these bytes include a BOS token and spaces that the tokenizer inserts.
     """
 
     def size(token: int) -> int:

@@ -1,4 +1,4 @@
-"""Message roles: rewrite a chat in roles that its template takes, if the template refuses or omits some."""
+"""Message roles: if a template refuses or omits some roles, rewrite a chat in roles that it takes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class Roles:
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of the messages, in an order and in roles that the template takes.
 
-        If the template takes one system message at most, the system messages at the beginning are joined,
-        and later ones become the user's. If it takes none, the system prompt is put before the user's first
-        message. If it requires the user and the model to alternate, successive messages of one role are
-        joined, and a message without content is inserted where one is missing.
+        If the template takes at most one system message, the system messages at the beginning are joined, and
+        later system messages become messages of the user. If the template takes no system message, the text
+        of the system prompt is put before the text of the user's first message.
+
+        If the user and the model must alternate, successive messages of one role are joined. If the user
+        speaks after a tool's result, the reply "..." is inserted before the user's message. If a chat must
+        begin with the user, an empty message of the user may be inserted at the beginning.
         """
         fitted = [dict(message) for message in messages]
         n = sum(1 for _ in takewhile(_is_system, fitted))
@@ -74,7 +77,7 @@ class Roles:
 
     @cached_property
     def _is_known(self) -> bool:
-        """True if the template renders the simplest chat; otherwise small chats tell nothing about it."""
+        """True if the template renders the simplest chat. If not, small chats tell nothing about it."""
         return self._shows_all(["user"])
 
     def _shows(self, *roles: str) -> bool:
@@ -109,7 +112,7 @@ def _in_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if last:
             yield last
             if role == "user" and (is_call or last["role"] == "tool"):
-                # a reply is missing: insert one, and not an empty one, which some templates refuse
+                # a reply is missing here. Insert one that is not empty: some templates refuse an empty reply
                 yield {"role": "assistant", "content": "..."}
         last = message
     if last:

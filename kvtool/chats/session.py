@@ -1,9 +1,9 @@
-"""Session file of a chat: it is replaced as a whole, and checked when it is read.
+"""Session file of a chat. It is replaced as a whole, and checked when it is read.
 
 Line 1 holds the format number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with the
-text of the chat and its options; it can be read even if the rest is damaged. The rest holds arrays, each as a
-line with name, dtype and shape, followed by its bytes. If there are archived tokens or checkpoints, the
-arrays list the parts of a second file, FILE.archive (`archive_file`).
+text of the chat and its options. It can be read even if the rest is damaged. The rest holds arrays. Each
+array is a line with name, dtype and shape, followed by the array's bytes. If there are archived tokens or
+checkpoints, some of the arrays list the parts of a second file, FILE.archive (`archive_file`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
 FORMAT, FORMAT_ARCHIVED, NEWEST_FORMAT = 1, 2, 3
-"""Format numbers of sessions without FILE.archive, with it, and with checkpoints in it.
+"""Format numbers of a session without FILE.archive, with FILE.archive, and with checkpoints in FILE.archive.
 
-They are increased when the file's meaning changes.
+The numbers are increased when the meaning of the file's contents changes.
 """
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
 """Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
-"""Format number that a session with this array needs."""
+"""For the name of an array: format number that a session with this array needs."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -67,7 +67,7 @@ def lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 in_use = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(in_use) from None
-            # checked after locking, because a server locks its folder before it checks the chats' locks
+            # check this after locking: a server locks its folder first, and then checks the chats' locks
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
                 in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
                 raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")
@@ -110,7 +110,7 @@ def read_meta(path: Path) -> Meta:
 
 
 def peek(path: Path) -> Meta | None:
-    """Read the JSON of the session that `write` would replace; None if there is no file or an empty one.
+    """Read the JSON of the session that `write` would replace; None if the file is missing or empty.
 
     Raises SessionError as `read` does, so that only sessions are replaced.
     """
@@ -121,7 +121,7 @@ def peek(path: Path) -> Meta | None:
 
 
 def archive_id(path: Path) -> bytes | None:
-    """Id of the archive that the session at `path` lists; None without an archive or a readable session."""
+    """Id of the archive that a session lists. None if it lists no archive, or if it cannot be read."""
     with suppress(OSError, ValueError, SessionError), path.open("rb") as file:
         return archive_file.id_in(_load(file, str(path))[1])
     return None
@@ -167,9 +167,9 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
 def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tuple[Meta, Arrays]:
     """Read a file that `dump` wrote. The arrays are views of the mapped file, read when they are used.
 
-    name: name of the file in error messages. archive: the open archive file, or the path of the session whose
-    FILE.archive is opened if the session lists segments. If only checkpoints are missing or damaged, they are
-    left out. Raises SessionError as `read` does, and OSError.
+    name: name of the file in error messages. archive: the open archive file, or the path of the session. If
+    the session lists segments and `archive` is a path, the path's FILE.archive is opened. If only checkpoints
+    are missing or damaged, they are left out. Raises SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:
@@ -231,14 +231,17 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
 
 
 def _is_cut(data: mmap.mmap, at: int) -> bool:
-    """True if the file ends before the last array does, given that the hash of the arrays is wrong."""
+    """True if the file was cut off before the end of its last array.
+
+    Call this only if the hash of the arrays is wrong.
+    """
     while at < len(data):
         end = data.find(b"\n", at)
         try:
             _, dtype, shape = data[at : max(end, at)].decode().split()
             at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
         except (ValueError, TypeError):
-            # the line is damaged, or it is cut off if it has no end
+            # a line without a line break was cut off; any other line here is damaged
             return end < 0
     return at > len(data)
 
@@ -251,7 +254,10 @@ def _damaged(name: str, is_cut: bool) -> SessionError:
 
 
 def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | None = None) -> SessionError:
-    """Return the error for a file that cannot be read or written. session: None if `path` is the session."""
+    """Return the error for a file that cannot be read or written.
+
+    session: path of the session that the file belongs to; None if the file is the session.
+    """
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""

@@ -12,7 +12,7 @@ class Stops:
     Attributes
     ----------
     found
-        The stop string that ended the text; "" if none has yet.
+        The stop string that ended the text; "" if the text has not ended.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,9 +21,10 @@ class Stops:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """Add a piece. Return the new text that cannot belong to a stop string, which may be ""."""
+        """Add a piece. Return the new text that cannot belong to a stop string. It may be empty."""
         text = self._held + piece
-        # the first end counts, because it does not depend on the pieces; among equal ends, the longest string
+        # Choose the stop string that ends first: this choice does not depend on where the pieces end. If
+        # several end at the same place, choose the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             end, at = min(ends)
             self.found, self._held = text[at:end], ""
@@ -39,5 +40,5 @@ class Stops:
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Return the length of the longest beginning of `mark`, shorter than `mark`, that ends the text."""
+    """Return how many characters at the end of the text are a beginning of `mark`, but not all of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

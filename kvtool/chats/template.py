@@ -47,7 +47,7 @@ Gemma has no system role: the user's first message begins with the system prompt
 """
 
 RAW = "kvtool generate and kvtool eval need none with --raw"
-"""End of error messages: commands that work without a template."""
+"""End of error messages. It names the commands that work without a template."""
 
 _STAND_IN = "kvtool stands in for the reply"
 _THOUGHT = "kvtool stands in for the thought"
@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters that JSON escapes if it must be ASCII: all characters beyond ASCII, except single marks."""
+"""Characters to escape in JSON that must be ASCII: all beyond ASCII, except single marks (`chats.marks`)."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -114,7 +114,7 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except Exception as error:
-            # not only syntax errors: Python's compiler refuses a template that is nested too deeply
+            # catch all errors: Python's compiler, for example, refuses a template that is nested too deeply
             raise _failed(error) from error
         self._roles = Roles(self._as_it_is)
 
@@ -150,7 +150,7 @@ class Template:
         return other
 
     def _copy(self) -> Template:
-        """Return a copy without the cached properties, except for the tags."""
+        """Return a copy that has no cached properties except the tags."""
         tags, other = self.tags, copy(self)
         for name in vars(self):
             if isinstance(getattr(Template, name, None), cached_property):
@@ -217,7 +217,10 @@ class Template:
         return self._thought_name is not None
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its thought in the template's field, or without it if there is no field."""
+        """Return the message with its thought in the field that the template reads.
+
+        If the template reads no such field, the thought is left out.
+        """
         thought = message.get("reasoning_content")
         if thought is None or self._thought_name == "reasoning_content":
             return message
@@ -235,7 +238,7 @@ class Template:
         except Exception as error:
             # a template is an untrusted program: it may raise anything
             with suppress(Exception):
-                # a template that loops over tools fails if they are None, but not if they are undefined
+                # some templates loop over the tools: this fails for None, but not for an undefined variable
                 if tools is None:
                     return self._template.render({**self.variables, **chat})
             raise _failed(error) from error
@@ -272,11 +275,14 @@ class Template:
 
     @cached_property
     def earlier_start(self) -> str | None:
-        """Text between a user's message and an earlier reply without a thought; None if not rendered."""
+        """Text that the template writes between a user's message and an earlier reply without a thought.
+
+        None if the template does not render such a reply.
+        """
         return self.start_of_earlier({})
 
     def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:
-        """Return the text between a user's message and an earlier reply; None if it is not rendered.
+        """Return the text between a user's message and an earlier reply; None if the reply is not rendered.
 
         more: fields of the reply in addition to its content.
         """
@@ -286,7 +292,7 @@ class Template:
         return text if is_shown else None
 
     def before_reply(self, before: Sequence[Mapping[str, Any]], reply: Mapping[str, Any]) -> str | None:
-        """Return the text of a chat up to the content of an earlier reply; None if that is not rendered."""
+        """Return a chat up to the content of an earlier reply; None if the content is not rendered."""
         try:
             text = self.render([*before, {**reply, "content": _STAND_IN}, _USER])
         except ModelError:
@@ -296,7 +302,7 @@ class Template:
 
     @cached_property
     def opening(self) -> str:
-        """End of the reply header, beginning with the tag that opens a thought; "" if it opens no thought."""
+        """End of the reply header, from the tag that opens a thought on; "" if it opens no thought."""
         header = self.reply_start()
         at = header.rfind(self.tags.start)
         return header[at:] if at >= 0 and self.tags.end not in header[at:] else ""
@@ -330,7 +336,7 @@ class Template:
             between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
         except ModelError:
             return False
-        # text that is also before a later turn does not belong to a system prompt
+        # text that the template also writes before a later turn does not belong to a system prompt
         n = len(os.path.commonprefix([before[::-1], between[::-1]]))
         return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 

@@ -17,7 +17,7 @@ class Tags(NamedTuple):
     Attributes
     ----------
     start, end
-        Text before the thought, and after it.
+        Text before the thought, and text after the thought.
     plain
         Text that begins a reply without a thought, and is not part of the answer.
     """
@@ -61,9 +61,10 @@ _KNOWN = (
 
 
 def tags_in(*texts: str) -> Tags:
-    """Return the tags in the first of these texts that has tags; `THINK` if no text does.
+    """Return the tags in the first of these texts that has tags; `THINK` if no text has tags.
 
-    The texts are a chat template's source, and its reply header in case the source composes the tags.
+    The texts are a chat template's source and its reply header. The header is needed for templates whose
+    source composes the tags from parts.
     """
     tags_found = (tags for text in texts for tags in _KNOWN if tags.start in text or tags.end in text)
     return next(tags_found, THINK)
@@ -72,7 +73,7 @@ def tags_in(*texts: str) -> Tags:
 class Splitter:
     """Splits a reply into its thought and its answer, piece by piece.
 
-    A thought is only at the beginning of a reply: later tags are text.
+    A thought can only be at the beginning of a reply. Later tags are ordinary text.
 
     Parameters
     ----------

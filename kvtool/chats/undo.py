@@ -1,4 +1,7 @@
-"""Undo: marks in the stream for turns, and copies of the chat on disk for commands that replace the chat."""
+"""Undo. A turn is undone with a mark in the stream.
+
+A command that replaces the chat is undone with a copy of the chat on disk.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MOST = 10
 """Maximum number of copies."""
 
 MOST_BYTES = 512 * 2**20
-"""Maximum bytes of all copies. The newest copy stays at any size; its archive does not count."""
+"""Maximum bytes of all copies. The newest copy is always kept, and the size of its archive is not added."""
 
 
 def turn_label(text: str) -> str:
@@ -22,7 +25,7 @@ def turn_label(text: str) -> str:
 
 
 class Copy(NamedTuple):
-    """Copy of a chat before a command. The owner closes it.
+    """Copy of a chat as it was before a command. The owner must close it.
 
     Attributes
     ----------
@@ -50,7 +53,7 @@ class Mark(NamedTuple):
     Attributes
     ----------
     n_past, n_message
-        Number of decoded tokens, and of messages.
+        Number of decoded tokens, and number of messages.
     n_reply
         Number of replies started.
     writer
@@ -79,7 +82,10 @@ UndoPoint: TypeAlias = "Copy | Mark"
 
 
 class UndoStack:
-    """Stack of marks and copies, oldest first. Drops the oldest if there are too many copies or bytes."""
+    """Stack of marks and copies, oldest first.
+
+    The oldest are dropped if there are too many copies, or if the copies have too many bytes.
+    """
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self.most = most
@@ -101,7 +107,7 @@ class UndoStack:
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes of each archive that no session uses, by its inode. Several copies may share one."""
+        """Bytes of each archive that no session uses, by its inode. Several copies may share an archive."""
         stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
         return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
 
@@ -129,7 +135,7 @@ class UndoStack:
             self.drop_oldest()
 
     def pop(self) -> UndoPoint:
-        """Remove and return the newest mark or copy. The caller closes it."""
+        """Remove and return the newest mark or copy. The caller must close it."""
         return self._points.pop()
 
     def drop_marks(self) -> None:

@@ -43,11 +43,11 @@ class Writer:
     shown
         Control tokens whose text `write` yields.
     ends
-        Tokens that end `write`, in addition to the model's own.
+        Tokens that end `write`, in addition to the model's end-of-generation tokens.
     before_reading
         Called before a text is read, with its number of tokens.
     after_sampling
-        Called with each sampled token, while the context still has the logits it was sampled from.
+        Called with each sampled token, while the context still has the logits of that token's sampling.
     while_reading
         Called before each step with two numbers: tokens read so far, and all tokens of the text.
     drafter
@@ -93,7 +93,7 @@ class Writer:
         self._forget()
 
     def postpone(self, tokens: np.ndarray) -> None:
-        """Empty the cache; the next text is read after these tokens i32[n]."""
+        """Empty the cache. These tokens i32[n] are read later, together with the next text."""
         self.reset()
         self._unread = tokens
 
@@ -102,7 +102,8 @@ class Writer:
             self.drafter.cut(0)
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # draft tokens of the last step not yet compared with sampled tokens, and the number that agreed
+        # draft tokens of the last step that are not compared with sampled tokens yet, and the number of draft
+        # tokens that were sampled
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
@@ -143,7 +144,7 @@ class Writer:
     def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
         """Continue after tokens i32[n_past] from the state that `save` returned.
 
-        seed: replaces the saved one.
+        seed: seed that replaces the saved seed.
         """
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         if self.drafter:
@@ -155,15 +156,17 @@ class Writer:
     def rewind(
         self, n: int, saved: Mapping[str, Any], seed: int | None = None, *, again: bool = False
     ) -> bool:
-        """Rewind to the first n tokens, with the state that `save` returned there.
+        """Rewind to the first n tokens.
 
-        The next text is read after the tokens that the engine could not keep. seed: replaces the saved one.
-        again: True to keep none of them if the archive has dropped some that are needed. Without it, returns
-        False, changing nothing.
+        If the engine cannot keep all of them, it reads the missing tokens again before the next text.
+
+        saved: the state that `save` returned after n tokens. seed: seed that replaces the saved seed.
+        again: what to do if the archive has dropped tokens that rewinding needs. If True, the cache is
+        emptied, and all n tokens are read again. If False, nothing changes, and the result is False.
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # a stop interrupted a second reading of the stream: its tokens up to n are not all read yet
+            # a stop has interrupted a second reading of the stream, so some of its first n tokens are unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -181,8 +184,9 @@ class Writer:
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decode i32[n] tokens; return False if stopped before the end.
 
-        after_step: called after each step with the slice of the tokens that it decoded. All tokens then
-        output logits, and the policy plans whenever a plan is due, as when perplexity is measured.
+        after_step: called after each step with the slice of the tokens that the step decoded. If it is given,
+        text is read in the way in which perplexity is measured: all tokens give logits, and the policy plans
+        whenever a plan is due.
         """
         self._drop_drafts()
         self._unread = np.concatenate([self._unread, tokens])
@@ -192,7 +196,7 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine; return False if stopped before the end."""
-        # False if the engine has read tokens that this writer does not know, and therefore cannot read again
+        # False if the engine has read tokens that this writer does not know: it cannot read these again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
@@ -203,7 +207,7 @@ class Writer:
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:
-            # n_past may grow by more: kvzip's reconstruction pass repeats the prompt in the cache
+            # n_past may grow by more than n_all: kvzip's reconstruction pass repeats the prompt in the cache
             self.while_reading(min(self.engine.n_past - before, n_all), n_all)
             return self.stop
 
@@ -215,7 +219,7 @@ class Writer:
                 while self.engine.n_past - before < n_all and not stopped():
                     after_step(next(steps))
         finally:
-            # also after an error: the tokens decoded before it count as read
+            # do this also after an error, because some tokens may have been decoded before it
             self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
@@ -307,7 +311,7 @@ class Writer:
         self._mark_decoded(1)
 
     def _mark_decoded(self, n: int) -> None:
-        """Move the first n unread tokens to the decoded ones."""
+        """Move the first n unread tokens to the decoded tokens."""
         self._decoded.frombytes(self._unread[:n].tobytes())
         self._unread = self._unread[n:]
         self._restored &= not n

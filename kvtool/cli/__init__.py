@@ -23,7 +23,7 @@ _HANGUP, _PIPE = 128 + 1, 128 + 13
 """Exit codes that a shell reports for a program that was ended by SIGHUP or SIGPIPE."""
 
 _ALIKE = 0.75
-"""Minimum similarity of a suggested option to the typed one, as difflib's ratio."""
+"""An option is suggested only if difflib's ratio between its name and the typed name is at least this."""
 
 
 class _Commands(UserDict[str, Any]):
@@ -44,7 +44,7 @@ class _Commands(UserDict[str, Any]):
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # replaces typer's dictionary, which is empty: no command is registered with typer
+        # typer's own dictionary is empty, because no command is registered with typer
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:
@@ -56,27 +56,27 @@ class _Group(Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        # --help prints here, which may fail
+        # --help prints in here, and printing may fail
         with _one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, context: Any) -> Any:
         with _one_line():
             result = super().invoke(context)
-            # flush here: a failure prints one line, while at exit it would print a traceback
+            # if flushing fails here, one line is printed; at exit, Python would print a traceback
             sys.stdout.flush()
             return result
 
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """End the program with one line for every error that is not a bug."""
+    """Turn every error that is not a bug into one line, and end the program."""
     try:
         yield
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compare the name: click 8.1, which prints the help itself, does not have this class
+        # compare names, because click 8.1 does not have this class (it prints the help itself)
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -97,7 +97,7 @@ def _one_line() -> Iterator[None]:
 
 
 def _of_usage(error: Any) -> tuple[int, str]:
-    """Return the exit code and the line for a command line that does not parse."""
+    """Return the exit code and the message for a command line that cannot be parsed."""
     line = _plainly(error)
     if getattr(error, "ctx", None) and not isinstance(error, BadValue):
         line += f"; `{error.ctx.command_path} -h` lists its options"
@@ -105,7 +105,7 @@ def _of_usage(error: Any) -> tuple[int, str]:
 
 
 def _plainly(error: Any) -> str:
-    """Return a line for click's error in kvtool's words."""
+    """Return the message of an error of click in kvtool's wording."""
     param = getattr(error, "param", None)
     if isinstance(error, CLICK.NoSuchOption):
         return _no_such_option(error.option_name, error.possibilities or ())
@@ -122,7 +122,7 @@ def _plainly(error: Any) -> str:
 
 
 def _no_such_option(name: str, possible: Sequence[str]) -> str:
-    # imported here: only a failing command needs it
+    # imported here, because only a failing command needs it
     from difflib import get_close_matches
 
     longer_or_shorter = [option for option in possible if name.startswith(option) or option.startswith(name)]
@@ -131,10 +131,10 @@ def _no_such_option(name: str, possible: Sequence[str]) -> str:
 
 
 def _of_output(error: OSError) -> tuple[int, str]:
-    """Return the exit code and the line for an error of stdout or of the terminal.
+    """Return the exit code and the message for an error of stdout or of the terminal.
 
-    The line is empty if the reader of a pipe has left, or the terminal is closed. Errors of other files never
-    arrive here: functions that read and write them raise KvtoolError.
+    The message is empty if the reader of a pipe has left, or if the terminal is closed. Errors of other files
+    never arrive here, because the functions that read and write files raise KvtoolError.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -145,7 +145,10 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Print the line, and flush stdout and stderr. If that fails, let Python write to /dev/null at exit."""
+    """Print the line, and flush stdout and stderr. Return the exception that ends the program.
+
+    A stream that cannot be flushed is redirected to /dev/null, so that Python's flush at exit does not fail.
+    """
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:
@@ -154,7 +157,7 @@ def _end(exit_code: int, line: str) -> typer.Exit:
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
             sys.stderr.write("\n" * after_echo)
-            # `say` breaks lines between words; the terminal would break them inside words
+            # `say` wraps between words; a terminal would wrap inside words
             from kvtool.cli.console import say
 
             say([f"kvtool: {shown}"])
@@ -171,7 +174,7 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # plain help: drawing panels around thirty options takes longer than all the rest of --help
+    # without panels: drawing them around thirty options takes longer than the rest of --help
     rich_markup_mode=None,
     # all commands inherit this
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -55,10 +55,14 @@ def build(
 
 
 def _examined() -> dict[str, Any]:
-    """Run `kvtool doctor --json` in a new process: the current one may have loaded the old library."""
+    """Return the output of `kvtool doctor --json`.
+
+    It runs in a new process, because this process may have loaded the old library. Raises LibraryError if the
+    new library does not load.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "doctor", "--json"],
-        # `-m` prefers packages of the current folder: run in a folder that has no other kvtool
+        # `-m` first looks for packages in the current folder, so use a folder without another kvtool
         cwd=sys.prefix,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,

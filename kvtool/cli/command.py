@@ -1,4 +1,4 @@
-"""Parts that all commands share: -h and -V, help in groups with examples, defaults from settings."""
+"""Parts that all commands share: -h and -V, the layout of the help, and default values from settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
-"""The module with click's exceptions; newer versions of typer bring their own click."""
+"""The module with click's exceptions. Newer versions of typer contain their own copy of click."""
 
 _ORDER = ("Arguments", "Options", CACHE, SAMPLING, SERVER, HARDWARE, ARCHIVE, OUTPUT, "Help")
-"""Groups in the help, in order. "Options" has the options that belong to no other group."""
+"""The groups of a command's help, in order. Options without a group are shown in "Options"."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 
@@ -31,16 +31,16 @@ _EARLIER = ("--png", "--type-k", "--type-v")
 """Former names of options. They still work; help and documents do not show them."""
 
 _WIDEST = 32
-"""Maximum width of option names, in columns. The help of a longer name begins on the next line."""
+"""Maximum width of option names, in columns. If a name is longer, its help begins on the next line."""
 
 
 class BadValue(typer.BadParameter):
-    """A value that an option does not take.
+    """Error for a value that an option does not accept.
 
     Attributes
     ----------
     reason
-        End of the line for the user, after the option's name: "must be at least 1, got 0".
+        The fault. It follows the option's name in the message: "must be at least 1, got 0".
     """
 
     def __init__(self, reason: str) -> None:
@@ -49,15 +49,15 @@ class BadValue(typer.BadParameter):
 
 
 def refusal(error: typer.BadParameter, name: str) -> str:
-    """Return the line for a value that an option does not take. name: name of the option or setting."""
+    """Return the message for a value that an option does not accept. name: name of the option or setting."""
     if isinstance(error, BadValue):
         return f"{name} {error.reason}"
-    # click lists the empty text among the values of a boolean
+    # for a boolean, click lists the empty text as one of the values
     return f"{name}: {error.message.rstrip('.').replace('values: , ', 'values: ')}"
 
 
 class _Shared:
-    """Help and -V, the same for commands and groups."""
+    """The help and the option -V, which are the same for commands and groups."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         root = ctx.find_root()
@@ -78,13 +78,13 @@ class _Shared:
 
         if examples := EXAMPLES.get(" ".join(words_of(ctx))):
             with formatter.section("Examples"):
-                # without wrapping: a wrapped command cannot be copied
+                # do not wrap, because a wrapped command cannot be copied
                 indent = " " * formatter.current_indent
                 formatter.write("".join(f"{indent}{example}\n" for example in examples))
 
 
 class Command(_Shared, TyperCommand):
-    """A command that runs something. `ctx.obj` has the settings that apply, by parameter name."""
+    """A command that is not a group. `ctx.obj` maps parameter names to the settings that apply."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}
@@ -95,13 +95,13 @@ class Command(_Shared, TyperCommand):
             from kvtool.cli.output import with_records
 
             args = with_records(args)
-        # let click accept surplus arguments: `near` refuses them below, with advice that click lacks
+        # let click accept surplus arguments, because `near` refuses them below with better advice
         ctx.allow_extra_args = True
         try:
             if advice := near.other_option(ctx, args):
                 raise UsageError(advice)
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            # help must work even if a setting is wrong
+            # do not read the settings for -h and -V, which must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
                 from kvtool.cli import settings
 
@@ -151,14 +151,14 @@ class Group(_Shared, TyperGroup):
         return name if command else None, command, args[1:]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        # click would cut each sentence at the end of the line
+        # click's own list would cut each sentence at the end of the line
         with formatter.section("Commands"):
             commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
             formatter.write_dl([(name, sentence_of(command)) for name, command in commands.items()])
 
 
 def shaped(app: typer.Typer) -> Any:
-    """Return the command of a Typer app, with the parts that all commands share."""
+    """Return the click command of a Typer app. It has the parts that all commands share."""
     app.info.cls = Group
     for registered in app.registered_commands:
         registered.cls = Command
@@ -177,12 +177,12 @@ def sentence_of(command: Any) -> str:
 
 
 def flags_of(param: Any) -> list[str]:
-    """Return an option's names, except former names, which help and documents do not show."""
+    """Return the names of an option without its former names."""
     return [name for name in param.opts if name not in _EARLIER]
 
 
 def default_of(param: Any) -> str | None:
-    """Return the default as text, if the option declares a text for it."""
+    """Return the default as text if the option declares such a text, else None."""
     text = param.show_default if isinstance(param.show_default, str) else None
     if text and "{model}" in text:
         from kvtool.models.catalogue import registry
@@ -192,14 +192,14 @@ def default_of(param: Any) -> str | None:
 
 
 def title_of(param: Any) -> str:
-    """Return the group of a parameter in the help."""
+    """Return the title of the group that shows a parameter in the help."""
     if param.param_type_name == "argument":
         return "Arguments"
     return getattr(param, "rich_help_panel", None) or ("Help" if param.name in _HELP else "Options")
 
 
 def place_of(title: str) -> int:
-    """Return the place of a group in the help."""
+    """Return the index of a group in the help."""
     return _ORDER.index(title) if title in _ORDER else _ORDER.index("Options")
 
 
@@ -215,7 +215,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
         for name in _EARLIER:
             names = names.replace(f", {name}", "")
         if default := default_of(param):
-            # typer shows the text of a default in parentheses: remove them
+            # remove the parentheses that typer puts around the text of a default
             text = text.replace(f"({param.show_default})", default)
         groups.setdefault(title_of(param), []).append((names, text))
     for title in sorted(groups, key=place_of):
@@ -224,7 +224,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Say which settings set the options that an error's message names; "" if the user typed all of them."""
+    """Return which settings set the options that an error message names, or "" if no setting did."""
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"
@@ -234,7 +234,7 @@ def _origins(ctx: Any, message: str) -> str:
 
 
 def _show_users_traceback(error: BaseException) -> None:
-    """Write the traceback of an error in a user's policy, without the calls inside kvtool that led there."""
+    """Write the traceback of an error in a user's policy, without kvtool's own calls at its start."""
     import traceback
     from pathlib import Path
 

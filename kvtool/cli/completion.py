@@ -1,4 +1,4 @@
-"""Values that a shell offers for options. Most file names are left out: the shell completes them itself."""
+"""Values that a shell offers for options. Most file names are left out, because the shell completes them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvtool.errors import KvtoolError
 from kvtool.units import CACHE_TYPES
 
 _FIRST = b"kvtool session"
-"""First bytes of a session file."""
+"""A session file begins with these bytes."""
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return names of policies, including those of other packages. The shell completes file names."""
+    """Return names of policies, including policies of other packages. The shell completes file names."""
     from kvtool import policies as known
 
     return _from(incomplete, [*known.names(), *known.installed()])
 
 
 def policy_list(incomplete: str) -> list[str]:
-    """Return names of policies for the text after the last comma."""
+    """Complete the text after the last comma with names of policies."""
     return _in_list(incomplete, policies)
 
 
 def parameters(context: typer.Context, incomplete: str) -> list[str]:
-    """Return parameters of the typed policy, or of the default policy."""
+    """Return the parameters of the policy that the user typed, or else of the default policy."""
     from kvtool import policies as known
 
     try:
@@ -54,12 +54,12 @@ def tasks(incomplete: str) -> list[str]:
 
 
 def cache_type_list(incomplete: str) -> list[str]:
-    """Return types of cached keys and values for the text after the last comma."""
+    """Complete the text after the last comma with types of cached keys and values."""
     return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 
 def sessions(incomplete: str) -> list[str]:
-    """Return session files, and folders that may contain some."""
+    """Return session files, and folders that may contain session files."""
     folder, slash, start = incomplete.rpartition("/")
     names = []
     with suppress(OSError):
@@ -77,7 +77,7 @@ def commands(incomplete: str) -> list[str]:
 
 def _is_session(path: Path) -> bool:
     with suppress(OSError):
-        # opening a pipe would wait for its writer
+        # open regular files only: opening a pipe would wait for a writer
         if path.is_file():
             with path.open("rb") as file:
                 return file.read(len(_FIRST)) == _FIRST

@@ -1,4 +1,4 @@
-"""`kvtool config`: the defaults that are set, and their sources."""
+"""`kvtool config`: show which defaults are set, and where."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _of_command(words: Words, model: str | None, root: Any) -> Iterator[Row]:
 
 
 def _all(root: Any) -> Iterator[Row]:
-    """Yield a row for each setting. Raises UsageError for a wrong key or value."""
+    """Yield a row for each setting. Raises UsageError if a key or value is wrong."""
     known = dict(settings.all_commands(root))
     for table in settings.tables():
         is_model = table.words[:1] == ("models",) and len(table.words) > 1 and table.words not in known
@@ -97,7 +97,7 @@ def _all(root: Any) -> Iterator[Row]:
 
 
 def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
-    """Yield the rows of a table. start: first words of the commands that it applies to."""
+    """Yield the rows of a table of the file. start: the words with which the table's commands begin."""
     reached = [words for words in known if words[: len(start)] == start]
     if not reached or (table.values and table.is_own and start not in known):
         raise UsageError(f"{table.title} is not a command of kvtool")
@@ -114,7 +114,7 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
 
 
 def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
-    """Yield the rows of variables that belong to an option. Raises UsageError for a wrong value."""
+    """Yield a row for each environment variable that sets an option. Raises UsageError for a wrong value."""
     params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):
@@ -128,7 +128,7 @@ def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
 
 
 def _check(param: Any, value: Any, source: str) -> None:
-    """Raise UsageError for a value that an option does not take. source: as in `Setting`."""
+    """Raise UsageError for a value that an option does not accept. source: see `Setting.source`."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     try:
         read = tuple(param.type.convert(each, param, None) for each in values)
@@ -146,7 +146,7 @@ def _check(param: Any, value: Any, source: str) -> None:
 
 
 def _declarations(kind: type[Options], param: Any) -> Iterator[Option]:
-    """Yield the declarations of an option in a class of options and in the classes that inherit from it."""
+    """Yield the declarations of an option in a class of options and in all its subclasses."""
     if (option := declared(kind).get(param.name)) and [*option.flags] == param.opts:
         yield option
     for each in kind.__subclasses__():

@@ -1,4 +1,4 @@
-"""Output for people: rich consoles, tables, and notes on stderr."""
+"""Output for people: consoles of rich, tables, and notes on stderr."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def plain_console(**how: Any) -> Console:
-    """Return a console without markup, emoji codes and highlighting.
+    """Return a console that does not interpret markup or emoji codes and does not highlight.
 
-    Names, paths, errors and typed texts may contain brackets and colons. Styled parts are `rich.text.Text`.
+    It prints names, paths, errors and typed texts, which may contain brackets and colons. To style a text,
+    pass a `rich.text.Text`.
     """
     from rich.console import Console
 
@@ -27,7 +28,7 @@ def plain_console(**how: Any) -> Console:
 
 
 def table_console(**how: Any) -> Console:
-    """Return a `plain_console` for a table. In a pipe or a file it cuts, wraps and pads no cell."""
+    """Return a `plain_console` for a table. In a pipe or a file, no cell is cut, wrapped or padded."""
     console = plain_console(**how)
     if not console.is_terminal:
         console.width = 10_000
@@ -36,7 +37,7 @@ def table_console(**how: Any) -> Console:
 
 
 class _Unpadded:
-    """A file that drops spaces at the ends of lines."""
+    """Wraps a file, and removes spaces at the ends of lines."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -53,7 +54,7 @@ def table(
 ) -> Table:
     """Return a table without borders.
 
-    left: number of first columns that are aligned left; None for all. The others are aligned right.
+    left: this many columns are aligned left, and the columns after them right. None: all are aligned left.
     """
     from rich.table import Table
 
@@ -66,7 +67,7 @@ def table(
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on stdout and cut no text. Without columns, each row is a name and a value."""
+    """Print a table on stdout without cutting texts. If `columns` is empty, a row is a name and a value."""
     from rich.table import Column
 
     folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]
@@ -74,9 +75,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def say(notes: Iterable[str | None], indent: int = 0) -> None:
-    """Write each note as a line to stderr. In a terminal, wrap lines between words.
+    """Write each note as a line to stderr. In a terminal, long lines are wrapped between words.
 
-    indent: spaces at the start of the lines that wrapping adds.
+    indent: number of spaces with which continuation lines begin.
     """
     lines = [note for note in notes if note]
     # some terminals report a width of 0

@@ -1,4 +1,4 @@
-"""Typer parameters for the dataclasses of options that a command's function takes."""
+"""Typer parameters for commands whose functions take dataclasses of options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtool.errors import UsageError
 from kvtool.options import OUTPUT, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
-"""Flags of the typed options, by parameter name."""
+"""Type of a mapping that has the options which the user typed. It maps names of parameters to flags."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
-"""--json of commands that print one result."""
+"""The option --json."""
 
 ModelName = Annotated[
     str | None,
@@ -26,7 +26,7 @@ ModelName = Annotated[
         metavar="[MODEL]", help="Model, as for --model.", show_default=False, autocompletion=completion.models
     ),
 ]
-"""The model as an argument, without -m."""
+"""The model as an argument. The user may type it instead of -m."""
 
 
 def command_words(help: str, default: str) -> Any:
@@ -39,8 +39,9 @@ def command_words(help: str, default: str) -> Any:
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the function that Typer calls for a command.
 
-    If a parameter's type is a class of `Options`, each field that the class does not hide becomes an option,
-    and the command gets the filled dataclass. A parameter of the type `Typed` gets the flags that were typed.
+    Parameters whose type is a subclass of `Options` are replaced: each field that the class does not hide
+    becomes an option, and the command gets an instance of the class. Parameters of the type `Typed` are not
+    options: the command gets the flags that the user typed.
     """
     hints = get_type_hints(command, include_extras=True)
     classes = {name: hint for name, hint in hints.items() if _is_options(hint)}
@@ -109,10 +110,11 @@ def _typer_option(kind: type[Options], hint: Any, option: Option) -> Any:
 def _number_parser(
     option: Option, number: type[int] | type[float], is_list: bool
 ) -> Callable[[Any], int | float]:
-    """Return a function that reads and checks a number while the command line is parsed.
+    """Return a function that click calls to read and check a number.
 
-    At that time an error can name the setting that the number comes from. is_list: True for a repeatable
-    option; `Option.read` then gets all its numbers.
+    The check is done while the command line is parsed, because then an error can name the setting from which
+    the number comes. is_list: True for a repeatable option. Here its numbers are checked one by one;
+    `Option.read` gets all of them later.
     """
 
     def parse(raw: Any) -> int | float:
@@ -129,7 +131,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # click's type gets this name, by which `settings` checks the type of a value in the file
+    # this becomes the name of click's type, by which `settings` checks the type of a value in the file
     parse.__name__ = number.__name__
     return parse
 

@@ -1,4 +1,4 @@
-"""`kvtool doctor`: the state of the installation, its faults, and commands that fix them."""
+"""`kvtool doctor`: show the state of the installation, its faults, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def doctor(
 
 
 def examine(*, remove: bool = False) -> dict[str, Any]:
-    """Return all that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong.
+    """Return everything that doctor shows.
 
-    remove: delete the chats of killed servers.
+    `problems` is a list of {wrong, command}. It is empty if nothing is wrong.
+
+    remove: True to delete the chats of killed servers.
     """
     from kvtool.build.kernels import are_compiled, are_linked
 
@@ -63,7 +65,10 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:
-    """Return the folders of killed servers. remove: delete them now; otherwise the next server does."""
+    """Return the folders that killed servers left. remove: True to delete them now.
+
+    Otherwise the next server deletes them.
+    """
     from kvtool.serve.store import leftovers
 
     return [

@@ -1,4 +1,4 @@
-"""`kvtool eval`: tasks that measure how well a model works under a policy."""
+"""`kvtool eval`: run tasks that measure how well a model works under a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
-"""Step, in cells, between cache sizes of `full`, so that few different caches serve all prompts."""
+"""Cache sizes of `full` are rounded up to multiples of this many cells, so that prompts can share a cache."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _EvalSampling(Options):
     )
 
     def sampling(self) -> Sampling | None:
-        """Return the sampler's settings; None for temperature 0, which takes the most likely tokens."""
+        """Return the settings of the sampler. None for temperature 0: the most likely tokens are taken."""
         return GenerationOptions(temp=self.temp).sampling() if self.temp else None
 
 
@@ -201,7 +201,7 @@ def evaluate(
             "task_params": asdict(chosen),
             "chat": as_chat,
             "max_prompt": reader.n_prompt,
-            # without sampling the seed has no effect
+            # the seed is left out if nothing is sampled, because it has no effect
             "temp": sampler.temp or None,
             "seed": sampler.seed if sampler.temp else None,
             **_about(spec, run, path),
@@ -209,7 +209,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # the records of an incomplete stream are not kept
+            # if all items are one stream, the records of an incomplete stream are not kept
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -217,7 +217,7 @@ def evaluate(
         with interrupt.ending(stopped), tokens_progress(task, len(items), len(results)) as step:
 
             def reading(done: int, n: int) -> None:
-                """Show how much of a prompt is read, and report the first prompt that is too long."""
+                """Show how much of a prompt has been read. Report the first prompt that is too long."""
                 nonlocal has_told
                 if not has_told and (line := _too_long(reader, n)):
                     has_told = True
@@ -235,9 +235,9 @@ def evaluate(
 
 @contextmanager
 def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
-    """Yield the files, with a copy of stdin instead of "-". Raises InputError.
+    """Yield the files. The file "-" is replaced by a copy of stdin. Raises InputError.
 
-    empty: the line about an empty stdin.
+    empty: the error message if stdin is empty.
     """
     if not any(is_stdin(str(file)) for file in files):
         yield files
@@ -255,7 +255,7 @@ def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
 
 
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
-    """Raise UsageError for a temperature or a seed that is out of range or has no effect."""
+    """Raise UsageError if the temperature or the seed is out of range or has no effect."""
     if sampler.temp and not chosen.uses_sampling:
         advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {advice}")
@@ -265,7 +265,7 @@ def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
 
 
 def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> None:
-    """Raise UsageError for a budget that cannot work, before the model is loaded."""
+    """Raise UsageError for a budget that cannot work. Called before the model is loaded."""
     from kvtool.config import budget
 
     text = (run.budget or "").strip()
@@ -279,9 +279,10 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int
 def _policy_for(
     spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """Return (policy_for, n_batch): policy_for(prompt length, answer length) makes the policy.
+    """Return a function that makes the policy for an item, and the batch size. Raises UsageError.
 
-    n_held: tokens that no eviction removes. Raises UsageError.
+    The function takes the lengths of the prompt and of the answer. n_held: number of tokens that are never
+    evicted.
     """
     from kvtool.config import budget
     from kvtool.engine.checks import on_model
@@ -300,7 +301,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function that takes the lengths of prompt and answer, and makes a policy that never evicts."""
+    """Return a function that makes a policy that never evicts. It takes the lengths of prompt and answer."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -328,7 +329,7 @@ def _reader(
 
 
 def _too_long(reader: Reader, n: int) -> str | None:
-    """Return the line about a prompt of n tokens that is cut or exceeds the trained context, or None."""
+    """Return a note if a prompt of n tokens is cut or exceeds the trained context, else None."""
     n_most = reader.model.n_ctx_train
     if reader.is_cut:
         return f"a prompt does not fit in {reader.n_prompt:,} tokens (--max-prompt): its middle is cut out"
@@ -338,7 +339,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
 
 
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
-    """Return the fields of a record that identify its result, without the task."""
+    """Return those fields of a record that say how a result was made, except the fields about the task."""
     from kvtool.config import archive
     from kvtool.llama.adapters import identities
     from kvtool.measure import records
@@ -388,7 +389,7 @@ def _shown(value: object) -> str:
 
 
 def _in_short(found: Sequence[Record]) -> str:
-    """Return the current means as a line. Intervals are left out, as computing them is slow."""
+    """Return the current means as text, without intervals, because computing intervals is slow."""
     from kvtool.tasks.results import scores
 
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
@@ -402,11 +403,11 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
         if len(errors) == len(results):
             raise KvtoolError(line)
-        # an item that does not fit is a result of the policy: report it, and score the other items
+        # an item may fail because it does not fit under this policy: report this, and score the other items
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
-    # computed only once: each interval takes thousands of random samples
+    # compute this only once, because each interval takes thousands of random samples
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
@@ -463,12 +464,15 @@ _MEAN_COLUMNS = ("mean", "95 % interval", "items")
 
 
 def _mean_cells(score: Mean) -> tuple[str, str, str]:
-    """Return the cells of a mean, for `_MEAN_COLUMNS`."""
+    """Return the table cells of a mean, in the order of `_MEAN_COLUMNS`."""
     return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """Return the values of the two names in a task's `by`, and the score's mean for each pair of values."""
+    """Return a score's means as a grid, for a task whose `by` has two names.
+
+    The result is (values of the first name, values of the second name, means for each pair of values).
+    """
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
 

@@ -1,4 +1,4 @@
-"""Two examples for each command, as -h and docs/cli.md show them."""
+"""Examples for each command. -h and docs/cli.md show them."""
 
 EXAMPLES = {
     "": ("kvtool chat", 'cat report.txt | kvtool generate "Summarize:" --budget 1024'),

@@ -1,4 +1,7 @@
-"""Lines that explain a run before it starts: parts of the budget, bytes, the first eviction, long texts."""
+"""Lines that explain a run before it starts.
+
+They explain the parts of the budget, the memory in bytes, the first eviction, and how a long text is read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None:
     """Explain on stderr how the engine will run, for --explain.
 
-    policy: its name. noun: kind of the first text, such as "prompt". n_text: its tokens, 0 if unknown.
+    policy: name of the policy. noun: kind of the first text, such as "prompt". n_text: number of tokens of
+    this text, or 0 if it is unknown.
     """
     lines = {
         "policy": policy_line(engine, policy),
@@ -39,10 +43,10 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
 def before_text(
     engine: Engine, run: RunOptions, noun: str, n: int = 0, info: ModelInfo | None = None
 ) -> None:
-    """With --explain, explain on stderr how a text will be read; otherwise report only what may surprise.
+    """Write to stderr how a text will be read. Without --explain, write only what may surprise the user.
 
-    noun: kind of the text, such as "prompt". n: its tokens, 0 if unknown. info: header of a model that will
-    answer.
+    noun: kind of the text, such as "prompt". n: number of tokens of the text, or 0 if it is unknown. info:
+    header of the model if the model will answer, else None.
     """
     if run.explain:
         explain_run(engine, run.policy, noun, n)
@@ -53,9 +57,10 @@ def before_text(
 
 @dataclass
 class Notice:
-    """Reports on stderr that a text is longer than the budget or too long for the model.
+    """Reports on stderr that a text is longer than the budget, or too long for the model.
 
-    Each is reported once, but a text that is partly forgotten is reported every time.
+    Each of the two reports is made only once. But if a part of a text will be forgotten, the first report is
+    made for every such text.
 
     Attributes
     ----------
@@ -64,9 +69,11 @@ class Notice:
     noun
         Kind of the text, such as "prompt".
     info
-        Header of the model, if the model will answer.
-    is_long, is_much
-        True if the line about the budget (is_long) or about the model (is_much) was printed.
+        Header of the model if the model will answer, else None.
+    is_long
+        True after a line about the budget was printed.
+    is_much
+        True after a line about the model was printed.
     """
 
     engine: Engine
@@ -76,7 +83,10 @@ class Notice:
     is_much: bool = False
 
     def __call__(self, n: int, *, is_explained: bool = False) -> None:
-        """Report on a text of n tokens, before it is read. is_explained: True if --explain did so."""
+        """Report on a text of n tokens before it is read.
+
+        is_explained: True if --explain has already printed the line about the budget.
+        """
         is_new = not self.is_long or _forgets(self.engine, n)
         if not is_explained and is_new and (text := long_text(self.engine, self.noun, n)):
             self.is_long = True
@@ -87,7 +97,7 @@ class Notice:
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
-    """Return a line that says how a text of n tokens will be read; None if it fits in the budget."""
+    """Return a line that says how a text of n tokens will be read. None if the text fits in the budget."""
     n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     budget = _n_kept(engine, n)
@@ -129,19 +139,19 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
 
 
 def _n_kept(engine: Engine, n: int) -> int:
-    """Return how many cells of a row a text of n tokens may take once it is read."""
+    """Return how many cells a text of n tokens may take in a row after it was read."""
     is_whole = engine.reads_whole(n) or (engine.rereads(n) and engine.n_past > 0)
     return engine.policy.n_asked if is_whole or _shares(engine.policy) else engine.policy.budget
 
 
 def _forgets(engine: Engine, n: int) -> bool:
-    """Return True if a part of a text of n tokens is forgotten: it is neither in the cache nor archived."""
+    """Return True if the cache and the archive together cannot hold all n tokens of a text."""
     archive = engine.context.archive
     return engine.policy.slack > 0 and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
-    """Return a clause about a text of n tokens: how many stay in the cache, and where the rest is kept."""
+    """Return a clause about n tokens: how many stay in the cache, and where all other tokens are kept."""
     percent = 100 * n_kept / n
     kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if not (archive := engine.context.archive):
@@ -155,7 +165,10 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 
 
 def spare_line(engine: Engine) -> str | None:
-    """Return the bytes of the budget's cells and of all other cells, as text; None if there are no others."""
+    """Return a text with the bytes of the budget's cells and of all other cells.
+
+    None if all cells belong to the budget.
+    """
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
 
@@ -172,7 +185,10 @@ def spare_line(engine: Engine) -> str | None:
 
 
 def say_spare(engine: Engine) -> None:
-    """In a terminal, report the bytes of a budget that is smaller than llama.cpp's smallest allocation."""
+    """Report the allocated bytes if the budget is smaller than llama.cpp's smallest allocation.
+
+    Nothing is reported if stderr is not a terminal.
+    """
     from kvtool.models.layers import PAD
 
     if not sys.stderr.isatty():
@@ -187,7 +203,7 @@ def may_lose_system(conversation: Conversation) -> bool:
 
 
 def unpinned(noun: str) -> str:
-    """Return the line about a text that cannot be pinned. noun: kind of the text."""
+    """Return a warning that a text cannot be pinned. noun: kind of the text, such as "the prompt"."""
     return f"{noun} may be evicted: the model's chat template leaves it out, cuts it or moves it"
 
 
@@ -197,7 +213,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # the policy sets `recalled` itself if the model has values: leave it out
+        # leave out `recalled`, because the policy itself sets it if the model has values
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)
@@ -232,7 +248,7 @@ def _budget(engine: Engine) -> str:
 
 
 def _shares(policy: Policy) -> bool:
-    """Return True if rows or layers share the requested budget, so that a row may hold more cells."""
+    """Return True if rows or layers share the requested budget. A row may then have more cells than that."""
     return policy.ragged and policy.n_asked != policy.budget
 
 

@@ -12,28 +12,32 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.memory import total_bytes
 
 _OTHER_BYTES = 2**29
-"""Bytes that kvtool needs whatever the size of the model."""
+"""Bytes that kvtool needs in addition to the model, for a model of any size."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights processed per second: by one core, and at most by all cores, where memory is the limit.
+"""Bytes of weights that are processed per second.
+
+The first number is for one core. The second number is the limit for all cores together, which is set by the
+speed of the memory.
 
 Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to 16 GB/s on one core of an AMD EPYC (Zen 5). The number for
-one core is lower on purpose: many users have slower cores, and other programs use some of their time.
+one core is lower on purpose, because many users have slower cores, and other programs also use the cores.
 """
 
 _TOKENS_S = 10
-"""Tokens per second that a chat should write: about as fast as people read."""
+"""A chat should write at least this many tokens per second. This is about as fast as people read."""
 
 
 class Room(NamedTuple):
-    """Sizes of models that run on this machine, with a cache of the default budget.
+    """Sizes of models that run on this machine with a cache of the default budget.
 
     Attributes
     ----------
     n_bytes
         Size of the largest model that fits.
     quick_bytes
-        Size of the largest model that is fast enough for a chat: each token reads all weights.
+        Size of the largest model that is fast enough for a chat. Size limits the speed, because all weights
+        are read for each token.
     """
 
     n_bytes: int
@@ -41,30 +45,34 @@ class Room(NamedTuple):
 
 
 def room() -> Room:
-    """Return the sizes for a GPU's memory or for two thirds of the machine's memory, whichever are larger.
+    """Return the sizes of models that run on this machine.
 
-    The other third is for other programs and an archive. Total memory counts, because free memory changes
-    all the time, and the advice would change with it.
+    A model may use the memory of one GPU or two thirds of the machine's memory; the larger size is returned.
+    The other third is for other programs and an archive. This is computed from total memory, because free
+    memory changes all the time, and the advice would change with it.
     """
     gpus = [0]
-    # without llama.cpp this fails: then no GPU counts
+    # this fails if llama.cpp is not installed; then use no GPU
     with suppress(KvtoolError):
         from kvtool.llama.devices import devices
 
         gpus += [device["memory_total"] * 9 // 10 for device in devices() if device["type"] == "gpu"]
-    # a fifth is for cache, compute buffers and repacked weights, in addition to _OTHER_BYTES
+    # after _OTHER_BYTES, keep a fifth for cache, compute buffers and repacked weights
     host, gpu = (max(n - _OTHER_BYTES, 0) * 4 // 5 for n in (total_bytes() * 2 // 3, max(gpus)))
     quick = min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S) // _TOKENS_S
     return Room(max(host, gpu), max(min(host, quick), gpu))
 
 
 def fits(entry: Entry, room: Room) -> bool | None:
-    """Return True if a model fits; None if its size is unknown."""
+    """Return True if a model fits into `room`, None if the model's size is unknown."""
     return None if entry.about_bytes is None else entry.about_bytes <= room.n_bytes
 
 
 def best(entries: Iterable[Entry], room: Room, n_token: int = 0) -> Entry | None:
-    """Return the largest recommended model that is quick and trained for n_token tokens; None without one."""
+    """Return the largest recommended model that is fast enough and was trained for n_token tokens.
+
+    None if there is no such model.
+    """
     candidates = (
         entry
         for entry in entries

@@ -1,4 +1,4 @@
-"""kvtool generate: a prompt in, an answer out."""
+"""`kvtool generate`: answer a prompt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _AnswerOptions(GenerationOptions):
     n: int | None = redeclared(
         GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
     )
-    # at the chat's 0.8, fewer questions are answered right (docs/sampling.md)
+    # with a chat's default of 0.8, fewer answers are right (docs/sampling.md)
     temp: float = redeclared(GenerationOptions, "temp", 0.4)
 
 
@@ -91,10 +91,10 @@ def generate(
             prompt = file_text
         else:
             text = "\n\n".join(filter(None, (file_text, text)))
-    # in other programs, - means stdin
+    # ignore a prompt "-" if there is a text, because in other programs - means stdin
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
-    # with --raw, white space alone is also a prompt
+    # with --raw, a prompt may consist of white space only
     if not (request if raw else request.strip()):
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
@@ -182,10 +182,12 @@ def _finish_reason(writer: Writer) -> str:
 def _rendered(
     writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
-    """Return the request in the model's chat template, and its prefix that is pinned.
+    """Return the request in the model's chat template, and the prefix of this text that will be pinned.
 
-    Also prepare the writer for a thought: show its tags, keep its budget, and apply a grammar only after it.
-    first: start of the request to pin; if empty, the system prompt is pinned.
+    Also prepare the writer for a thought. The writer will show the tags of the thought, limit the thought's
+    length, and apply a grammar only after the thought.
+
+    first: start of the request that will be pinned. If it is empty, the system prompt is pinned.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts
@@ -215,7 +217,10 @@ def _rendered(
 
 
 def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
-    """Return a list that gets a record of each written token, with the n most likely tokens."""
+    """Return a list to which a record is added for each token that the writer writes.
+
+    A record has the token's log-probability and the n most likely tokens.
+    """
     from kvtool.chats.logprobs import logprobs
 
     engine, likely = writer.engine, list[dict[str, Any]]()
@@ -228,9 +233,9 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
 
 
 def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[list[str], StreamEnd | None]:
-    """Return the pieces of an answer of at most n tokens, and the error if the cache was full.
+    """Return the pieces of an answer of at most n tokens, and the error if the cache became full.
 
-    aloud: write each piece to stdout at once, and raise that error.
+    aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
     pieces = []
     try:
@@ -243,7 +248,7 @@ def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[list[str], 
         if isinstance(error, StreamEnd) and not aloud:
             return pieces, error
         if pieces and sys.stdout.isatty():
-            # the error follows on a new line
+            # print the error on a new line
             sys.stdout.write("\n")
         raise
     return pieces, None

@@ -1,4 +1,4 @@
-"""`kvtool help`: the same help as with -h."""
+"""`kvtool help`: show the same help as -h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of all commands, and the names of commands and options in messages."""
+"""Names of all commands, and how messages name commands and options."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ COMMANDS = {
     "doctor": "Check the installation: what is built and cached, what is wrong, and how to fix it.",
     "help": "Show the help of a command.",
 }
-"""Name and description of each command. They are here because importing all commands takes long."""
+"""Name and description of each command. They are not in the commands' files, which take long to import."""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
-"""Commands that have their own folder, with the command in command.py. The others are one file each."""
+"""Commands that have their own folder, with the command in command.py. Every other command is one file."""
 
 GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Names of functions of commands that have the name of a built-in function of Python."""
+"""For commands named like a built-in function of Python: the name of the command's function."""
 
 
 def module_of(command: str) -> str:
@@ -38,10 +38,13 @@ def module_of(command: str) -> str:
 
 
 def flag(param: Any) -> str:
-    """Return the name of an option in messages and documents: its first long name, else its only name."""
+    """Return the name by which messages and documents call an option.
+
+    This is its first long name. If it has no long name, it is its first name.
+    """
     return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 
 def words_of(context: Any) -> tuple[str, ...]:
-    """Return the words that called a command, such as ("models", "show")."""
+    """Return the words that the user typed for a command, such as ("models", "show")."""
     return (*words_of(context.parent), context.info_name) if context.parent else ()

@@ -1,4 +1,4 @@
-"""Find or download the file of the model that -m names, with a progress bar for a download."""
+"""Find the file of the model that -m names. If necessary, download it and show a progress bar."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from kvtool.system.texts import shown
 
 
 def locate(model: str | None, *, paths: bool = True) -> Path:
-    """Return the file of a model; download it if needed. Raises ModelError.
+    """Return the file of a model, after downloading it if necessary. Raises ModelError.
 
-    If the value of -m does not contain the file's name, as for a repository, report the name on stderr.
-    paths: accept a path in addition to a name.
+    If the value of -m does not contain the name of the file, for example because it is the name of a
+    repository, the name of the file is reported on stderr.
+
+    paths: True if `model` may also be a path.
     """
     from kvtool.models.catalogue import registry
     from kvtool.models.resolve import named, pull

@@ -1,4 +1,4 @@
-"""Advice about a model: it is not made for chats, a better one fits, or a text is too long for it."""
+"""Advice to the user: a model is not made for chats, a text is too long for it, or a better model fits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
 _LONG = 1000
-"""Minimum length, in tokens, of texts about which small models answer badly."""
+"""Small models answer questions badly if a text has at least this many tokens."""
 
 _SMALL_BYTES = 300_000_000
-"""Size below which a model is small.
+"""A model with fewer bytes is called small.
 
 SmolLM2 135M (98 MB) fails at summaries and questions that Qwen2.5 0.5B (491 MB) answers.
 """
 
 _TOY_BYTES = 20_000_000
-"""Size below which a model is made for tests and gets no advice."""
+"""A model with fewer bytes was made for tests. There is no advice about it."""
 
 
 def base_model(path: Path) -> str | None:
@@ -40,9 +40,10 @@ def base_model(path: Path) -> str | None:
 
 
 def better_model() -> str | None:
-    """Return advice to use a better model, once per user.
+    """Return advice to use the best model for this machine. Each user gets it only once.
 
-    None if the user has seen it, if that cannot be remembered in a file, or if no model is better.
+    None if the user has already seen it, if the file that remembers this cannot be written, or if no model
+    fits.
     """
     try:
         path = user_state_path("kvtool", appauthor=False) / "first-chat"
@@ -61,8 +62,9 @@ def better_model() -> str | None:
 def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
     """Return advice if a text of n tokens is too long for a model, else None.
 
-    It names a larger model of models.txt that fits this machine, if there is one.
-    n_before: tokens that precede the text in its stream.
+    If a larger model of models.txt fits this machine, the advice names this model.
+
+    n_before: number of tokens that precede the text in its stream.
     """
     n_all, name = n_before + n, info.path.stem
     if info.size < _TOY_BYTES or n_all <= info.n_ctx_train and (info.size >= _SMALL_BYTES or n < _LONG):

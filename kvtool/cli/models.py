@@ -38,13 +38,13 @@ Name = Annotated[
 ]
 
 _OF_ENTRY = ("sha256", "size", "licence", "note")
-"""Fields of models.txt. Models downloaded by URL or from a repository do not have them."""
+"""Fields of models.txt. Models that were downloaded by URL or from a repository do not have these fields."""
 
 _WIDE = 140
-"""Least terminal width at which the list shows the sources of models."""
+"""The list shows the sources of models in terminals at least this wide."""
 
 _LEAST_DEVICE = 2**20
-"""Smallest memory of a GPU in bytes; a smaller number lacks its unit."""
+"""Smallest memory of a GPU that is accepted, in bytes. A smaller number was typed without its unit."""
 
 
 @app.command("list")
@@ -71,7 +71,7 @@ def list_(
             | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
             | _json_stored(copy)
-            # a file in the user's folder takes no bytes of the cache
+            # if a file is in the user's own folder, it takes no bytes of the cache
             | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, copy in known
         ]
@@ -98,7 +98,7 @@ def list_(
     print_table(["name", "size", "fits", "downloaded", "licence", *["source"] * sources], table)
     typer.echo()
     for entry in listed:
-        # below the table: as a column, remarks would make it too wide
+        # print remarks below the table, because a column of remarks would make the table too wide
         if entry.remark and not entry.is_recommended:
             typer.echo(f"{entry.name}: {entry.remark}")
     if n_more:
@@ -248,7 +248,7 @@ def show(
 
 
 def _device_bytes(text: str) -> int:
-    """Parse the memory of a GPU. Raises UsageError for less than a MiB, and for a text that is no size."""
+    """Parse the memory of a GPU. Raises UsageError if the text is not a size of at least one MiB."""
     n_bytes = 0
     with suppress(UsageError):
         n_bytes = parse_bytes(text)
@@ -270,7 +270,7 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
     if reason := unsupported(info):
         return None, reason
     try:
-        # without llama.cpp, this import fails
+        # these imports fail if llama.cpp is not installed
         from kvtool.llama.crash import guard
         from kvtool.llama.model import Model
 
@@ -307,7 +307,7 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
 
 
 def _lines(sizes: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows about the sizes that `_sizes` returned."""
+    """Return the table rows for the sizes that `_sizes` returned."""
     texts = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [
@@ -342,7 +342,7 @@ def _state(copy: Stored | None) -> str:
 
 
 def _json_stored(copy: Stored | None) -> dict[str, Any]:
-    """Return a model's downloaded bytes for --json; also its size and path, if the download is complete."""
+    """Return the fields of --json about a download. A complete download also has its size and path."""
     whole = {"size": copy.size, "path": str(copy.files[0])} if copy and copy.is_whole else {}
     return {"path": None, "cached_bytes": copy.size if copy else 0} | whole
 

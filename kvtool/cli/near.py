@@ -1,7 +1,7 @@
 """Advice for wrong command lines: names from other programs, misspelt names, prompts without quotes.
 
-click suggests similar names, but knows no synonyms. It splits an unknown name with one dash: it reads `-hf`
-as `-h -f`.
+click alone is not enough. It suggests names that are similar, but not names that mean the same. It also reads
+an unknown name with one dash as several options: `-hf` as `-h -f`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     "doctor": ("check",),
     "--version": ("version",),
 }
-"""Our command, and its names in other programs."""
+"""For each of our commands: its names in other programs."""
 
 INSTEAD = {
     "kvtool": {name: ours for ours, names in _OTHER_NAMES.items() for name in names},
@@ -37,7 +37,7 @@ INSTEAD = {
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""For each group of commands: another program's name of a command, and our command."""
+"""For each group of our commands: names of commands in other programs, mapped to our command."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
@@ -45,7 +45,7 @@ NOT_HERE = {
     "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
     "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
 }
-"""Commands of other programs without a counterpart, with the reason."""
+"""Commands of other programs that kvtool does not have, each with the reason."""
 
 OURS = {
     "--api-key-file": ("--api-key",),
@@ -80,7 +80,7 @@ OURS = {
     "--threads": ("-tb", "--threads-batch", "--n-threads", "--num-thread", "--num-threads"),
     "--windows": ("--ppl-window",),
 }
-"""Our option, and its names in llama.cpp, Ollama, vLLM, mlx-lm and transformers."""
+"""For each of our options: its names in llama.cpp, Ollama, vLLM, mlx-lm and transformers."""
 
 ADVICE = {
     "use -m hf:{value}": ("-hf", "-hfr", "--hf-repo"),
@@ -119,14 +119,20 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice by options of these programs. kvtool has no such option, or its option takes other values."""
+"""Advice, with the options of these programs for which it is given.
+
+kvtool does not have such an option, or its option takes other values.
+"""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
 
 
 def no_command(path: str, name: str, known: Iterable[str]) -> str:
-    """Return the line for a word that is not a command. path: the group. known: its commands."""
+    """Return the message for a word that is not a command.
+
+    path: the group of commands, such as "kvtool models". known: the commands of this group.
+    """
     group = "" if path == "kvtool" else f"`{path}`: "
     line = f"{group}there is no command {name!r}"
     if instead := INSTEAD.get(path, {}).get(name):
@@ -137,7 +143,7 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
         return f"{line}; use `kvtool chat {name}`"
     if not group and " " in name:
         return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
-    # imported here: every command imports this file
+    # imported here and not above, because every command imports this file
     from difflib import get_close_matches
 
     if similar := get_close_matches(name, list(known), n=1):
@@ -146,22 +152,25 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
 
 
 def no_command_yet(context: Any, args: Sequence[str]) -> str:
-    """Return the line for options before a command, or without a command."""
+    """Return the message for options that were typed before a command or without a command."""
     path = context.command_path
     return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
 
 
 def ours(name: str) -> str:
-    """Return kvtool's flag for an option's name here or in another program, with or without dashes."""
+    """Return kvtool's flag for an option.
+
+    name: the option's name in kvtool or in another program, with or without dashes.
+    """
     name = name.lstrip("-").replace("_", "-")
     flag = f"--{name}" if len(name) > 1 else f"-{name}"
     return _OURS.get(flag, flag)
 
 
 def other_option(context: Any, args: Sequence[str]) -> str | None:
-    """Return the line for the first option of another program; None without such an option.
+    """Return the message for the first option that is an option of another program, or None.
 
-    args: as they were typed. Values of our own options are skipped.
+    args: the arguments as they were typed. Values of our own options are not examined.
     """
     options = [p for p in context.command.get_params(context) if p.param_type_name == "option"]
     known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
@@ -179,13 +188,13 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
             advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
             return f"no such option: {name}; {advice}"
         elif name in _OURS:
-            # click would read -md 9 as -m d and an argument 9
+            # report it here, because click would read `-md 9` as `-m d` and an argument 9
             return f"no such option: {name}; `{context.command_path} -h` lists its options"
     return None
 
 
 def too_many(context: Any, surplus: Sequence[str]) -> str:
-    """Return the line for arguments that a command does not take. surplus: these arguments."""
+    """Return the message for arguments that a command does not take. surplus: these arguments."""
     from shlex import quote
 
     path, command = context.command_path, context.command
@@ -200,7 +209,7 @@ def too_many(context: Any, surplus: Sequence[str]) -> str:
 
 
 def not_a_model(text: str) -> str:
-    """Return the line for a prompt that was typed instead of a model."""
+    """Return the message for a prompt that was typed where a model was expected."""
     return (
         f"{text!r} is not a model; `kvtool generate {quoted(text)}` answers a prompt, and `kvtool chat` "
         "starts a chat in which you type it"
@@ -208,7 +217,7 @@ def not_a_model(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for a shell: in double quotes, unless the shell would change the text in them."""
+    """Quote a text for a shell, with double quotes unless the shell would change the text inside them."""
     from shlex import quote
 
     return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'

@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before its work, written after it."""
+"""Files that a command writes. They are checked before the command's work, and written after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Stopped(KvtoolError):
-    """Error after the user stopped a command. Its finished runs were printed or saved."""
+    """Raised after the user stopped a command. The finished runs have been printed or saved."""
 
     exit_code = interrupt.EXIT_CODE
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise UsageError for a file that cannot be written. Call it before the work starts."""
+    """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:
         return
     real = path.expanduser()
@@ -36,7 +36,10 @@ def check_writable(path: Path | None) -> None:
 
 
 def with_records(args: Sequence[str]) -> list[str]:
-    """Translate arguments of earlier versions: --json FILE to --records FILE, and --json - to --json."""
+    """Translate arguments of earlier versions.
+
+    `--json FILE` becomes `--records FILE`, and `--json -` becomes `--json`.
+    """
     current, rest = list[str](), list(args)
     while rest:
         word = rest.pop(0)
@@ -50,7 +53,7 @@ def with_records(args: Sequence[str]) -> list[str]:
 
 
 def _is_records(word: str) -> bool:
-    """Return True if the word after --json is - or a file for records, and not an option or a task."""
+    """Return True if the word after --json is `-` or a file for records, and not an option or a task."""
     from kvtool import tasks
 
     if word.startswith("-"):
@@ -63,18 +66,21 @@ def _is_records(word: str) -> bool:
 
 
 def records_path(records: str | None, resume: bool) -> Path | None:
-    """Return the path of --records, or None without that option. Raises UsageError."""
+    """Check the options --records and --resume. Return the path, or None without --records.
+
+    Raises UsageError.
+    """
     if records is None:
         if resume:
             raise UsageError("--resume needs the file to go on with: --records FILE")
         return None
     path = Path(records).expanduser()
     check_writable(path)
-    # a new version will replace the file: follow a link to its target, and refuse a device or a pipe
+    # a new version will replace the file, so use the target of a link, and refuse devices and pipes
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
-    # the folder will hold the lock and the new version
+    # the lock and the new version will be written to the same folder
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
         raise UsageError(f"{path} exists; continue it with --resume, or choose another file")
@@ -82,23 +88,23 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
-    """Return the message after Ctrl-C: n_done of n units are finished. path: the file of records."""
+    """Return the message after Ctrl-C, when n_done of n units are finished. path: the file of --records."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """Raise UsageError for a picture that cannot be drawn or written. flag: the option with its path."""
+    """Raise UsageError if a picture cannot be drawn or written. flag: the option that names the picture."""
     check_writable(path)
     if path:
         check_packages(flag, ("matplotlib",), "plot")
 
 
 def check_packages(name: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError for packages that are not installed.
+    """Raise UsageError if a package is not installed.
 
-    name: the option or task that needs them. extra: kvtool's extra that installs them.
+    name: the option or task that needs the packages. extra: the extra of kvtool that installs the packages.
     """
     from importlib.util import find_spec
 
@@ -117,9 +123,10 @@ def png(figure: Figure) -> bytes:
 
 @contextmanager
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Write each output (a path, and a function that returns the bytes) before the block prints the result.
+    """Write files, and then run the block, which prints the result.
 
-    If a file cannot be written, UsageError is raised after the block, so that the result is not lost.
+    An output is a path and a function that returns the bytes. If a file cannot be written, UsageError is
+    raised only after the block, so that the result is not lost.
     """
     failed = None
     for path, data in outputs:

@@ -81,7 +81,7 @@ def perplexity(
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)
-    # every token is scored, so the text is streamed even if the policy reads prompts whole
+    # stream the text even if the policy reads prompts whole, because every token must be scored
     run = run.changed(prefill="stream")
     with (
         closing(source(file)) as text,
@@ -99,7 +99,7 @@ def perplexity(
         with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(_Stop):
 
             def scored(nll: np.ndarray) -> None:
-                """Show the perplexity so far next to the bar. Raises _Stop after Ctrl-C."""
+                """Show the current perplexity next to the bar. Raises _Stop after Ctrl-C."""
                 nonlocal total, n_done
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
                 step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")

@@ -66,7 +66,7 @@ def policies(
     built_in = known.names()
     listed = [described(policy) for policy in ([name] if name else built_in)]
     for policy in [] if name else known.installed():
-        # a faulty policy of another package does not hide the rest of the list
+        # if a policy of another package is faulty, still list all other policies
         try:
             if policy in built_in:
                 hidden = f"policy {policy!r} of {known.owners(policy)} is ignored"

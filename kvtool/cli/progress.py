@@ -1,4 +1,4 @@
-"""Progress on stderr: bars in a terminal, single lines or nothing in a pipe."""
+"""Progress on stderr. A terminal shows bars. A pipe gets single lines or nothing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from kvtool.measure.runner import Event
 
 _SOON_S = 0.5
-"""Seconds after which a line shows the time that is left."""
+"""A line shows the remaining time when the work has taken this many seconds."""
 
 
 @contextmanager
 def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a callback for downloads and hashes; its first call draws a bar.
+    """Yield a callback that shows the progress of a download or of hashing. Its first call draws the bar.
 
-    The callback takes the bytes done and the total, which may grow: a model may have several files.
-    label: the text next to the bar. piped: print it as a line if stderr is not a terminal.
+    The callback takes the number of bytes that are done and the total number of bytes. The total may grow,
+    because a model may have several files.
+
+    label: the text next to the bar. piped: True to print this text as a line if stderr is not a terminal.
     """
     bar: Progress | None = None
 
@@ -52,14 +54,14 @@ def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int,
 
 
 def _bytes_bar() -> Progress:
-    # imported here: rich is slow to import, and a file in the cache needs no bar
+    # imported here, because rich is slow to import, and no bar is needed if the file is already in the cache
     from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
 
     return _bars(BarColumn(), DownloadColumn(True), TransferSpeedColumn())
 
 
 def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
-    """Return bars on stderr, each next to its text. In a pipe they draw nothing."""
+    """Return bars on stderr, each next to its text. If stderr is a pipe, nothing is drawn."""
     from rich.progress import Progress, TextColumn
 
     console, text = plain_console(stderr=True), TextColumn("{task.description}", markup=False)
@@ -68,7 +70,7 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
 
 @dataclass
 class ProgressLine:
-    """A line about work in progress: its share and the time that is left.
+    """A line about work in progress. It shows how much is done and the remaining time.
 
     Attributes
     ----------
@@ -86,7 +88,7 @@ class ProgressLine:
 
     @property
     def is_slow(self) -> bool:
-        """True once the work has lasted long enough to show the time that is left."""
+        """True if the work has taken long enough to show the remaining time."""
         return time.monotonic() - self.started >= _SOON_S
 
     def line(self, done: int, n: int) -> str:
@@ -101,9 +103,9 @@ class ProgressLine:
 
 @contextmanager
 def stopping(worker: Any) -> Iterator[None]:
-    """Context in which Ctrl-C sets `worker.stop`, and prints at once that the current step goes on.
+    """Inside the block, Ctrl-C sets `worker.stop`, and a second Ctrl-C ends the process.
 
-    A second Ctrl-C ends the process.
+    The first Ctrl-C also prints a line at once, because the work stops only after the current step.
     """
     with interrupt.notifying(lambda: say(["stopping after the current step ..."])):
         interrupt.stops(worker)
@@ -114,16 +116,16 @@ def stopping(worker: Any) -> Iterator[None]:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback for two numbers: tokens read, and all tokens of the text.
+    """Yield a callback that takes the number of tokens that were read and the number of all tokens.
 
-    It draws a progress line once the reading takes long.
+    It draws a progress line if reading takes long.
     """
     return _line_progress("reading", "tokens")
 
 
 @contextmanager
 def restoring_progress(archive: Archive | None) -> Iterator[None]:
-    """Show a line in a terminal while the archive of a chat is restored, if that takes long."""
+    """Show a line while the archive of a chat is restored. Only in a terminal, and only if it takes long."""
     if not archive:
         yield
         return
@@ -143,7 +145,7 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
         nonlocal status
         if not progress.is_slow or not sys.stderr.isatty():
             return
-        # imported here: short work draws nothing
+        # imported here, because short work needs no line
         from rich.text import Text
 
         line = Text(progress.line(done, n))
@@ -163,7 +165,7 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
 def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
     """Yield a callback that takes how many of n tokens are done and, optionally, a new text for the bar.
 
-    label: the first text next to the bar. n_done: tokens that were done earlier.
+    label: the first text next to the bar. n_done: number of tokens that were already done.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -172,16 +174,18 @@ def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..
     redirect = sys.stdout is not None and sys.stdout.isatty()
     with _bars(*columns, redirect_stdout=redirect, speed_estimate_period=600) as bar:
         task = bar.add_task(label, total=n, completed=n_done)
-        # rich needs two calls to measure the speed: without this call it would show none after the first step
+        # rich needs two calls to measure the speed; without this call, the first step would show no speed
         bar.advance(task, 0)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)
 
 
 @contextmanager
 def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]:
-    """Yield a callback for events. It prints a line per finished run, and draws bars below in a terminal.
+    """Yield a callback for the events of runs. It prints a line for each finished run.
 
-    n_run: number of runs. n_token: tokens that each run scores.
+    In a terminal, it also draws bars below these lines: one for each current run, and one for all runs.
+
+    n_run: number of runs. n_token: number of tokens that each run scores.
     """
     from math import exp
 

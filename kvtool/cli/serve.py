@@ -1,4 +1,4 @@
-"""kvtool serve: the OpenAI and Anthropic APIs, from caches that never fill."""
+"""`kvtool serve`: answer requests of the OpenAI and Anthropic APIs, with caches of a fixed size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _serving = partial(option, group=SERVER)
 
 
 def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Return the origins in the form that browsers send. Raises UsageError."""
+    """Check origins, and return them in lower case, as browsers send them. Raises UsageError."""
     for origin in raw or ():
         if not re.fullmatch(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+", origin):
             raise UsageError(
@@ -113,7 +113,7 @@ def serve(
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(typed_run, model_name)
 
-    # imported first, so that a missing llama.cpp is reported before a missing package
+    # import this first: if llama.cpp and a package are both missing, report llama.cpp
     import kvtool.llama.bindings  # noqa: F401
 
     try:
@@ -139,12 +139,12 @@ def serve(
     sampling = sampling_of(generation)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
-    # report errors in options before a download, and download before the first request
+    # report wrong options before the download, and do the download before the first request
     check(run)
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # keep the reduced length: with the requested length, opening the engine would repeat the note
+    # if the context length was reduced, keep the reduced length, or opening the engine would repeat the note
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
@@ -198,7 +198,7 @@ def _opened(
     system: str | None,
     most_bytes: int,
 ) -> Iterator[SlotPool]:
-    """Open the first engine, and yield the slots that answer requests. Sets the site's policy."""
+    """Open the first engine, and yield the slots that answer requests. Also set the site's policy."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
@@ -241,13 +241,14 @@ def _opened(
 
             site.defaults = replace(site.defaults, thinking=with_thinking(generation, checked))
         if template and system:
-            # raises before the first request if the system prompt does not fit
+            # if the system prompt does not fit, raise the error before the first request
             Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
 
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # one cache with --rpc: a worker without memory for a second one would end the server
+        # with --rpc there is only one cache, because a worker that has no memory for a second cache would end
+        # the server
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
@@ -260,7 +261,8 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # check only without a GPU: a GPU reports missing memory, but Linux allocates more than it has
+            # without a GPU the check is needed, because Linux allocates more memory than it has;
+            # a GPU reports an error if its memory is not enough
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
@@ -277,7 +279,7 @@ def _opened(
 
 
 def _connect(site: Site, pool: SlotPool) -> None:
-    """Give the site's routes access to the model and to the slots."""
+    """Set the functions and values through which the site's routes use the model and the slots."""
     from kvtool.serve.slot import text_of
 
     slot = pool.slots[0]

@@ -53,7 +53,7 @@ def show(file: File, as_json: Json = False) -> None:
         "tokens": meta["n_past"],
         "cells": meta["cells"],
         "kv_bytes": meta["kv_bytes"],
-        # missing in sessions of earlier versions
+        # sessions of earlier versions do not have these values
         **{name: meta.get(name, 0) for name in ("archived", "archive_bytes")},
         "system": meta["system"],
         "problem": str(problem) if problem else None,
@@ -67,7 +67,7 @@ def show(file: File, as_json: Json = False) -> None:
 
 
 def _print(info: dict[str, Any], has_archive: bool) -> None:
-    """Print the values for people, without the problem: that is printed as an error."""
+    """Print the values as a table. The problem is not in the table, because it is printed as an error."""
     from kvtool.cli.console import print_table
     from kvtool.units import format_bytes
 
@@ -102,7 +102,7 @@ def export(file: File, as_json: Json = False) -> None:
 
     messages = read_meta(file)["messages"]
     if as_json:
-        # escape characters only if stdout cannot encode them
+        # do not escape characters if stdout can encode them
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.write(json.dumps(messages, ensure_ascii=not is_utf8) + "\n")
     else:

@@ -1,10 +1,12 @@
-"""Defaults of options from the file config.toml and from variables KVTOOL_*.
+"""Defaults of options from the file config.toml and from environment variables KVTOOL_*.
 
 Typed options override variables, and variables override the file. In the file, a model's table overrides a
-command's table, and that overrides the top level. A variable for one command overrides one for all.
+command's table, and a command's table overrides the top level. A variable for one command overrides a
+variable for all commands.
 
-click supports no tables for models and no keys for all commands. It names variables after parameters instead
-of flags, and its errors do not name the source of a value. This file finds the values for click.
+This file finds the values and hands them to click. click's own support for defaults is too limited: it has no
+tables for models and no keys for all commands, it names variables after parameters and not after flags, and
+its errors do not say where a value comes from.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from kvtool.options import declared
 
 VARIABLE = "KVTOOL_"
 NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
-"""Variables of kvtool that set no option."""
+"""Environment variables of kvtool that do not set an option."""
 
 Words = tuple[str, ...]
-"""Words of a command, such as ("models", "show")."""
+"""The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # in `kvtool policies` these options choose what the list shows, not how a model runs
+    # in `kvtool policies`, these options change the list that is shown, and not how a model runs
     ("policies",): ("budget", "evict_every", "options", "as_json"),
-    # the sampler's settings for chats do not apply to tasks
+    # tasks do not use the sampler's settings for chats
     ("eval",): ("temp", "seed"),
 }
-"""For some commands: the parameters that only the command's own table and variables can set."""
+"""Parameters of some commands that only the command's own table and its own variables can set."""
 
 _MODELS = "models"
 
@@ -44,21 +46,21 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""Text in messages, and Python types, for each of click's types.
+"""For each of click's types: how messages call it, and the Python types that it accepts.
 
-The keys are the first letters of the types' names, because some versions of click shorten the names.
+The keys are the first three letters of the types' names, because some versions of click shorten the names.
 """
 
 
 class Setting(NamedTuple):
-    """A value that was not typed.
+    """A value of an option that comes from a variable or from the file.
 
     Attributes
     ----------
     value
-        The value, as the command's parser takes it.
+        The value in the form that the command's parser takes.
     source
-        The variable, or the file with its table and key.
+        Where the value was set, for messages: a variable, or the file with table and key.
     """
 
     value: Any
@@ -71,14 +73,14 @@ class Table(NamedTuple):
     Attributes
     ----------
     words
-        Words of its command, () for the top level. In a model's table, "models" and the model's name come
-        first.
+        The words in the table's name. They are the words of a command, or () for the top level. In a model's
+        table, "models" and the name of the model come first.
     values
-        Its keys and values.
+        The keys and values of the table.
     title
-        Its name in messages: the file and the table.
+        How messages call the table: the file and the table's name.
     is_own
-        True if it may contain only options of its command.
+        True if the table belongs to one command and may contain only options of this command.
     """
 
     words: Words
@@ -90,14 +92,15 @@ class Table(NamedTuple):
 def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) -> dict[str, Setting]:
     """Return the settings that apply to a command, by parameter name. Raises UsageError.
 
-    typed: typed parameters with their values. root: kvtool's own command, with all commands in it.
+    typed: the parameters that the user typed, with their values. root: the command `kvtool`, which contains
+    all other commands.
     """
     options, shared = options_of(command), options_of(command, without=words)
     all_tables = list(tables())
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # the top level does not apply to a command without shared options
+    # the top level does not apply to a command that shares no options with others
     chosen = [
         table
         for table in all_tables
@@ -112,7 +115,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # -o is for the policy that the same source sets: drop it if a later source sets another policy
+        # -o belongs to the policy that the same source sets, so drop -o if a later source sets a policy
         if "policy" in layer:
             result.pop("options", None)
         result |= layer
@@ -122,7 +125,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
 
 
 def read() -> tuple[dict[str, Any], Path]:
-    """Return the file's content, {} without a file, and its path. Raises UsageError."""
+    """Return the file's content and its path. The content is {} if there is no file. Raises UsageError."""
     path = config_file()
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -146,7 +149,10 @@ def read() -> tuple[dict[str, Any], Path]:
 
 
 def config_file() -> Path:
-    """Return the path of the file, which need not exist: $KVTOOL_CONFIG, or in the platform's folder."""
+    """Return the path of the file, which may not exist.
+
+    This is $KVTOOL_CONFIG, or else config.toml in the platform's folder for settings.
+    """
     if chosen := os.environ.get("KVTOOL_CONFIG"):
         return Path(chosen).expanduser()
 
@@ -156,13 +162,16 @@ def config_file() -> Path:
 
 
 def options_of(command: Any, without: Words = ()) -> list[Any]:
-    """Return the options that can be set. without: words of a command; its `OPTIONS_OF_ONE` are left out."""
+    """Return the options of a command that can be set.
+
+    without: words of a command. The options in `OPTIONS_OF_ONE` for these words are left out.
+    """
     options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 
 
 def variable(param: Any, words: Iterable[str] = ()) -> str:
-    """Return the variable for an option of all commands, or of the command with these words."""
+    """Return the name of the variable that sets an option, for all commands or for the command `words`."""
     return _variable(flag(param), words)
 
 
@@ -171,7 +180,10 @@ def _variable(name: str, words: Iterable[str] = ()) -> str:
 
 
 def checked(param: Any, value: Any, source: str) -> Setting:
-    """Return a value of the file as the parser takes it. Raises UsageError for a value of another type."""
+    """Convert a value from the file to the form that the parser takes.
+
+    Raises UsageError if the value has the wrong type.
+    """
     if param.multiple:
         values = value if isinstance(value, list) else [value]
         return Setting(tuple(_scalar("text", each, source) for each in values), source)
@@ -181,26 +193,26 @@ def checked(param: Any, value: Any, source: str) -> Setting:
 
 
 def check_takes_model(command: Any, words: Words, table: Table) -> None:
-    """Raise UsageError for a model's table of a command that takes no model: it would never apply."""
+    """Raise UsageError if a model's table is for a command that has no -m, because it would never apply."""
     if table.values and all(param.name != "model" for param in command.params):
         raise UsageError(f"{table.title} never applies: `kvtool {' '.join(words)}` has no -m")
 
 
 def tables() -> Iterator[Table]:
-    """Yield the tables of the file. Raises UsageError for a table that belongs to no command."""
+    """Yield the tables of the file. Raises UsageError if a table does not belong to a command."""
     data, path = read()
     yield from _tables((), data, path)
 
 
 def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Table]:
-    """Yield a table and all tables inside it. words: as in `Table`."""
+    """Yield a table and all tables inside this table. words: see `Table.words`."""
     title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
     if words and words[0] not in COMMANDS:
         raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")
     is_in_group = not words or words[0] in GROUPS
     if len(words) > 1 and not is_in_group:
         raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")
-    # the top level, a group and a model apply to several commands
+    # the top level, the table of a group and the table of a model apply to several commands
     is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
     values = {name: value for name, value in table.items() if name not in inner}
@@ -210,7 +222,11 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
 
 
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
-    """Yield the tables named after the model's file, without its ending, then those named after the model."""
+    """Yield the tables of a model.
+
+    Tables that are named after the model's file (without the ending) come first, then tables that are named
+    after the model. model: the typed or set value of -m, or None for the default model.
+    """
     from kvtool.models.catalogue import registry
 
     known = registry()
@@ -225,10 +241,10 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 
 
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
-    """Return the settings of a table for these options, by parameter name.
+    """Return the settings that a table has for the given options, by parameter name.
 
-    Raises UsageError for a key that is not an option. A command's own table takes only that command's
-    options; the other tables take options of any command.
+    Raises UsageError for a key that is not an option. The table of a command may contain only options of this
+    command. Other tables may contain options of any command.
     """
     result = {}
     for key, value in table.values.items():
@@ -241,7 +257,7 @@ def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting
 
 
 def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
-    """Return the settings of variables for these options. An empty variable counts as not set."""
+    """Return the settings that variables have for the given options. Empty variables are ignored."""
     result = {}
     for param in params:
         name = variable(param, words)
@@ -251,9 +267,10 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
 
 
 def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
-    """Yield a line for each variable of kvtool that belongs to no option.
+    """Yield a line for each variable KVTOOL_* that does not belong to an option.
 
-    command, words: the command that runs. Others are imported only if a variable is not for its options.
+    command, words: the command that runs. The other commands are imported only if there is a variable that
+    does not belong to an option of this command.
     """
     own = options_of(command)
     known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
@@ -275,25 +292,25 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 
 
 def _instead(name: str, meant: Mapping[str, str]) -> str:
-    """Return " Did you mean ...?" for a variable that belongs to no option, or "".
+    """Return " Did you mean ...?" for a variable that does not belong to an option. "" without a suggestion.
 
-    meant: maps variables named after any name of an option to the right variable.
+    meant: maps names of variables to the right variable. The names are made from all names of all options.
     """
     rest = name.removeprefix(VARIABLE)
     right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))
-    # compare without the prefix, which all variables share
+    # compare names without the prefix, because all variables have the same prefix
     known = dict.fromkeys(each.removeprefix(VARIABLE) for each in meant.values())
     similar = [right] if right else [VARIABLE + each for each in alike(rest, known)]
     return f" Did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:
-    """Return the options with this key in the file. key: an option's name without dashes."""
+    """Return the options that a key of the file sets. key: an option's name without the leading dashes."""
     return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
 
 
 def unknown(table: Table, key: str, params: Iterable[Any]) -> UsageError:
-    """Return the error about a key that is not an option. params: the possible options."""
+    """Return the error for a key that is not an option. params: the options that the table may contain."""
     keys = sorted({each for param in params for each in _keys(param.opts)})
     return UsageError(f"{table.title} {key} is not an option.{suggestion(key, keys)}")
 
@@ -316,7 +333,7 @@ def all_options(root: Any) -> list[Any]:
 
 
 def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
-    """Yield the words and the command of each command in a group and its subgroups."""
+    """Yield (words, command) for each command in a group and its subgroups. words: the words of the group."""
     for name in group.commands:
         command = group.commands[name]
         if hasattr(command, "commands"):
@@ -327,13 +344,13 @@ def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
 
 def _scalar(kind: str, value: Any, source: str) -> Any:
     words, right = _KINDS.get(kind[:3], ("a text", (str, int, float)))
-    # in Python, True is an int
+    # bool needs an extra test, because True is an int in Python
     if not isinstance(value, right) or isinstance(value, bool) != (bool in right):
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
         raise UsageError(f"{source} must be {words}, got {shown}")
     if kind[:3] in _KINDS:
         return value
-    # budget = 512 and budget = "512" are equal
+    # return a text, so that budget = 512 and budget = "512" mean the same
     return os.path.expanduser(str(value)) if kind == "path" else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Texts that a command streams: source, first tokens, and limits of length."""
+"""Texts that a command streams: where a text comes from, its first tokens, and its maximum length."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ File = Annotated[
     str | None,
     typer.Argument(metavar="[FILE]", help="A text file, or - for stdin.", show_default="a pipe on stdin"),
 ]
-"""Argument of a command that streams a text."""
+"""The argument that names a text."""
 
 _MARGIN = 256
-"""Extra tokens that are read: the end of a cut text may be tokenized differently."""
+"""Number of tokens that are read in addition: where a text is cut, it may be tokenized differently."""
 _TOKEN_BYTES = 8
-"""Bytes that are read first for each needed token."""
+"""At first, this many bytes are read for each token that is needed."""
 
 
 def source(file: str | None) -> TextSource:
@@ -42,10 +42,10 @@ def source(file: str | None) -> TextSource:
 def first_tokens(
     model: Model, text: TextSource, n: int | None, *, start: bool = True, n_least: int = 2
 ) -> np.ndarray:
-    """Return the first n tokens i32[<= n] of a text, and read no more of it than needed.
+    """Return the first n tokens of a text, i32[<= n]. Only as much of the text as necessary is read.
 
-    n: None means all tokens. start: begin with a BOS token if the model uses one. Raises InputError for fewer
-    than n_least tokens.
+    n: number of tokens, or None for all tokens. start: True to begin with a BOS token if the model uses one.
+    Raises InputError if the text has fewer than n_least tokens.
     """
     n_bytes = None if n is None else (n + _MARGIN) * _TOKEN_BYTES
     while True:
@@ -61,7 +61,7 @@ def first_tokens(
 
 
 def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
-    """Raise InputError for a text that the engine cannot read to its end. noun: "text" or "prompt"."""
+    """Raise InputError if the engine cannot read a text to its end. noun: "text" or "prompt"."""
     shorter = "or --max-tokens" if noun == "text" else "or a shorter prompt"
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
@@ -74,7 +74,10 @@ def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
 def check_positions(
     positions: str, n_tokens: int, n_ctx: int, noun: str = "text", shorter: str = "or --max-tokens"
 ) -> None:
-    """Raise InputError for a text with more tokens than positions. shorter: advice on a shorter text."""
+    """Raise InputError if a text has more tokens than there are positions.
+
+    shorter: how to make the text shorter, for the message.
+    """
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(
             f"the {noun} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "

@@ -1,4 +1,4 @@
-"""`kvtool worker`: lend this machine's devices to another machine's --rpc."""
+"""`kvtool worker`: lend this machine's devices to another machine that runs kvtool with --rpc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
-"""Shortest connection that is reported, in seconds: clients test the worker with shorter ones."""
+"""Connections shorter than this many seconds are not reported. Clients make them to test the worker."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def worker(*, args: _WorkerOptions) -> None:
     n_bytes = None if args.mem is None else parse_bytes(args.mem)
     if n_bytes == 0:
         raise UsageError("--mem must be above 0; leave it out to lend all memory")
-    # try the port first: ggml would not say why it cannot listen
+    # try to use the port, because ggml does not say why it cannot listen
     listener(address, port).close()
 
     from kvtool.llama.crash import guard
@@ -84,10 +84,10 @@ def worker(*, args: _WorkerOptions) -> None:
         try:
             start()
         finally:
-            # closes the pipe's write end, so that the loop over `lines` ends
+            # close the write end of the pipe, so that the loop over `lines` ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    # in a thread: `start` never returns, and the main thread must stay free to handle signals
+    # use a thread, because `start` never returns and the main thread has to handle signals
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     if _listens(thread, address, port):
@@ -103,7 +103,7 @@ def listener(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port))
     except OSError as error:
-        # Python's message repeats the address
+        # cut off the address, which Python's message repeats
         reason = str(error.strerror or error).partition(" (while attempting")[0]
         if error.errno == errno.EADDRINUSE:
             reason = "the port is in use, maybe by another kvtool; choose another --port"
@@ -113,7 +113,7 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:
-    """Wait until the serving thread can be reached. Return False if the thread ended."""
+    """Wait until a client can connect to the serving thread. Return False if the thread ended."""
     reached_at = "127.0.0.1" if address == "0.0.0.0" else address
     while thread.is_alive():
         try:
@@ -135,7 +135,7 @@ def _names(devices: list[dict[str, object]]) -> str:
 def _stdout_lines() -> TextIO:
     """Return the lines that this process, including C code, writes to stdout from now on."""
     if sys.stdout is None:
-        # stdout is closed: take file descriptor 1, so that the pipe gets another one
+        # stdout is closed; open something as file descriptor 1, so that the pipe gets other numbers
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()
@@ -146,7 +146,10 @@ def _stdout_lines() -> TextIO:
 
 
 class _Log:
-    """Messages of a worker on stderr. verbose: 1 reports every connection, 2 also shows ggml's output."""
+    """Messages of a worker on stderr.
+
+    verbose: 1 to report every connection, 2 to also show ggml's output.
+    """
 
     def __init__(self, verbose: int) -> None:
         self.verbose = verbose
@@ -154,7 +157,7 @@ class _Log:
         self._told = threading.Event()
 
     def say(self, line: str) -> None:
-        # the terminal may be closed
+        # ignore errors, because the terminal may be closed
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"kvtool: {line}\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Set-up of commands in which a model writes: the model argument, thinking, sampling, engine and writer."""
+"""Preparations of commands in which a model writes: model, thinking effort, sampler, engine and writer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
-    """Return the options with the model that an argument names. Raises UsageError if -m names one too.
+    """Return the options with the model that the argument names. Raises UsageError if -m was also typed.
 
-    name: the argument, or None.
+    name: the argument, or None if it was not typed.
     """
     if name is None:
         return run
@@ -38,10 +38,10 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 
 
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
-    """Call `think` with the requested effort and budget of thinking; return its result. Raises UsageError.
+    """Call `think` with the requested thinking effort and thinking budget, and return its result.
 
-    If the model's template does not take the effort, a typed effort is an error. An effort from a setting or
-    a session is left out, with a line on stderr.
+    `think` raises UsageError if the model's template does not take the effort. This error is passed on if the
+    user typed the effort. An effort from a setting or a session is left out, with a line on stderr.
     """
     try:
         return think(generation.think, generation.think_budget)
@@ -53,7 +53,10 @@ def with_thinking(generation: GenerationOptions, think: Callable[[str | None, in
 
 
 def sampling_of(generation: GenerationOptions) -> Sampling:
-    """Return the sampler's settings. Report parts of a schema that cannot be enforced. Raises UsageError."""
+    """Return the settings of the sampler. Raises UsageError.
+
+    If parts of the JSON schema cannot be enforced, report this on stderr.
+    """
     if generation.json_schema is not None:
         from kvtool.llama import schema
 
@@ -63,9 +66,11 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
 
 
 def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
-    """Return a message that says why a text has no visible character; None if another message does.
+    """Return a message that says why a text has no visible character.
 
-    noun: "reply" or "answer". thought: True if a thought came before.
+    None if the user stopped it, it repeated itself or it became too long: other messages say this.
+
+    noun: "reply" or "answer". thought: True if there was a thought before the text.
     """
     if writer.stop or writer.loop or writer.is_cut:
         return None
@@ -78,10 +83,10 @@ def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None
 
 @contextmanager
 def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tuple[Opened, Writer]]:
-    """Open an engine with a writer, and report the notes on stderr. Raises KvtoolError."""
+    """Open an engine with a writer, and print the notes about them on stderr. Raises KvtoolError."""
     sampling = sampling_of(generation)
 
-    # imported here, so that errors in options are reported without loading llama.cpp
+    # import this after the options are checked, because it loads llama.cpp
     from kvtool.config.opening import open_run
 
     with open_run(run, find=locate, guarded=True) as opened:

@@ -1,4 +1,4 @@
-"""Options of the archive: its limit, and combinations that cannot work."""
+"""Options of the archive: they are checked and turned into the engine's settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RunOptions)
 
 _BLOCK = 32
-"""Numbers that share a scale in the types of 8 bits and fewer."""
+"""In types of 8 bits or fewer, this many numbers share a scale."""
 
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
-    """Raise UsageError for archive options that cannot work.
+    """Raise UsageError if the archive options cannot work.
 
-    kinds: the policies that the options are for, by name.
+    kinds: the policies for which the options were given, by name.
     """
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
@@ -40,9 +40,11 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
 
 
 def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
-    """Return the engine's setting for the limit: {"archive": tokens}, {"archive_bytes": bytes} or {}.
+    """Return the engine's setting for the limit of the archive.
 
-    Raises UsageError for a text that is not a size, and for more bytes than the memory or the disk has.
+    It is {"archive": tokens}, {"archive_bytes": bytes}, or {} without --archive.
+
+    Raises UsageError if the text is not a size, or if it is more bytes than the memory or the disk has.
 
     text, file: values of --archive and --archive-file.
     """
@@ -58,7 +60,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
             "which archives nothing"
         )
     if not is_bytes:
-        # accept more tokens than the memory can hold: the stream may never get that long
+        # do not check whether the memory can hold these tokens, because the stream may never get that long
         return {"archive": n}
     available, place = memory.total_bytes(), "this machine's memory"
     if file is not None:
@@ -69,11 +71,12 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 
 
 def with_type(run: R, info: ModelInfo) -> R:
-    """Return the options with the archive's type if they leave it open. info: header of the model.
+    """Choose the type of the archive if it is "auto", and return the options. info: header of the model.
 
-    Biases make a few elements of every key large, and 5 bits then cannot tell keys apart, as with Qwen 2.5.
+    Models that add biases to their keys, such as Qwen 2.5, get 8 bits for keys and not 5. Biases make a few
+    elements of every key large, and with 5 bits different keys would become equal.
     """
-    # imported here: it loads llama.cpp
+    # imported here, because the import loads llama.cpp
     from kvtool.llama.devices import has_gpu
 
     if run.archive_type != "auto":
@@ -81,13 +84,13 @@ def with_type(run: R, info: ModelInfo) -> R:
     if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
         return run.changed(archive_type="f16")
     if run.gpu_layers != 0 and not run.workers and has_gpu():
-        # this machine's GPUs attend to q8_0 as it is, and have to convert types of fewer bits
+        # this machine's GPUs can attend to q8_0 directly, but have to convert types of fewer bits
         return run.changed(archive_type="q8_0")
     return run.changed(archive_type="q8_0/q4_0" if info.weights.has_key_bias else "q5_0/q4_0")
 
 
 def check_file(file: str | None) -> None:
-    """Raise UsageError for an --archive-file that cannot be created."""
+    """Raise UsageError if the file of --archive-file cannot be created."""
     if file is None:
         return
     if sys.platform == "win32":

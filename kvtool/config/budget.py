@@ -1,4 +1,4 @@
-"""Budgets: from the text of --budget to cells, and to a policy that keeps within them."""
+"""Budgets: turn the text of --budget into cells, and make a policy that keeps within this number of cells."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
 class Budget(NamedTuple):
-    """Budget as the user typed it.
+    """A budget from the command line.
 
     Attributes
     ----------
     text
-        "512", "10%" or "64MiB".
+        The text that the user typed: "512", "10%" or "64MiB".
     n
-        Number of cells, or of bytes.
+        Number of cells, or number of bytes if `in_bytes` is True.
     in_bytes
-        True if `n` is in bytes.
+        True if the budget is in bytes.
     n_ctx_train
         Trained context length of the model, in tokens.
     """
@@ -44,11 +44,11 @@ class Budget(NamedTuple):
     def cells(
         self, layers: Layers, n_batch: int, type_k: str = "f16", type_v: str = "f16"
     ) -> tuple[int, int]:
-        """Return the cells of a row, and the maximum tokens of a batch (at most n_batch).
+        """Return the number of cells of a row, and the maximum number of tokens of a batch (at most n_batch).
 
-        A budget in bytes bounds the whole cache, including padding, batches, and the memory of sliding and
-        recurrent layers. It gives the largest cache that fits, in steps of 256 cells. Raises UsageError for
-        too few bytes.
+        A budget in bytes limits the whole cache. This includes padding, the cells for a batch, and the memory
+        of sliding and recurrent layers. The result is the largest cache that fits, in steps of 256 cells.
+        Raises UsageError if the bytes are too few for the smallest cache.
         """
         if not self.in_bytes:
             return self.n, n_batch
@@ -89,7 +89,7 @@ def parse(text: str, n_ctx_train: int) -> Budget:
 
 def percent(text: str) -> Decimal:
     """Return the number in "20%". Raises UsageError unless it is above 0 and at most 100."""
-    # imported here: most commands never need it, and it takes memory
+    # imported here, because the import takes memory and most commands do not need it
     from decimal import Decimal
 
     match = _SHARE.fullmatch(text.strip())
@@ -99,18 +99,21 @@ def percent(text: str) -> Decimal:
 
 
 def share(percent: Decimal, n: int) -> int:
-    """Return a share of n tokens in cells, rounded down because a budget is a hard cap; 0 is possible."""
+    """Return a percentage of n tokens as a number of cells, which may be 0.
+
+    The number is rounded down, because a budget must not be exceeded.
+    """
     return int(n * percent / 100)
 
 
 def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:
-    """Return the budget of the options, or the policy's default. kind: a policy that evicts.
+    """Return the budget that the options set, or else the default budget of the policy.
 
-    Raises UsageError.
+    kind: a policy that evicts. Raises UsageError.
     """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # a policy with `capped` chooses how much each row keeps: its budget is a limit, by default the context
+    # a policy with `capped` chooses how much each row keeps; its budget is only a limit, by default n_ctx
     n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
@@ -121,19 +124,19 @@ def in_cells(n: int, n_ctx_train: int) -> Budget:
 
 
 class Fitted(NamedTuple):
-    """Policy fitted to a budget.
+    """A policy with the parameters that fit a budget.
 
     Attributes
     ----------
     policy
-        Policy with all its parameters.
+        The policy, with all its parameters set.
     n
         Budget in cells.
     n_batch
-        Maximum tokens of a batch.
+        Maximum number of tokens of a batch.
     note
-        Line for the user if the budget is the whole context, or does not take batches of the requested size;
-        else None.
+        Note for the user if the budget holds the whole context, or if batches of the requested size do not
+        fit into the budget. Otherwise None.
     """
 
     policy: Policy
@@ -145,8 +148,8 @@ class Fitted(NamedTuple):
 def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> Fitted | None:
     """Fit the policy of a run before its model is loaded. info: the model's header.
 
-    Return None if fitting needs the loaded model: for a policy that never evicts, and for a budget in bytes.
-    For the latter, only the policy's parameters are checked here. Raises UsageError.
+    If the policy never evicts, or the budget is in bytes, the loaded model is needed, and the result is None.
+    For a budget in bytes, the policy's parameters are still checked. Raises UsageError.
     """
     if not spec.kind.evicts:
         return None
@@ -160,9 +163,9 @@ def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx
 def fit_run(
     spec: policies.PolicySpec, run: RunOptions, layers: Layers, n_text: int, n_ctx: int, n_ctx_train: int
 ) -> Fitted:
-    """Fit the policy of a run to its loaded model. Raises UsageError.
+    """Fit the policy of a run to the loaded model. Raises UsageError.
 
-    n_text: cells of a policy that never evicts.
+    n_text: number of cells for a policy that never evicts. Other policies do not use it.
     """
     if not spec.kind.evicts:
         return fit(spec, run, in_cells(n_text, n_ctx_train), layers)
@@ -172,11 +175,12 @@ def fit_run(
 
 
 def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
-    """Fit the policy to the budget. layers: the model's.
+    """Fit the policy to the budget. layers: the layers of the model.
 
     While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
-    If every token is scored, no batch may exceed the budget. Raises UsageError with the smallest budget that
-    works.
+    If every token is scored, a batch may not exceed the budget.
+
+    Raises UsageError if the budget is too small. The message has the smallest budget that works.
     """
     wanted = run.n_batch or run.default_n_batch
     n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
@@ -199,7 +203,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
 
 
 def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce a budget given in bytes by the cells that recall adds in a step, which also take bytes."""
+    """Reduce a budget in bytes by the cells that recall adds in a step, which also take bytes."""
     policy = fitted.policy.on(layers.n_group, layers.has_values)
     if not policy.recall:
         return fitted

@@ -1,4 +1,4 @@
-"""Draft tokens: how many a step may have, and the drafters that --draft asks for."""
+"""Draft tokens: the maximum number in a step, and the drafters that --draft names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOOKUP, _MTP, _OFF = "lookup", "mtp", "off"
 
 _STATE_BYTES = 256 * 2**20
-"""Maximum bytes of the copies of recurrent states, which are on the device."""
+"""Maximum number of bytes for copies of recurrent states. The copies are on the device."""
 
 
 def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
@@ -46,13 +46,13 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
         raise UsageError(f"--draft {run.draft} cannot be used with {obstacle}; leave it out")
     if obstacle:
         return 0
-    # each draft token takes another copy of all recurrent states
+    # each draft token needs one more copy of all recurrent states
     most = max(_STATE_BYTES // layers.recurrent_bytes, 1) if layers.recurrent_bytes else MOST
     return min(MOST, n_batch - 1, most)
 
 
 def uses_mtp(run: RunOptions, info: ModelInfo) -> bool:
-    """True if the model drafts for itself. Raises UsageError if its file lacks the layers for it."""
+    """True if the model itself makes draft tokens. Raises UsageError if its file has no layers for this."""
     if not isinstance(run, WriteOptions) or run.draft != _MTP:
         return False
     if not info.has_mtp:
@@ -68,10 +68,10 @@ def _no_mtp(path: Path, reason: str) -> UsageError:
 
 
 class Drafts:
-    """Maker of drafters for the engines of a run. `opened` creates it.
+    """Makes the drafters for the engines of a run. `opened` creates it.
 
-    draft_model: model that drafts tokens where lookup finds none; None if --draft names no model.
-    mtp: True if the engine's model drafts them itself.
+    draft_model: the model that makes draft tokens where lookup finds nothing. None if --draft names no model.
+    mtp: True if the engine's own model makes draft tokens where lookup finds nothing.
     """
 
     def __init__(self, draft_model: Model | None, *, mtp: bool = False) -> None:
@@ -79,7 +79,7 @@ class Drafts:
         self._stack = ExitStack()
 
     def of(self, engine: Engine) -> Drafter | None:
-        """Return a drafter for an engine; None if the engine takes no draft tokens."""
+        """Return a drafter for an engine, or None if the engine takes no draft tokens."""
         if not engine.settings.n_draft:
             return None
         from kvtool.drafts.lookup import Lookup
@@ -98,13 +98,13 @@ class Drafts:
         return Drafter(Lookup(), self._stack.enter_context(closing(source)))
 
     def close(self) -> None:
-        """Free the caches of the draft model, or of MTP layers."""
+        """Free the caches of the draft model or of the MTP layers."""
         self._stack.close()
 
 
 @contextmanager
 def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
-    """Load the draft model, if --draft names one. Raises KvtoolError if it cannot draft for the model."""
+    """Load the draft model if --draft names one. Raises KvtoolError if it does not fit `model`."""
     name = run.draft if isinstance(run, WriteOptions) else _OFF
     if name in (_LOOKUP, _OFF):
         yield Drafts(None)
@@ -117,10 +117,10 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # workers, adapters and places of tensors are the large model's
+    # reset options for workers, adapters and places of tensors, which are meant for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # these options count workers as well
+        # reset these options, because their values are for the GPUs and the workers together
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""Options of generated text: the sampler's settings, the length limit, thinking and the seed."""
+"""Options for generating text: the sampler's settings, the length limit, thinking and the seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvtool.options import SAMPLING, Options, declared, option, redeclared, unle
 from kvtool.units import format_tokens
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of `--think`; a chat template supports some of them."""
+"""Values of `--think`. A chat template supports only some of them."""
 
 _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _limit(raw: int | None, flag: str) -> int | None:
-    """Read a limit of tokens; -1 means no limit, as in llama.cpp."""
+    """Convert a limit of tokens. -1 means no limit, as in llama.cpp, and becomes None."""
     if raw == 0:
         raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
     return None if raw == -1 else raw
@@ -26,7 +26,7 @@ def _limit(raw: int | None, flag: str) -> int | None:
 
 @dataclass(frozen=True)
 class _LengthOptions(Options):
-    """Length of a reply, and of the thought before it."""
+    """Options for the length of a reply and of the thought before the reply."""
 
     n: int | None = _option(
         "-n, --predict, --n-predict N",
@@ -57,10 +57,10 @@ class _LengthOptions(Options):
 
 @dataclass(frozen=True)
 class GenerationOptions(Sampling, _LengthOptions):
-    """Options of generated text, with llama.cpp's defaults.
+    """Options for generating text, with llama.cpp's defaults.
 
-    If both a grammar and a schema are set, the typed one is used. Raises UsageError if both or neither were
-    typed.
+    A grammar and a schema exclude each other. If both are set but only one of the two was typed, the typed
+    option is used. Otherwise UsageError is raised.
     """
 
     temp: float = redeclared(Sampling, "temp", 0.8)
@@ -91,14 +91,14 @@ class GenerationOptions(Sampling, _LengthOptions):
         super().__post_init__()
 
     def cut(self, n_written: int) -> str | None:
-        """Return the note for a text that ended at the token limit; None if the user set the limit."""
+        """Return the note for a text that ended at the token limit. None if the user has set this limit."""
         if "n" in self.given:
             return None
         return f"stopped after {format_tokens(n_written)}; -n N changes the limit, and -n -1 removes it"
 
     @staticmethod
     def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
-        """Return the line about a reply that ended in a loop. off: how to turn the detection off."""
+        """Return the note for a reply that ended in a loop. off: how the user can turn the detection off."""
         tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
         return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
 
@@ -108,27 +108,30 @@ class GenerationOptions(Sampling, _LengthOptions):
 
     @classmethod
     def field(cls, name: str) -> str:
-        """Return the field that has this name as an option or in requests. Raises UsageError."""
+        """Return the field to which a name belongs. Raises UsageError.
+
+        name: the name of an option, or the name of a value in requests.
+        """
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest the field even if the name resembles only a request's name for it
+            # suggest fields, also if the name is similar only to a name in requests
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
     def set(self, name: str, text: str) -> GenerationOptions:
-        """Return a copy with one setting changed, as its option would change it.
+        """Return a copy in which one setting has the value that its option would give it.
 
-        name: as for `field`. text: the value; for a repeatable option its only value, or "" for no value.
-        Raises UsageError or InputError.
+        name: see `field`. text: the value. A repeatable option gets only this value, or no value if the text
+        is "". Raises UsageError or InputError.
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         option = declared(GenerationOptions)[name]
         value = option.parse(_raw(name, text), name)
-        # the error names the setting as `/set` does, not the option
+        # pass the name that the user typed after `/set`, so that an error has this name
         option.check(value, name)
         return self.changed(**none | {name: value})
 
@@ -137,7 +140,7 @@ _SHAPES = ("grammar", "json_schema")
 
 
 def _raw(name: str, text: str) -> Any:
-    """Convert a typed text to the type that the field's option reads. Raises UsageError."""
+    """Convert a typed text to the type that the option of a field takes. Raises UsageError."""
     kind = str(get_type_hints(GenerationOptions)[name])
     if kind.startswith("tuple"):
         return [text] if text else None

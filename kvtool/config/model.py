@@ -1,4 +1,4 @@
-"""Model of a run: find its file, read its header, load it."""
+"""The model of a run: find its file, read the header, and load it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
 
 _MARGIN = 2**30
-"""Bytes of each GPU that --gpu-layers auto leaves free, for compute buffers: as many as in llama.cpp."""
+"""With --gpu-layers auto, this many bytes of each GPU are left free for compute buffers, as in llama.cpp."""
 
 _RETRY_SHARE = 0.75
-"""Part of a GPU's free memory to use when more was not there."""
+"""If loading fails, the second attempt uses this share of the free memory that the GPU reported."""
 
 T = TypeVar("T")
 
 Find = Callable[[str | None], Path]
-"""Function from the value of --model to the model's file; downloads the file if needed."""
+"""Function that takes the value of --model and returns the model's file, after a download if necessary."""
 
 
 def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
@@ -39,7 +39,7 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 @contextmanager
 def loaded_model(run: RunOptions, path: Path, **how: Any) -> Iterator[Model]:
-    """Load the model; free it at the end. how: arguments of `opened_on_model`. Raises KvtoolError."""
+    """Load the model, and free it at the end. how: arguments of `opened_on_model`. Raises KvtoolError."""
     with opened_on_model(run, path, lambda model: model, **how) as model:
         yield model
 
@@ -55,16 +55,17 @@ def opened_on_model(
     n_cell: int = 4096,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[T]:
-    """Load the model onto the devices that the options name, and open something on it; free it at the end.
+    """Load the model onto the devices that the options name, and call `open_on`. Free the model at the end.
 
     Raises KvtoolError.
 
-    open_on: returns what this yields, which the caller closes. If it raises OutOfMemory and --gpu-layers is
-    auto, it is called once more, on a model with fewer weights on the GPU.
-    guarded: if compiled code crashes, end the process with one line on stderr.
-    mtp: also load the layers for multi-token prediction.
-    n_cell: cells of each row, for which a GPU keeps room if --gpu-layers is auto.
-    say: called with a line if not all weights fit on the GPU.
+    open_on: called with the model. Its result is yielded, and the caller closes it. If `open_on` raises
+    OutOfMemory and --gpu-layers is auto, the model is loaded again with fewer weights on the GPU, and
+    `open_on` is called once more.
+    guarded: True if a crash of compiled code should end the process with one line on stderr.
+    mtp: True to also load the layers for multi-token prediction.
+    n_cell: number of cells of each row. If --gpu-layers is auto, room for them is left on the GPU.
+    say: called with a line if not all weights fit on the GPU, or if an option matches no tensor.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
@@ -85,7 +86,7 @@ def opened_on_model(
             placement=run.placement,
             adapters=run.adapters,
             mtp=mtp,
-            # a draft model shares the process with the workers of the large model
+            # without this, a draft model would use the workers, which the process has for the large model
             local=not run.workers,
         )
         try:
@@ -100,7 +101,7 @@ def opened_on_model(
     try:
         model, opened = load(placed)
     except OutOfMemory:
-        # a GPU had less memory than it reported, or buffers took more than _MARGIN
+        # a GPU had less memory than it reported, or buffers took more than _MARGIN: try with less memory
         placed, note = _fitted_to_gpu(run, path, n_cell, _RETRY_SHARE, mtp=mtp)
         if placed is run:
             raise
@@ -123,12 +124,13 @@ def _without_match(run: RunOptions, path: Path) -> list[str]:
 def _fitted_to_gpu(
     run: RunOptions, path: Path, n_cell: int, share: float = 1.0, *, mtp: bool = False
 ) -> tuple[RunOptions, str]:
-    """Set how many layers and experts are on the GPU, if the options leave that open and not all fit.
+    """If not all weights fit on the GPU, set how many layers and experts are on the GPU.
 
-    Returns the options, with a line about it. Returns the same options and "" if all fits, for a placement by
-    hand, with workers, and for GPUs that report no free memory.
+    Returns the changed options and a line about the change. The options stay the same, and the line is "", if
+    all weights fit, the user placed weights by hand, there are workers, or GPUs do not report their free
+    memory.
 
-    share: part of the free memory to use.
+    share: share of the free memory that is used.
     """
     from kvtool.llama.devices import gpu_free_bytes, gpus
 
@@ -157,13 +159,14 @@ def fitted_weights(
     *,
     mtp: bool = False,
 ) -> PlacedWeights:
-    """Return which weights fit into n_bytes of n_gpu GPUs, together with a cache of n_cell cells a row.
+    """Return which weights fit into n_bytes of memory together with a cache of n_cell cells per row.
 
-    mtp: count the layers for multi-token prediction, with their cache.
+    n_bytes: memory of all n_gpu GPUs together. mtp: True to include the layers for multi-token prediction,
+    and their cache.
     """
     cell_bytes, mtp_bytes = info.plain_layers.cell_bytes, 0
     if mtp:
-        # imported here: it loads llama.cpp
+        # imported here, because the import loads llama.cpp
         from kvtool.drafts import mtp as drafts
 
         mtp_bytes = cell_bytes() * drafts.N_CELL // info.n_layer
@@ -174,7 +177,7 @@ def fitted_weights(
 
 
 def in_words(placed: PlacedWeights, info: ModelInfo) -> str:
-    """Return which weights are on a GPU, as words that follow "room for"."""
+    """Return a phrase about the weights that are on a GPU. It follows "room for" in a sentence."""
     n, n_layer = placed.n_gpu_layers, info.weights.n_layer
     if n <= n_layer:
         experts = ", without their experts" if placed.n_cpu_moe else ""

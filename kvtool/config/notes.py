@@ -1,4 +1,4 @@
-"""Lines for the user about options that kvtool changes or that have no effect."""
+"""Notes for the user about options that kvtool changes, or that have no effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
 
 
 def gpu_note(run: RunOptions) -> str | None:
-    """Return the note on options of GPUs without a GPU, or None. First add workers, whose GPUs count."""
+    """Return a note if options for GPUs were given and there is no GPU, else None.
+
+    Call this after workers were added, because their GPUs are also used.
+    """
     from kvtool.llama.devices import has_gpu
 
     options = {name: getattr(run, name) for name in ("gpu_layers", "tensor_split", "main_gpu")}
@@ -46,7 +49,9 @@ def resident_note(engine: Engine) -> str | None:
 
 
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
-    """Return the note on an unpatched llama.cpp, or None. Raises LibraryError if a policy needs the patch.
+    """Return a note if llama.cpp is not patched, else None.
+
+    Raises LibraryError if llama.cpp is not patched and a policy needs the patch.
 
     kinds: the policies of the run, by name.
     """
@@ -65,7 +70,7 @@ def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
 
 
 def runnable() -> dict[str, type[Policy]]:
-    """Return the built-in policies that the installed llama.cpp can run; `full` comes first."""
+    """Return the built-in policies that the installed llama.cpp can run. The first is `full`."""
     from kvtool.llama.library import is_patched
 
     kinds = {name: policies.load(name) for name in policies.names()}

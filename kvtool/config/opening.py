@@ -1,4 +1,4 @@
-"""From options to an engine."""
+"""Make an engine from options."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
 
 
 _N_CELL = 4096
-"""Cells of each row for which a GPU keeps room, if the number is not known before the model is loaded."""
+"""A GPU keeps room for this many cells of each row if the number is unknown before the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine, and the options that it runs with.
+    """An engine, and the options with which it runs.
 
     Attributes
     ----------
     engine
         Engine with an empty cache.
     info
-        Header of its model.
+        Header of the engine's model.
     run
-        Options in effect, with another policy if the default one, recall, does not work (`replace_recall`).
+        The options in effect. If the default policy, recall, does not work, they have another policy. See
+        `replace_recall`.
     notes
-        Lines for the user about options that were changed.
+        Notes for the user about options that were changed or that have no effect.
     """
 
     engine: Engine
@@ -61,35 +62,35 @@ def open_run(
     guarded: bool = False,
     n_output: int = 1,
 ) -> Iterator[Opened]:
-    """Load the model, fit the policy to the budget, and make the engine; close both at the end.
+    """Load the model, fit the policy to the budget, and make the engine. Close model and engine at the end.
 
-    Options are checked before the model is loaded, as far as that is possible without it.
+    All options that can be checked without the model are checked before the model is loaded.
 
     Parameters
     ----------
     run
         Options.
     length
-        Returns the length of the text in tokens, given the loaded model. The cache of a policy that never
-        evicts is no larger.
+        Takes the loaded model and returns the length of the text in tokens. If the policy never evicts, the
+        cache gets no more cells than this.
     find
-        Finds the model's file.
+        Finds the file of the model.
     guarded
-        True if a crash of compiled code should end the process with one line; for command-line programs.
+        True if a crash of compiled code should end the process with one line. Only for command-line programs.
     n_output
-        Maximum tokens of a step that give logits; ignored if all tokens are scored.
+        Maximum number of tokens of a step for which logits are computed. Ignored if all tokens are scored.
 
     Raises
     ------
     KvtoolError
-        For options that cannot work.
+        If the options cannot work.
     """
     spec = check(run)
     info = find_model(run.model, find)
     n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
-    # imported here, so that errors in options are reported without loading llama.cpp
+    # imported here, so that wrong options are reported before llama.cpp is loaded
     from kvtool.engine import residents
     from kvtool.engine.loop import Engine
 
@@ -130,7 +131,7 @@ def open_run(
 
 
 def check(run: RunOptions) -> policies.PolicySpec:
-    """Return the policy. Raises UsageError for options that cannot work with any model."""
+    """Return the policy of the options. Raises UsageError if the options cannot work with any model."""
     spec = policies.spec(run.policy, run.evict_every, run.options)
     if not spec.kind.evicts:
         if "budget" in run.typed:
@@ -145,7 +146,7 @@ def check(run: RunOptions) -> policies.PolicySpec:
 
 
 def check_read_once(run: RunOptions, policy: str) -> None:
-    """Raise UsageError if a text is streamed under a policy that reads it twice. policy: its name."""
+    """Raise UsageError if a text is streamed and the policy reads texts twice. policy: name of the policy."""
     if run.scores and run.prefill is None and policies.load(policy).has_reconstruction():
         raise UsageError(
             f"`{policy}` reads a prompt twice, but here the text is read only once; choose another policy, "
@@ -156,7 +157,8 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """Replace the default policy, recall, if it does not work with this model or these positions.
 
-    Returns the options, and a note if the policy was replaced. kind: the policy. layers: of the loaded model.
+    Returns the options, and a note if the policy was replaced, else None. kind: the class of the policy.
+    layers: the layers of the loaded model.
     """
     if not (run.instead and kind.recalls()):
         return run, None
@@ -174,9 +176,10 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
 
 
 def _checkpoint_bytes(run: RunOptions) -> int | None:
-    """Return the limit of the checkpoints; None for the default, 0 for a run that never goes back.
+    """Return the limit of the checkpoints in bytes, or None for the default.
 
-    Raises UsageError for a text that is not a size.
+    The limit is 0 for runs that never go back to an earlier state. Raises UsageError if --checkpoints is not
+    a size.
     """
     if not isinstance(run, ChatOptions):
         return 0

@@ -1,4 +1,4 @@
-"""State of an engine after a run: as a record, and as lines for people."""
+"""The state of an engine after a run, as a record and as text for people."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from kvtool.units import format_bytes
 
 
 def report(engine: Engine, policy: str) -> dict[str, Any]:
-    """Return the fields that every result has: policy, budget, and memory in use.
+    """Return the fields that every result has: about the policy, the budget and the memory.
 
-    policy: its name as typed. Without an archive, the last seven fields are 0, 0, None, None, 0, 0 and "".
+    policy: the policy's name as the user typed it. If there is no archive, the last seven fields are 0, 0,
+    None, None, 0, 0 and "".
     """
     archive = engine.context.archive
     return {
@@ -37,13 +38,13 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def budget(record: Mapping[str, Any]) -> int:
-    """Return a report's maximum cells per row; if rows share a budget, the mean over the rows."""
+    """Return the maximum number of cells per row in a report. If rows share a budget, return their mean."""
     is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
     return int(record["asked"] if is_shared else record["budget"])
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """Return a report as a line for people: cells and bytes."""
+    """Return the cells and bytes of a report as text for people."""
     parts = [
         f"{record['cells']:.0f}/{budget(record)} cells per row",
         f"cache {format_bytes(record['kv_bytes'])}",
@@ -55,7 +56,7 @@ def line(record: Mapping[str, Any]) -> str:
 
 
 def archive_line(record: Mapping[str, Any]) -> str:
-    """Return the size of a report's archive for people."""
+    """Return the size of the archive in a report as text for people."""
     size = f"{format_bytes(record['archive_bytes'])} {_where(record['archive_file'])}"
     line = f"{record['archived']:,} of at most {record['archive_limit']:,} tokens, {size}"
     if record["resident"]:
@@ -67,9 +68,9 @@ def archive_line(record: Mapping[str, Any]) -> str:
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
-    """Return the line that says where older text goes, and the archive's limit; None without an archive.
+    """Return a line that says where older text is archived, and the limit. None if there is no archive.
 
-    n_slot: number of caches that each have an archive. brief: True leaves out the number of tokens.
+    n_slot: number of caches, each of which has an archive. brief: True to leave out the number of tokens.
     """
     archive = engine.context.archive
     if not archive:

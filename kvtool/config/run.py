@@ -26,10 +26,10 @@ from kvtool.options import (
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_RESIDENT, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
-"""Default policy, which forgets nothing, and its replacement if recall does not work.
+"""The default policy, and the policy that replaces it if it does not work.
 
-h2o was chosen because it is best or second best on three texts with 512 and 1,024 cells, and on an endless
-stream.
+recall is the default because it forgets nothing. h2o replaces it because it is best or second best on three
+texts with 512 and 1,024 cells, and on an endless stream.
 """
 
 
@@ -37,9 +37,9 @@ ALL_LAYERS = -2
 """Value of --gpu-layers all, as in llama.cpp."""
 
 _cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
-"""Declare an option that a session keeps, and that results depend on."""
+"""Declare an option that is saved in sessions and that changes results."""
 
-# case does not matter, because model files and llama.cpp's documentation use both Q8_0 and q8_0
+# types may be in upper or lower case, because model files and llama.cpp's documents use both Q8_0 and q8_0
 _type_option = partial(_cache_option, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
 _hardware_option = partial(option, group=HARDWARE)
@@ -56,11 +56,12 @@ class RunOptions(Options):
     default_recall
         Default budget in cells for policies that recall.
     default_n_batch
-        Default maximum of tokens in a batch.
+        Default maximum number of tokens in a batch.
     scores
-        True if every token is scored: all tokens give logits, and no batch may exceed the budget.
+        True if every token is scored. Then logits are computed for all tokens, and a batch may not exceed the
+        budget.
     is_plain
-        True if an earlier version archived this session's tokens, without Hadamard matrices.
+        True if an earlier version of kvtool archived the session's tokens, which used no Hadamard matrices.
     """
 
     default_budget: ClassVar[int] = 1024
@@ -274,12 +275,12 @@ class RunOptions(Options):
         super().__post_init__()
         if self.workers and self.gpu_layers == 0:
             raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
-        # both raise UsageError for texts that cannot be read
+        # compute both properties, because they raise UsageError for wrong texts
         _ = self.placement, self.adapters
 
     @property
     def placement(self) -> Placement:
-        """Where the model's weights lie. Raises UsageError for texts that cannot be read."""
+        """The devices on which the model's weights are. Raises UsageError if an option cannot be parsed."""
         overrides = [pair for text in self.override_tensor for pair in parse_overrides(text)]
         if self.cpu_moe or self.n_cpu_moe:
             overrides.append((experts_pattern(None if self.cpu_moe else self.n_cpu_moe), "CPU"))
@@ -288,30 +289,31 @@ class RunOptions(Options):
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters of --lora. Raises UsageError for texts that cannot be read."""
+        """The adapters of --lora. Raises UsageError if --lora cannot be parsed."""
         return tuple(map(Adapter.parse, self.lora))
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Workers of --rpc, each as "HOST:PORT". Raises UsageError for any other text."""
+        """The workers of --rpc, each as "HOST:PORT". Raises UsageError if --rpc cannot be parsed."""
         if self.rpc is None:
             return ()
-        # imported here: it needs sockets, and most runs have no workers
+        # imported here, because it imports `socket`, and most runs have no workers
         from kvtool.llama import endpoints
 
         return tuple(endpoints.parse(self.rpc))
 
     @property
     def instead(self) -> str | None:
-        """Policy that replaces recall if recall does not work.
+        """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive: then recall's failure is an error.
+        None if the user chose the policy, its parameters or its archive. In this case recall is not replaced:
+        it is an error that recall does not work.
         """
         return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
 
     @property
     def typed_archive(self) -> list[str]:
-        """Flags of the archive's options that were typed."""
+        """The flags of those archive options that the user typed."""
         options = declared(RunOptions).items()
         return [option.flags[0] for name, option in options if option.group == ARCHIVE and name in self.typed]
 
@@ -332,7 +334,7 @@ class WriteOptions(RunOptions):
 
 @dataclass(frozen=True)
 class ChatOptions(WriteOptions):
-    """Options of a run of chats, which go back to earlier turns."""
+    """Options of a run with chats. A chat can go back to earlier turns."""
 
     checkpoints: str | None = _hardware_option(
         "--checkpoints SIZE",

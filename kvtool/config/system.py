@@ -11,7 +11,7 @@ from kvtool.system.texts import read_text, utf8
 
 @dataclass(frozen=True)
 class SystemOptions(Options):
-    """System prompt, as a text or in a file. Raises UsageError if both are given."""
+    """The system prompt, given as a text or as a file. Raises UsageError if both options are given."""
 
     system: str | None = option(
         "--system",

@@ -6,25 +6,25 @@ from collections import defaultdict, deque
 from statistics import median
 
 _EDGES = (3, 4, 6, 9, 17)
-"""Lower bounds of the groups of support (see `DraftLength`)."""
+"""Lower bounds of the groups into which draft tokens are divided by support. See `DraftLength`."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""Initial counts of accepted and of all draft tokens; their ratio is high enough for drafting to be tried."""
+"""Initial counts of accepted draft tokens and of all draft tokens. Their ratio makes drafting start."""
 
 _DECAY = 0.97
 """Factor by which each draft token reduces the older counts of its group."""
 
 _N_TIME = 9
-"""Number of step times kept for each step length, of which the median is used."""
+"""Number of recent step times that are kept for each step length. Their median is used."""
 
 _SLOPE = 0.1
-"""Assumed cost of one more token in a step, as a fraction of a step of one token. Used until measured."""
+"""Assumed cost of one more token in a step, as a share of a one-token step. Used until it is measured."""
 
 _GAIN = 1.05
 """Minimum estimated speedup of draft tokens; above 1, because costs and acceptance are estimates."""
 
 _TRY_EVERY = 32
-"""Steps between trials of draft tokens while drafting seems not to pay off."""
+"""Number of steps after which a few tokens are drafted although drafting seems not to pay off."""
 
 
 class DraftLength:
@@ -32,8 +32,9 @@ class DraftLength:
 
     A draft token is copied from an earlier place of the stream. Its support is the number of tokens before
     it, including draft tokens, that equal the tokens before that place. Draft tokens are grouped by support,
-    and each group has an estimated probability p of acceptance. A draft token is accepted only if all draft
-    tokens before it are: n draft tokens give p1 + p1 p2 + ... additional tokens on average.
+    and each group has an estimated probability of acceptance. A draft token is accepted only if all draft
+    tokens before it are accepted. If p1, p2, ... are the probabilities of the draft tokens, a step has
+    p1 + p1 p2 + ... additional tokens on average.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class DraftLength:
         self._since = 0
 
     def choose(self, n_same: int, most: int) -> int:
-        """Return the number of draft tokens, at most `most`, for a support of n_same tokens."""
+        """Return the number of draft tokens, at most `most`. n_same: support of the first draft token."""
         best, least = 0, self._cost(1) / _GAIN
         expected, all_true = 1.0, 1.0
         for n in range(1, most + 1):
@@ -60,7 +61,10 @@ class DraftLength:
         return best
 
     def judge(self, n_same: int, n_true: int, n: int) -> None:
-        """Record that of n draft tokens with support n_same, the first n_true were accepted."""
+        """Record that the first n_true of n draft tokens were accepted.
+
+        n_same: support of the first draft token.
+        """
         for i in range(min(n_true + 1, n)):
             at = _group(n_same + i)
             self._true[at] = self._true[at] * _DECAY + (i < n_true)
@@ -71,7 +75,7 @@ class DraftLength:
         self._times[n].append(seconds)
 
     def _cost(self, n: int) -> float:
-        """Time of a step of n tokens relative to one token, interpolated between measurements."""
+        """Time of a step of n tokens, divided by the time of a one-token step. Interpolates measurements."""
         if not (one := self._times.get(1)):
             return 1 + _SLOPE * (n - 1)
         base = median(one)

@@ -15,7 +15,7 @@ MOST = 15
 
 
 class Source(Protocol):
-    """Source of draft tokens. `cut` and `add` keep it in step with the stream."""
+    """Source of draft tokens. It holds a copy of the stream, which `cut` and `add` keep up to date."""
 
     @property
     def n(self) -> int:
@@ -32,19 +32,22 @@ class Source(Protocol):
 
 
 class Searched(Source, Protocol):
-    """Source that finds draft tokens by a fast search, so that it returns as many as requested."""
+    """Source that finds draft tokens by a fast search. It can return any requested number of tokens."""
 
     def look(self) -> int:
-        """Number of matching tokens before the draft tokens that `guess` would return; 0 without drafts."""
+        """Number of matching tokens before the tokens that `guess` would return; 0 if there are none."""
 
 
 class Drafter:
-    """Draft tokens for a stream: from the stream itself, as many as pay off, or else from a draft model.
+    """Draft tokens for a stream.
+
+    They are copied from the stream itself, as many as pay off. If no draft tokens are found there, a draft
+    model guesses them.
 
     Attributes
     ----------
     n_drafted, n_accepted
-        Number of draft tokens so far, and of accepted ones.
+        Number of draft tokens so far, and number of draft tokens that were accepted.
     """
 
     def __init__(self, lookup: Searched, model: Source | None = None) -> None:
@@ -74,8 +77,9 @@ class Drafter:
     def guess(self, most: int, constraint: Constraint | None = None) -> np.ndarray:
         """Return at most `most` draft tokens i32[n] for the next step.
 
-        constraint: constraint of the text, after the stream so far. Tokens that it forces become the draft.
-        Any other draft is cut before the first token that violates the constraint.
+        constraint: the text's constraint, which has accepted the stream so far. If it forces the next tokens,
+        these are the draft tokens. Draft tokens from other sources end before the first token that violates
+        the constraint.
         """
         found = np.array(constraint.forced()[:most] if constraint and most > 0 else [], np.int32)
         self._support = self._lookup.look() if most > 0 and not len(found) else 0
@@ -89,7 +93,7 @@ class Drafter:
         if constraint and len(found):
             found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
-        # a step without room for draft tokens may be shared by several streams: its time is not used
+        # if there is no room for draft tokens, several streams may share the step: do not use its time
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
 
@@ -99,7 +103,7 @@ class Drafter:
             self._pace.took(self._n + 1, time.perf_counter() - self._started)
 
     def judge(self, n_true: int) -> None:
-        """Record that the first n_true of the last draft tokens were accepted and the next one was not."""
+        """Record that only the first n_true of the last draft tokens were accepted."""
         if self._n:
             if self._support:
                 self._pace.judge(self._support, n_true, self._n)

@@ -1,8 +1,8 @@
 """Prompt lookup: draft the tokens that followed the stream's last n-gram at an earlier place.
 
-Prompt lookup decoding (Saxena 2023), as in transformers and llama.cpp, uses the longest matching n-gram up to
-a given length. Here the n-gram may have any length, and all of the stream is searched, including evicted
-tokens.
+Prompt lookup decoding (Saxena 2023) uses the longest matching n-gram up to a given length. This is how
+transformers and llama.cpp do it. Here the n-gram may have any length, and all of the stream is searched,
+including evicted tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Lookup:
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # the newest place of each hash, and for each place the previous place of its hash; -1: none
+        # for each hash, its newest place; for each place, the previous place with the same hash. -1 if there
+        # is no such place
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 
@@ -45,9 +46,10 @@ class Lookup:
         self.n = n
 
     def look(self) -> int:
-        """Length of the longest earlier match of the stream's last tokens; 0 if shorter than N_KEY.
+        """Find where the stream's last tokens also stand earlier. Return how many tokens match.
 
-        Among equal lengths, the newest place counts.
+        The place with the longest match is used. Among equally long matches, the newest place is used.
+        Returns 0 if fewer than N_KEY tokens match.
         """
         found = np.zeros(2, np.int64)
         best_place(self._tokens, self._newest, self._before, self.n, found)
@@ -55,6 +57,6 @@ class Lookup:
         return int(n_same)
 
     def guess(self, n: int) -> np.ndarray:
-        """Return n tokens i32[n] from after the match. If fewer than n follow it, they are repeated."""
+        """Return the n tokens i32[n] that follow the match. If fewer than n follow, they are repeated."""
         tokens: np.ndarray = self._tokens[self._at + np.arange(n) % (self.n - self._at)]
         return tokens

@@ -16,29 +16,33 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
 
 _BUDGET, _EVICT_EVERY = 256, 64
-"""Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
+"""Number of cells of the draft model's cache, and number of tokens between evictions.
+
+A rewind cannot go back to a place before an eviction.
+"""
 
 _GOES_ON, _LEAST = 0.5, 0.25
-"""Minimum joint probability of a draft: _GOES_ON to draft one more token, _LEAST to keep the last token.
+"""Minimum joint probability of all tokens of a draft.
 
-_GOES_ON is higher, because a step of the draft model costs more than one more token in the verifying step.
+_LEAST is the minimum to keep the last token, and _GOES_ON the minimum to draft one more token. _GOES_ON is
+higher, because a step of the draft model costs more than one more token in the verifying step.
 """
 
 
 class ModelDraft:
-    """Draft model for a larger model with the same vocabulary. Attributes as in `Source`."""
+    """Draft model for a larger model with the same vocabulary. A `Source`."""
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        # recurrent layers cannot drop the tokens of several steps: go back to a copy of the whole cache
+        # recurrent layers cannot drop the tokens of several steps, so the cache goes back to a copy of itself
         self._has_copy = model.layers.recurrent_bytes > 0
         n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
         self._engine = Engine(model, policy, settings)
-        # `_read_draft` alone makes copies
+        # only `_read_draft` makes copies
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
-        # number of stream tokens that were read, and the draft tokens that were read after them
+        # number of tokens of the stream that were read, and the draft tokens that were read after these
         self._at = 0
         self._ahead: list[int] = []
 
@@ -75,7 +79,7 @@ class ModelDraft:
         self._ahead.append(token)
 
     def _begin(self) -> None:
-        """Start over with the newest tokens, as many as the cache holds."""
+        """Empty the cache, and mark the newest tokens as unread, as many as the cache can hold."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
@@ -89,7 +93,7 @@ class ModelDraft:
         if self._has_copy and n < len(self._ahead):
             n = 0
             if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
-                # there was no memory for a copy
+                # there is no copy, because memory was short: start over
                 self._begin()
         else:
             self._engine.drop_drafts(len(self._ahead) - n)
@@ -103,7 +107,8 @@ class ModelDraft:
 def likely_tokens(context: Decoder, read: Callable[[int], None], n: int) -> np.ndarray:
     """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
 
-    context: its logits give the first token. read: decodes a token into the context, for the next one.
+    The logits of `context` give the first token. read: decodes a token into `context`, whose logits then give
+    the next token.
     """
     found: list[int] = []
     all_true = 1.0

@@ -17,18 +17,19 @@ N_CELL = 512
 
 _N_ROW = N_CELL - MOST
 _N_FIRST, _N_NEWEST = 4, 256
-"""Maximum tokens in the cache, and how many of the first and of the newest ones stay if there are more."""
+"""There are at most `_N_ROW` rows. If there are more, this many of the first and of the newest rows stay."""
 
 _N_BATCH = 128
-"""Tokens read at once."""
+"""Maximum number of tokens that the MTP layers read at once."""
 
 
 class MtpDraft:
-    """Draft tokens for an engine from MTP layers, which read its hidden states. Attributes as in `Source`.
+    """Draft tokens for an engine from MTP layers, which read the engine's hidden states. A `Source`.
 
-    The hidden states of the stream's first and newest tokens are kept. Cell i of the MTP layers' cache is for
-    row i: a hidden state, and the token after it. If tokens are dropped, rows and cells from there on are
-    dropped; if there are too many rows, the remaining ones are read again.
+    A row is the hidden state of a token of the stream, and the token after it. Rows are kept for the stream's
+    first and newest tokens. Cell i of the MTP layers' cache is for row i. If tokens of the stream are
+    dropped, the rows and cells from there on are dropped. If there are too many rows, the rows in the middle
+    are dropped, and the rows after them are read again.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,7 +41,7 @@ class MtpDraft:
         # hidden states, and their tokens' positions in the stream
         self._hidden = np.empty((_N_ROW, self._context.hidden.shape[1]), np.float32)
         self._pos = np.empty(_N_ROW, np.int64)
-        # number of rows, and of those that were read into the cache
+        # number of rows, and number of rows that were read into the cache
         self._n_row = self._n_read = 0
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class MtpDraft:
         """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         self._keep(n)
-        # a row is read together with the token after it
+        # a row is read together with the token after it: the last row must be read again, with another token
         self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
 
     def add(self, tokens: np.ndarray) -> None:
@@ -67,13 +68,13 @@ class MtpDraft:
     def guess(self, n: int) -> np.ndarray:
         """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
 
-        Returns none if the hidden state before the newest token is unknown, for instance because the cells of
-        its text were copied from another stream.
+        Returns no tokens if the hidden state of the token before the newest token is unknown. This happens if
+        the cells of the text were copied from another stream, for example.
         """
         context, last = self._context, self._n_row - 1
         if last < 0 or self._pos[last] != len(self._stream) - 2:
             return np.empty(0, np.int32)
-        # without the cells of earlier draft tokens; the newest row is always read, for its logits
+        # remove the cells of earlier draft tokens. The newest row is always read again, for its logits
         at = min(self._n_read, last)
         context.remove(at, N_CELL)
         tokens = np.frombuffer(self._stream, np.int32)[self._pos[at : last + 1] + 1]
@@ -86,10 +87,11 @@ class MtpDraft:
         return likely_tokens(context, lambda token: context.step(token, context.hidden, next(positions)), n)
 
     def _note(self, n_past: int, n: int) -> None:
-        """Store the hidden states of the n tokens that were decoded after n_past others."""
+        """Store the hidden states of n tokens that were decoded after the stream's first n_past tokens."""
         self._keep(n_past)
         if not self._target.has_own_logits:
-            # decoded together with other streams, in another context
+            # the tokens were decoded in another context, together with other streams, so there are no hidden
+            # states here
             return
         done = 0
         while done < n:

@@ -1,4 +1,4 @@
-"""A prompt that one engine has read without evictions, for reuse by engines with other policies."""
+"""Copy of a prompt that an engine has read without evictions. Engines with other policies can use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Key of a reconstruction pass: (signal request, its texts and sizes, n_pinned, n_held, tokens per chunk)."""
+"""Key of a reconstruction pass: (signal request, texts and sizes, n_pinned, n_held, tokens of a chunk).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,17 @@ class CachedPrompt:
     tokens
         i32[n]: the prompt.
     model, types
-        The model that read it, and the number formats of K and V.
+        The model that read the prompt, and the number formats of K and V in its cache.
     cells
         K and V of each layer's cells, as `Context.cells` returns them.
     logits
-        f32[1, n_vocab] after the prompt.
+        f32[1, n_vocab]: logits after the last token of the prompt.
     request
         The signals that the policy of the first engine requested.
     signals
         f32[row, n]: the requested signals, by their field names in `View`.
     reconstructed
-        Signals of reconstruction passes over the prompt, by `Pass`.
+        Signals of the reconstruction passes over the prompt. The key is a `Pass`.
     """
 
     tokens: np.ndarray
@@ -67,7 +68,7 @@ class CachedPrompt:
     def fits(self, cache: PolicyCache, tokens: np.ndarray) -> bool:
         """True if the engine would fill the same cells by decoding tokens i32[n].
 
-        False with sliding or recurrent layers, whose state is not copied.
+        False for a model with sliding or recurrent layers, because their state is not copied.
         """
         context = cache.context
         return (
@@ -79,11 +80,12 @@ class CachedPrompt:
         )
 
     def put(self, cache: PolicyCache) -> int:
-        """Copy the prompt's first n tokens into an engine's empty cache, for which `fits` is true. Returns n.
+        """Copy the first n tokens of the prompt into an engine's empty cache, and return n.
 
-        The caller decodes the other tokens, to get the signals of their queries. All tokens are copied if
-        `signals` has all that the policy reads, or if a reconstruction pass follows. All but the last n_query
-        tokens are copied if the policy reads only signals of the last n_query queries. Otherwise n is 0.
+        `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
+        reads, or if a reconstruction pass follows. If the policy reads only signals of the last n_query
+        queries, or of the newest query, the tokens of these queries are not copied. In all other cases n is
+        0. The caller decodes the remaining tokens, because the policy needs the signals of their queries.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)
@@ -92,7 +94,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # the whole prompt was copied: the edit frees the cells after the first n
+        # the loop has copied all cells of the prompt. This edit frees the cells after the first n
         rows.append(n)
         cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):
@@ -108,7 +110,7 @@ class CachedPrompt:
         return 0
 
     def has(self, asked: SignalRequest) -> bool:
-        """True if `signals` has all that a policy with this request reads."""
+        """True if `signals` has everything that a policy with this request reads."""
         wanted, read = asked.signals & ~_OF_CACHE, self.request
         if wanted & ~read.signals:
             return False

@@ -1,4 +1,4 @@
-"""Copy of the rows' table for callers: which tokens each row holds, oldest first."""
+"""The tokens that each row holds, oldest first: a copy of the table of rows for callers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Cells:
     pos
         i32[row, n_kv]: positions in the stream, ascending; -1 at the end of a row that holds fewer tokens.
     rot
-        i32[row, n_kv]: positions that the tokens' keys are rotated to; -1 as in `pos`.
+        i32[row, n_kv]: positions that the tokens' keys are rotated to; -1 where `pos` is -1.
     cell
-        i32[row, n_kv]: the cell of each token. It indexes arrays [row, cell], such as the policy's state:
-        np.take_along_axis(engine.state[0], cells.cell, axis=1).
+        i32[row, n_kv]: the cell of each token. Use it to index arrays [row, cell], such as the policy's
+        state: np.take_along_axis(engine.state[0], cells.cell, axis=1).
     """
 
     n_past: int
@@ -45,7 +45,8 @@ class Cells:
         """Copy the table of these rows."""
         live, layer = rows.is_live(), rows.layer
         pos = np.where(live, rows.pos[:, : rows.n_kv], np.iinfo(np.int32).max)
-        # the sort need not be stable: positions in a row differ, and empty cells only have to come last
+        # the sort need not be stable: tokens of a row have different positions, and the order of empty cells
+        # does not matter
         cell = np.argsort(pos, axis=1)
         return cls(
             n_past=rows.n_past,
@@ -65,6 +66,6 @@ class Cells:
         return held
 
     def share(self) -> np.ndarray:
-        """f64[n_past]: share of the rows that hold each token."""
+        """f64[n_past]: for each token, the share of the rows that hold it."""
         share: np.ndarray = np.bincount(self.pos[self.pos >= 0], minlength=self.n_past) / len(self.live)
         return share

@@ -1,7 +1,8 @@
-"""Checkpoints: copies of the state that a rewind cannot compute, made at some tokens of a stream.
+"""Checkpoints: copies of state that a rewind cannot compute. They are made now and then during a stream.
 
-If rows can be rewound (`PolicyCache.keeps_all`), only the state of sliding and recurrent layers is copied.
-Otherwise a checkpoint is a copy of the whole cache, which a policy that forgets keeps at a fixed size.
+If the rows can be rewound without a copy (`PolicyCache.keeps_all`), a checkpoint has only the state of
+sliding and recurrent layers. Otherwise it is a copy of the whole cache. The size of that cache is limited,
+because the policy evicts tokens.
 """
 
 from __future__ import annotations
@@ -19,41 +20,42 @@ from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.memory import free_bytes
 
 SPACING = 1024
-"""Least value of `Checkpoints.spacing`."""
+"""Minimum of `Checkpoints.spacing`, in tokens."""
 
 _GPU_TOKEN_BYTES = 24 * 2**10
-"""On a GPU, bytes of checkpoints for each token: copying them takes about 2 % of the time of reading.
+"""Maximum bytes of checkpoints to copy for each token that is read, if the cache is on a GPU.
 
-An estimate for 5,000 tokens and 6 GB a second, not measured.
+With this limit, copying checkpoints takes about 2 % of the time of reading. This is an estimate, not a
+measurement. It assumes that a GPU reads 5,000 tokens a second and copies 6 GB a second.
 """
 
 _LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
-"""FILE.archive has all copies of whole caches up to this size, but at least three if there are as many."""
+"""FILE.archive gets at least this many copies of whole caches, and more only up to this many bytes."""
 
 _NAMES = 2**14
 """Maximum bytes of the names of the arrays in a copy of a whole cache."""
 
 _LEAST, _MOST_SHARE = 8, 4
-"""By default there is room for eight checkpoints, if they take at most a quarter of the free memory."""
+"""Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
 _SHARE = 16
-"""By default, more checkpoints of sliding and recurrent layers may take one 16th of the free memory.
+"""Default limit for checkpoints of sliding and recurrent layers, if it is higher: a 16th of the free memory.
 
-There are no more copies of whole caches: each is as large as the cache.
+Copies of whole caches do not get this limit, because each copy is as large as the cache.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """Copy at an earlier place of the stream.
+    """Copy of the state at an earlier point of the stream.
 
     Attributes
     ----------
     part
-        The place, and the digest of the copy once a session has it.
+        The point in the stream, and the digest of the copy once a session has saved it.
     data
-        u1[n_bytes]: the arrays of `FixedState.save`, one after the other; of a whole cache those of
-        `snapshot.save`, as `parts_of` writes them.
+        u1[n_bytes]: the two arrays of `FixedState.save`, one after the other. In a copy of the whole cache:
+        the arrays of `snapshot.save`, in the format of `parts_of`.
     """
 
     part: SavedCheckpoint
@@ -61,7 +63,7 @@ class Checkpoint:
 
     @property
     def n_past(self) -> int:
-        """Number of tokens before it."""
+        """Number of tokens in the stream at the checkpoint."""
         return self.part.n_past
 
 
@@ -73,14 +75,16 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: room for eight, or for sliding and
-        recurrent layers a 16th of the free memory if that is more, but at most a quarter of it.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: room for eight checkpoints, but at
+        most a quarter of the free memory. Checkpoints of sliding and recurrent layers get a 16th of the free
+        memory if that is more.
 
     Attributes
     ----------
     max_bytes
-        Maximum bytes of all checkpoints. 0 if the argument is 0, if a stream can be rewound without
-        checkpoints, if memory is short, or if an archive cannot be rewound with the rows.
+        Maximum bytes of all checkpoints. It is 0 if the argument is 0, if memory is short, or if a stream can
+        be rewound without checkpoints. It is also 0 if there is an archive that cannot be rewound together
+        with the rows.
     are_whole
         True if a checkpoint is a copy of the whole cache.
     is_paused
@@ -142,7 +146,7 @@ class Checkpoints:
 
     @property
     def are_small(self) -> bool:
-        """True if checkpoints are made, and are so small that there may be several in a prompt."""
+        """True if checkpoints are made and are small, so that several can be made while a prompt is read."""
         return self.max_bytes > 0 and not self.are_whole
 
     @property
@@ -151,25 +155,28 @@ class Checkpoints:
         return sum(each.part.n_bytes for each in self._all)
 
     def share(self, n: int) -> None:
-        """Lower the limit to 1/n, to leave the rest of the memory to the other caches of a server."""
+        """Divide the limit by n, but not below the size of eight checkpoints.
+
+        The rest is for the other caches of a server.
+        """
         self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _LEAST * self._most_bytes))
 
     @property
     def is_due(self) -> bool:
-        """True if the stream has grown enough since the newest checkpoint for another one."""
+        """True if a checkpoint should be made now, because the stream has grown by `spacing` tokens."""
         if not self.max_bytes or self.is_paused:
             return False
         newest = self._all[-1].n_past if self._all else 0
         return self._cache.rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
-        """Make a checkpoint of the stream as it is now, unless the newest one is the same."""
+        """Make a checkpoint of the current state, unless the newest checkpoint is at the same token."""
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
         n_most = self._most_bytes
         while self._all and self.n_bytes + n_most > self.max_bytes:
-            # before the copy, so that memory never holds one more
+            # make room before the copy is made, so that all checkpoints together never exceed the limit
             self._thin()
         data = self._copy()
         base = rows.n_past - rows.next_rot
@@ -188,9 +195,9 @@ class Checkpoints:
         return np.frombuffer(data, np.uint8)
 
     def put_back(self, checkpoint: Checkpoint, n_cell: int) -> None:
-        """Restore the whole cache from a checkpoint. Tokens that are pinned or held now stay so.
+        """Restore the whole cache from a checkpoint, but keep the current numbers of pinned and held tokens.
 
-        n_cell: as for `snapshot.restore`.
+        n_cell: maximum number of tokens in the cache.
         """
         cache = self._cache
         n_pinned, n_held = cache.n_pinned, cache.n_held
@@ -203,9 +210,10 @@ class Checkpoints:
         del self._all[_least_useful(self._all, self._cache.rows.n_past)]
 
     def to_save(self) -> list[Checkpoint]:
-        """Return the checkpoints for FILE.archive, oldest first: all, or a few copies of whole caches.
+        """Return the checkpoints to save in FILE.archive, oldest first.
 
-        The session itself has the whole cache as it is now.
+        If checkpoints are copies of the whole cache, only a few are saved. A copy of the current state is
+        left out, because the session itself has that state.
         """
         n_past = self._cache.rows.n_past
         kept = [each for each in self._all if each.n_past < n_past or not self.are_whole]
@@ -215,16 +223,18 @@ class Checkpoints:
         return kept
 
     def best(self, n: int) -> tuple[int, Checkpoint | None]:
-        """Return how many of the stream's first n tokens can be kept, and the checkpoint for it.
+        """Return how many of the stream's first n tokens a rewind can keep, and the checkpoint to restore.
 
-        The checkpoint is the next one, if its state can be cut to n tokens, otherwise the one before.
+        Without a checkpoint at n tokens, a rewind uses the next later checkpoint if the state can be cut to n
+        tokens. Otherwise it uses the last earlier checkpoint, if any.
         """
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0
         after = next((each for each in self._all if each.n_past > n), None)
         if self.are_whole or n == n_before or not after:
             return n_before, before
-        # if gaps between positions were closed in between, tokens before that had other positions
+        # if gaps were closed between the two checkpoints, the positions have changed, and the later state
+        # does not fit
         if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state
@@ -237,9 +247,10 @@ class Checkpoints:
         self._all = [each for each in self._all if each.n_past <= n]
 
     def restore(self, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
-        """Replace the checkpoints by those of a session, as far as they fit this model and the limit.
+        """Replace the checkpoints by a session's checkpoints that fit this model and the limit.
 
-        The rest of the session is already restored. n_cell: as for `snapshot.restore`.
+        The caller has already restored the rest of the session. n_cell: maximum number of tokens in the
+        cache.
         """
         self.cut(0)
         if not self.max_bytes:
@@ -266,10 +277,11 @@ class Checkpoints:
 
 
 def _least_useful(checkpoints: list[Checkpoint], n_past: int) -> int:
-    """Return which checkpoint of a stream of n_past tokens saves the least reading.
+    """Return the index of the checkpoint that saves the least reading, in a stream of n_past tokens.
 
-    Without a checkpoint, the tokens up to the next one are read from the one before. A stream is rewound by
-    few tokens more often than by many, so a token counts less the older it is.
+    Suppose that the checkpoint is dropped. A rewind to a token between it and the next checkpoint must then
+    start at the previous checkpoint, and read more tokens. A stream is rewound by few tokens more often than
+    by many, so older checkpoints have a lower weight.
     """
     places = np.array([0, *(each.n_past for each in checkpoints), n_past])
     before, after = np.diff(places)[:-1], np.diff(places)[1:]

@@ -1,4 +1,4 @@
-"""Checks that a policy, settings and a model go together."""
+"""Checks that a policy, settings and a model work together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COARSE = ("q4_0", "q4_1")
 
 
 def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_train: int) -> None:
-    """Raise UsageError if a policy, settings and a model do not go together.
+    """Raise UsageError if a policy, settings and a model do not work together.
 
     layers: the model's layers. n_ctx, n_ctx_train: context length and trained context length, in tokens.
     """
@@ -56,7 +56,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
 
 
 def on_model(policy: Policy, model: Model) -> Policy:
-    """Return the policy adapted to the model. Raises UsageError if they do not go together."""
+    """Return the policy, adapted to the model. Raises UsageError if they do not work together."""
     try:
         return policy.on(model.layers.n_group, model.layers.has_values)
     except ValueError as error:
@@ -64,7 +64,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
 
 
 def how_read(policy: Policy, settings: Settings) -> str:
-    """Return how prompts are read: "stream", "whole" or "exact". Raises UsageError for another way."""
+    """Return how prompts are read: "stream", "whole" or "exact". Raises UsageError for any other value."""
     how = settings.prefill or policy.prefill
     if how not in ("stream", "whole", "exact"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _LEAST = 32
-"""Minimum tokens of a part: in smaller parts each token takes longer."""
+"""Minimum tokens of a part. In smaller parts, each token takes longer."""
 
 
 class ChunkSize:
@@ -25,14 +25,18 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """Return the slice of at..end to decode next: about `self.n` tokens, with no short part left."""
+        """Return the slice of tokens to decode next. It begins at `at` and has about `self.n` tokens.
+
+        end: where the step ends. The slice is a little longer or shorter if the step's last part would be
+        very short otherwise.
+        """
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
         """Record that decoding n tokens took so many seconds."""
         if n < self.n:
-            # the time of so few tokens says little about the time of a whole part
+            # ignore a short part, because its time says little about the time of a whole part
             return
         took = seconds * self.n / n / self._seconds
         if took > 1.25:

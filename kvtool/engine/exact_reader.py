@@ -1,7 +1,7 @@
-"""Exact reading: a text in chunks, each of which attends exactly to everything before it.
+"""Exact reading: a text is read in chunks, and each chunk attends exactly to all tokens before it.
 
-Archived keys and values are copied to the device layer by layer while a chunk is computed. The result is
-that of the full cache, while the device holds only two layers of the archive at a time.
+Archived keys and values are copied to the device layer by layer while a chunk is computed. The result is the
+same as with the full cache, although the device holds only two layers of the archive at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
-"""Minimum tokens to read exactly unless the settings ask for it: making the buffers takes time."""
+"""Minimum number of tokens to read exactly, unless the settings ask for exact reading.
+
+For fewer tokens, it is not worth the time that making the buffers takes.
+"""
 
 
 class ExactReader:
@@ -35,10 +38,11 @@ class ExactReader:
         self.n_chunk = min(n_chunk, cache.context.n_batch)
 
     def n_readable(self, n: int) -> int:
-        """Return how many of the next n tokens can be read exactly; 0 if the text is better read otherwise.
+        """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
 
-        Exact reading needs the true distances between keys, which are lost beyond half of the context and
-        when gaps are closed. It is off while attention to archived tokens is traced: only the host can trace.
+        Exact reading needs the true distances between keys. These are lost beyond half of the context, and
+        when gaps between positions are closed. While attention to archived tokens is traced, no text is read
+        exactly, because attention can be traced only on the host.
         """
         cache, rows = self._cache, self._cache.rows
         archive = cache.context.archive
@@ -56,12 +60,12 @@ class ExactReader:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""
         assert self._cache.context.archive
         layer_bytes = max(self._cache.context.archive.layer_bytes)
-        # two buffers, as much again for llama.cpp's conversion of them, and a mask in half precision
+        # two buffers, the same again for llama.cpp's conversion of both buffers, and a mask in half precision
         return n * (4 * layer_bytes + 2 * self.n_chunk)
 
     @contextmanager
     def staged(self, n: int) -> Iterator[None]:
-        """Let chunks attend exactly to up to n archived tokens inside the block.
+        """Let chunks attend exactly to at most n archived tokens, until the context manager exits.
 
         Raises LibraryError if a device lacks memory.
         """

@@ -1,4 +1,4 @@
-"""The one loop: decode, observe, plan, apply."""
+"""The engine and its loop: decode, observe, plan, apply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvtool.policy import Policy, State
 _I32 = np.dtype(np.int32)
 
 _REREAD_FACTOR = 8
-"""Read the whole stream again if the new text is at least 1/8 of it, and a GPU has room for it."""
+"""Read the whole stream again if the new text is at least 1/8 of the stream. See `Engine.rereads`."""
 
 
 class JointDecoder(Protocol):
@@ -43,7 +43,7 @@ class JointDecoder(Protocol):
         """True if steps of several engines are decoded together now. Such steps have no draft tokens."""
 
     def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decode as `Context.decode` does."""
+        """Decode tokens of one context. `Context.decode` explains the arguments."""
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
     Attributes
     ----------
     model, policy, settings
-        The arguments. A policy that recalls is adapted to the model.
+        The arguments of the constructor. A policy that recalls has been adapted to the model.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
     n_ctx
@@ -62,13 +62,13 @@ class Engine:
     n_batch
         Maximum number of tokens of a step while there are archived tokens.
     context
-        The cache in llama.cpp. It holds the logits of the last step.
+        The cache in llama.cpp, and the logits of the last step.
     rows
         Table of the rows: the token in each cell.
     signals
         The attention statistics that the policy reads.
     cache
-        The context, rows, signals and the policy's state, which are edited together.
+        The context, the rows, the signals and the policy's state. Evictions edit all of them together.
     checkpoints
         Copies of earlier states, to which the stream can be rewound.
     residents
@@ -76,14 +76,16 @@ class Engine:
     whole_reader, exact_reader
         The objects that read a text whole, or exactly.
     n_refused
-        Length of a text for which a GPU lacked memory to read it whole or exactly. Texts of this length or
-        more are then read in another way. None at first.
+        Length of a text that a GPU could not read whole or exactly, because it lacked memory. From then on,
+        texts of at least this length are read in another way. None if there was no such text.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
-        Size of the parts in which steps are decoded, so that other threads wait less; None: steps are whole.
+        Size of the parts into which steps are divided, so that other threads do not wait long. None if steps
+        are decoded whole.
     after_decode
-        Called after each decode with the number of tokens before it and the number of its tokens; or None.
+        Function that is called after each decode, or None. Its arguments are the number of tokens in the
+        stream before the decode and the number of tokens that were decoded.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -94,7 +96,8 @@ class Engine:
         self.n_ctx, self.n_cell, self.n_batch = sizes.n_ctx, sizes.n_cell, sizes.n_batch
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
         self.prefill = how_read(policy, settings)
-        # copied here: a property of a policy takes microseconds to compute, too long for each step
+        # stored here, because computing a policy's property takes microseconds, which is too long for each
+        # step
         self._n_live = policy.n_live
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
@@ -118,12 +121,12 @@ class Engine:
         self.context.close()
 
     def reset(self) -> None:
-        """Forget all tokens, and how many of them are pinned and held."""
+        """Forget all tokens, and set the numbers of pinned and held tokens to 0."""
         self.checkpoints.cut(0)
         self.cache.reset()
 
     def empty(self) -> None:
-        """Forget all tokens, but not how many are pinned and held."""
+        """Forget all tokens, but keep the numbers of pinned and held tokens."""
         self.checkpoints.cut(0)
         self.cache.empty()
 
@@ -138,10 +141,10 @@ class Engine:
     # the loop
 
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
-        """Decode i32[n] tokens at once; the last n_output give logits.
+        """Decode tokens i32[n] in one step. The last n_output tokens give logits.
 
-        Raises what `evict` raises, UsageError for too many tokens or for a token that is not in the
-        vocabulary, and StreamEnd if original positions run out.
+        Raises UsageError for too many tokens, or for a token that is not in the vocabulary. Raises StreamEnd
+        if original positions run out. Also raises the errors of `evict`.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.evict_if_due()
@@ -160,9 +163,9 @@ class Engine:
         self.evict_if_due(0)
 
     def _decode(self, tokens: np.ndarray, n_output: int, n_draft: int = 0) -> None:
-        """Decode i32[n] tokens after the live cells, whatever the budget. All decoding is done here.
+        """Decode tokens i32[n] after the live cells, without regard to the budget. All decoding is done here.
 
-        n_draft: number of draft tokens at their end.
+        n_draft: number of draft tokens at the end of `tokens`.
         """
         rows = self.rows
         if self.checkpoints.is_due:
@@ -199,18 +202,18 @@ class Engine:
             self.context.decode(tokens, self.rows.next_rot, n_output)
 
     def evict_if_due(self, n: int = 1) -> None:
-        """Evict if the next n tokens do not fit before the policy's next plan. Raises what `evict` raises.
+        """Evict if fewer than n tokens are left until the policy's next plan. Raises the errors of `evict`.
 
-        A step calls this with n = 1 before its tokens, and with n = 0 after them.
+        A step calls this method with n = 1 before it decodes tokens, and with n = 0 afterwards.
         """
         if self.n_until_plan < n:
             self.evict()
 
     def evict(self) -> None:
-        """Observe, plan and apply.
+        """Let the policy observe the signals and make a plan, then apply the plan.
 
-        Raises PlanError, with the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache
-        is full and the policy keeps everything.
+        Raises PlanError for a plan that breaks a rule; the cache is then unchanged. Raises StreamEnd if the
+        cache is full and the policy keeps everything.
         """
         cache = self.cache
         began = time.perf_counter()
@@ -224,7 +227,7 @@ class Engine:
 
     @property
     def n_until_plan(self) -> int:
-        """Number of tokens until the next plan; 0 or less if it is due."""
+        """Number of tokens until the next plan; 0 or less if the plan is due."""
         rows = self.rows
         n = self._n_live - rows.n_kv
         if rows.ragged:
@@ -233,7 +236,7 @@ class Engine:
 
     def room(self) -> int:
         """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx, so that the context always has enough positions for this step
+        # the context always has enough positions for this step, because n_cell is at most n_ctx
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     def _prepare(self, n: int) -> None:
@@ -249,8 +252,8 @@ class Engine:
             self.cache.take_room(n)
 
     def _part(self, at: int, end: int) -> slice:
-        """Return which of a step's tokens at..end are decoded next."""
-        # with an archive a step stays whole, as its tokens share the clusters that they read
+        """Return the slice of a step's tokens to decode next, from `at` to at most `end`."""
+        # with an archive a step stays whole, because its tokens share the clusters that they attend to
         return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
 
     # texts
@@ -266,12 +269,14 @@ class Engine:
         The first text of a stream is read whole if the policy or the settings ask for it.
 
         stopped
-            Asked before each part of a step whether to end.
+            Called before each part of a step. Reading ends if it returns True.
         cached
-            A prompt that another stream has read. Its cells are copied instead of being computed again if it
-            is this text, has the same model and cache types, and no token is evicted before its end.
+            A prompt that another stream has read. If the text is this prompt, its cells are copied instead of
+            computed. The model and the cache types must be the same, and no token may be evicted before the
+            end of the prompt.
 
-        Returns the number of tokens read: all or none if the text is read whole. Raises what `step` raises.
+        Returns the number of tokens that were read. If the text is read whole, this is n or 0. Raises the
+        errors of `step`.
         """
         if self.reads_whole(len(tokens)):
             try:
@@ -285,7 +290,8 @@ class Engine:
             tokens = _checked(tokens, self.model.n_vocab)
             done = self._read_exactly(tokens[:n], stopped)
             if done is None or (done == n and n < len(tokens)):
-                # a device lacks memory, or the rest is beyond half of the context: read it in another way
+                # a device lacks memory, or the remaining tokens are beyond half of the context: read them in
+                # another way
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
@@ -296,22 +302,23 @@ class Engine:
         while done < len(tokens) and not stopped():
             done = next(steps).stop
         if done < len(tokens):
-            # `stopped` may have ended a step after a part that went over the budget
+            # `stopped` may have ended a step between two of its parts, when the budget was already exceeded
             self.evict_if_due(0)
         return done
 
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
-        """Decode a text i32[n] in as many steps as it takes; after each, yield the slice that it decoded.
+        """Decode a text i32[n] in steps. After each step, yield the slice of tokens that it decoded.
 
-        With `late` and a `chunk_size`, steps are decoded and yielded in parts. The result is the same.
+        With `late` and a `chunk_size`, each step is divided into parts, and there is a slice for each part.
+        The results are the same.
 
         late
-            True if a step may run past the next plan, so that a prompt is read in long steps. If False, every
-            plan comes when it is due, according to the policy's schedule.
+            True if a step may continue although a plan is due. A prompt is then read in longer steps. If
+            False, a step ends when the next plan is due.
         every
-            True if each token gives logits; if False, only the last token of the text.
+            True if each token gives logits. False if only the last token of the text does.
 
-        Raises what `step` raises.
+        Raises the errors of `step`.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         most = self.settings.n_output if every else len(tokens)
@@ -333,10 +340,11 @@ class Engine:
                 yield part
 
     def reads_whole(self, n: int) -> bool:
-        """True if a text of n tokens would now be decoded whole, then compressed once.
+        """True if a text of n tokens would now be decoded whole and then compressed once.
 
-        If only the policy asks for this and the text does not fit, the text is streamed instead. With a
-        policy that recalls, a text is also read whole if it cannot be read exactly and a GPU has room.
+        If the policy asks for this but the settings do not, a text that does not fit is streamed instead,
+        unless the policy needs to read it twice. With a policy that recalls, a text is read whole if it
+        cannot be read exactly and a GPU has room for it.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
@@ -350,8 +358,8 @@ class Engine:
     def rereads(self, n: int) -> bool:
         """True if a text of n tokens should be read together with all tokens before it, as one prompt.
 
-        A GPU then reads the whole stream, as `reads_whole` describes, faster than a CPU searches the archive
-        for each token of the text.
+        A GPU reads the whole stream in less time than a CPU needs to search the archive for each token of the
+        text. See `reads_whole`.
         """
         n_all = self.n_past + n
         if not self.n_past or n * _REREAD_FACTOR < n_all or n_all <= self.policy.n_asked:
@@ -373,7 +381,7 @@ class Engine:
         self, tokens: np.ndarray, stopped: Callable[[], bool], cached: CachedPrompt | None
     ) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
-        # before the prompt is compressed, a policy that forgets has no state to copy
+        # make no copies of the whole cache now: the policy has no state before the prompt is compressed
         self.checkpoints.is_paused = self.checkpoints.are_whole
         try:
             return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
@@ -383,7 +391,7 @@ class Engine:
     def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.
 
-        Returns False if `stopped`, which is asked before each part of a batch.
+        Calls `stopped` before each part of a batch, and returns False as soon as `stopped` returns True.
         """
         n_left = len(tokens)
         for step in batches(tokens, self.whole_reader.n_batch):
@@ -398,10 +406,10 @@ class Engine:
         return True
 
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
-        """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
+        """Decode a text i32[n] in chunks that attend exactly to the archive. Return how many were decoded.
 
-        If a device lacks memory, returns None with nothing decoded, or raises LibraryError if the settings
-        ask for exact reading.
+        If a device lacks memory at the start, nothing is decoded: the method returns None, or raises
+        LibraryError if the settings ask for exact reading.
         """
         done, is_ready = 0, False
         try:
@@ -422,25 +430,26 @@ class Engine:
     # draft tokens
 
     def draft_room(self) -> int:
-        """Return how many draft tokens may follow the next token in its step without an eviction.
+        """Return how many draft tokens may follow the next token in the same step without an eviction.
 
-        Evicts first if the next token needs it. Raises what `evict` raises.
+        If the next token itself needs an eviction, evicts first. Raises the errors of `evict`.
         """
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
-        # signals that depend on recalled cells are computed in the step, so they would include draft tokens
-        # that are rejected later
+        # if cells are recalled, the step itself computes the signals. They would then include draft tokens
+        # that are rejected later, so there must be no draft tokens
         if self.policy.recall and self.policy.reads:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
         return max(min(self.settings.n_draft, n_left - 1), 0)
 
     def draft(self, tokens: np.ndarray) -> None:
-        """Decode i32[n] tokens in one step: the next token, and at most `draft_room` draft tokens after it.
+        """Decode tokens i32[n] in one step: the next token, then at most `draft_room` draft tokens.
 
-        All give logits; the sampler then uses those of the first token. The caller accepts each draft token
-        by `context.sample_from`, or removes it by `drop_drafts`. Raises what `step` raises.
+        All tokens give logits. The sampler uses the logits of the first token until the caller accepts a
+        draft token with `context.sample_from`. Then the caller calls `drop_drafts` to remove the draft tokens
+        that it did not accept. Raises the errors of `step`.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
@@ -459,7 +468,7 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """True if `rewind` keeps more than nothing, as long as the archive has dropped no tokens."""
+        """True if `rewind` can keep some tokens, as long as the archive has not dropped any."""
         return self.rewinds_anywhere or self.checkpoints.max_bytes > 0
 
     @property
@@ -468,18 +477,18 @@ class Engine:
         return self.cache.keeps_all and not self.context.fixed_state
 
     def n_kept(self, n: int) -> int:
-        """Return how many of the first n tokens `rewind` would keep, if the archive has dropped none."""
+        """Return how many of the first n tokens `rewind` would keep, if the archive has not dropped any."""
         if n == self.n_past or self.rewinds_anywhere:
             return n
         return self.checkpoints.best(n)[0]
 
     def rewind(self, n: int) -> int | None:
-        """Cut the stream to its first n tokens or, if no checkpoint allows that, to the newest before.
+        """Cut the stream to its first n tokens, or to fewer if no checkpoint allows that.
 
-        The newest archived tokens fill the window again. Returns the number of tokens that are left, 0 if
-        there is no checkpoint that the policy or the model needs. The caller reads the tokens up to n again.
-        Returns None, changing nothing, if the archive has dropped tokens of that window. Raises UsageError
-        for more tokens than the stream has.
+        The newest of the archived tokens move back into the window. Returns the number of tokens that are
+        left. If this is less than n, the caller reads the missing tokens again. It is 0 if a checkpoint is
+        needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that the
+        window needs. Raises UsageError for more tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
@@ -493,7 +502,7 @@ class Engine:
         if checkpoint and self.checkpoints.are_whole:
             self.checkpoints.put_back(checkpoint, self.n_cell)
         else:
-            # a module that most chats do not need is imported only when it is used
+            # imported here, because most chats do not need this module
             from kvtool.engine.rewind import rewind
 
             if not rewind(self.cache, n, checkpoint):
@@ -502,30 +511,30 @@ class Engine:
         return n
 
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
+        """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
-        archived: False leaves out the archive's tokens. `restore` needs them.
+        archived: False to leave out the archive's tokens; `restore` needs these tokens.
         """
         return snapshot.save(self.cache, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continue from the arrays that `save` yielded, with the checkpoints that a session has.
+        """Continue from the arrays that `save` yielded, and from a session's checkpoints if it has any.
 
         Raises SessionError if the arrays do not fit.
         """
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
-            # after an error the engine is as it was, with its checkpoints, or empty
+            # after an error the engine is unchanged or empty; if it is empty, this drops all checkpoints
             self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved, self.n_cell)
 
     # counts and bytes
 
     def first_plan(self, n_text: int = 0) -> int | None:
-        """Return after how many tokens of a new stream the first plan comes; None: never.
+        """Return the number of tokens in a new stream before the first plan; None if there is never a plan.
 
-        n_text: number of first tokens that are read as one text. The others come one by one.
+        n_text: number of first tokens that are read as one text. Later tokens are decoded one by one.
         """
         policy, settings = self.policy, self.settings
         if not policy.slack:
@@ -535,8 +544,8 @@ class Engine:
         due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
         if not settings.over_budget or policy.recall:
             return due
-        # a text is read in batches: the plan comes after the batch in which it is due, or earlier if the text
-        # ends or the cells are full
+        # a text is read in batches. The plan is made at the end of the batch in which it is due, or earlier
+        # if the text ends or the cells are full
         n_batch = settings.n_batch
         return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 
@@ -551,7 +560,7 @@ class Engine:
 
     @property
     def n_kv(self) -> int:
-        """Number of live cells of each row; of the longest row if rows are ragged."""
+        """Number of live cells of a row; if rows are ragged, of the longest row."""
         return self.rows.n_kv
 
     @property
@@ -571,7 +580,7 @@ class Engine:
 
     @property
     def n_evicted(self) -> int:
-        """Number of cells evicted so far per row; the mean if rows are ragged."""
+        """Number of cells that a row has evicted so far; if rows are ragged, the mean of all rows."""
         return self.cache.n_evicted // len(self.rows.live)
 
     @property
@@ -586,7 +595,7 @@ class Engine:
 
     @property
     def mean_kv(self) -> float:
-        """Mean number of cells of a row that a query sees, live or recalled."""
+        """Mean number of a row's cells that a query attends to, both live and recalled cells."""
         n_recalled = min(self.policy.recall.n_cell, self.n_archived) if self.policy.recall else 0
         return self.mean_live + n_recalled
 
@@ -623,7 +632,7 @@ class Engine:
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     """Return the tokens as i32[n]. Raises UsageError if a token is not in the vocabulary."""
-    # shortcut for a reply, whose tokens come one by one: each call of NumPy takes microseconds
+    # shortcut for the single tokens of a reply, because each call of NumPy takes microseconds
     is_one = type(tokens) is np.ndarray and tokens.shape == (1,) and tokens.dtype is _I32
     if is_one and 0 <= tokens.item() < n_vocab:
         return tokens

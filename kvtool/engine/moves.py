@@ -8,14 +8,15 @@ from kvtool.engine.rows import Rows
 from kvtool.kernels.kernel import kernel
 
 _LAST = np.iinfo(np.int32).max
-"""Position given to empty cells, greater than that of any token."""
+"""Position for empty cells, which is greater than the position of any token."""
 
 
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """Return i32[row, most]: how far each kept key is rotated, to close all gaps before the next token.
+    """Return i32[row, most]: how many positions to rotate each kept key by, to close all gaps.
 
     source i32[row, most]
-        For each of a row's first cells, the cell that it takes its content from. most is n_keep.max().
+        For each of a row's first cells, the index of the cell whose content moves there. `most` is
+        n_keep.max().
     n_keep i32[row]
         Number of cells that each row keeps.
     next_rot
@@ -36,7 +37,8 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
 def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
     """Return i32[n, 4]: the moves (row, dst, src, delta) of all cells whose content or key changes.
 
-    source, delta: i32[row, most], as in `deltas`; delta is None if no key is rotated.
+    source: i32[row, most]; see `deltas`. delta: i32[row, most], the result of `deltas`; None if no key is
+    rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)
@@ -53,15 +55,15 @@ def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """Fill holes left to right with kept cells from the tail, also left to right: one move per hole.
+    """Move a kept cell from the tail of the row into each hole. Both are taken from left to right.
 
     keep b1[row, n]
         True for cells that are kept.
     n_keep i32[row]
         Number of kept cells of each row.
     source i32[row, most]
-        Output: for each of a row's first n_keep cells, the cell that it takes its content from: itself if it
-        is kept. Every cell from n_keep on has its own index.
+        Output: for each of a row's first n_keep cells, the index of the cell whose content moves there. A
+        cell that is kept has its own index, and so does every cell from n_keep on.
     """
     n_row, most = source.shape
     for row in range(n_row):

@@ -1,4 +1,4 @@
-"""Calls of a policy, which may be the user's own, and checks of its plan and state."""
+"""Calls of a policy's methods, and checks of its plan and state. The policy may be a user's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtool.policy import Merge, Plan, Policy, View
 
 
 def ask(policy: Policy, method: str, *args: object) -> Any:
-    """Call a policy, which may be the user's own. Raises PlanError for any error in it."""
+    """Call a method of a policy, which may be user code. Any error but KvtoolError becomes a PlanError."""
     try:
         return getattr(policy, method)(*args)
     except KvtoolError:
@@ -33,7 +33,7 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 
 
 def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
-    """Return i32[row]: number of cells that a plan keeps. It must be below the budget.
+    """Return i32[row]: number of cells that a plan keeps in each row. Each must be below the budget.
 
     name: the policy's name, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the
     rows are full and the plan keeps everything.
@@ -71,7 +71,7 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) 
 
 
 def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -> None:
-    """Raise PlanError unless all rows evict the same tokens, and these continue the archive without a gap.
+    """Raise PlanError unless all rows evict the same tokens, and these tokens come next in the archive.
 
     begin: position after the archive's newest token; None if the archive is empty.
     """
@@ -85,8 +85,8 @@ def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
 
-    The cells of each term must exist, its weight must be finite, and its target must be kept. The terms of
-    one target must be neighbours in the list.
+    For each term, both cells must exist, the target must be a kept cell, and the weight must be finite. Terms
+    with the same target must be neighbours in the list.
     """
     if not isinstance(merge, Merge):
         raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
@@ -96,7 +96,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # the dtype of an empty list is not checked, as NumPy chooses it
+    # the dtype of an empty list is not checked, because NumPy chose it
     unfit = [
         part.dtype
         for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)

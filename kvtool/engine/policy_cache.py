@@ -1,4 +1,4 @@
-"""A cache under a policy: the policy's view of it, and the edits that apply its plans."""
+"""A cache under a policy. Provides the policy's view of the cache, and applies the policy's plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = 64
 
 
 class PolicyCache:
-    """A cache under a policy: its cells, its signals and the policy's state, which are edited together.
+    """A cache under a policy: cells, signals and the policy's state. An eviction edits all of them together.
 
     Attributes
     ----------
@@ -33,15 +33,15 @@ class PolicyCache:
     state
         The policy's state of each cell: arrays [row, cell, ...].
     n_pinned, n_held
-        Number of first and of newest tokens that are never evicted.
+        Number of first tokens, and number of newest tokens, that are never evicted.
     n_planned
         `Rows.n_past` at the last plan.
     n_evicted
-        Number of cells evicted so far, of all rows together.
+        Number of cells that all rows together have evicted so far.
     n_restart
         Number of times that all gaps between positions were closed at once.
     plan_s, edit_s
-        Seconds spent on plans, including reading their signals, and on edits of the cache.
+        Seconds spent on plans, including the time to read signals, and seconds spent on edits of the cache.
     """
 
     state: State
@@ -68,7 +68,7 @@ class PolicyCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens, and how many of them are pinned and held."""
+        """Forget all tokens, and set the numbers of pinned and held tokens to 0."""
         # number of tokens that still fit into every layer, if rows are ragged
         self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
@@ -83,20 +83,20 @@ class PolicyCache:
         self.start()
 
     def empty(self) -> None:
-        """Forget all tokens, but not how many are pinned and held."""
+        """Forget all tokens, but keep the numbers of pinned and held tokens."""
         n_pinned, n_held = self.n_pinned, self.n_held
         self.reset()
         self.n_pinned, self.n_held = n_pinned, n_held
 
     def start(self) -> None:
-        """Get the policy's initial state for all cells. Raises PlanError if it has a wrong type or shape."""
+        """Get the policy's initial state for all cells. Raises PlanError for a wrong type or shape."""
         shape = self.rows.pos.shape
         state = self.ask("start", *shape, self.context.n_dim)
         check_state(self._name, state, shape)
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Give each layer n_cell i32[layer] cells, and the tables `rows` and `state` the maximum of these."""
+        """Resize each layer to n_cell i32[layer] cells, and the tables `rows` and `state` to the maximum."""
         self.context.resize(n_cell)
         if self.context.n_cell == self.rows.pos.shape[1]:
             return
@@ -114,11 +114,11 @@ class PolicyCache:
         self._n_fit -= n
 
     def give_room(self, n: int) -> None:
-        """Give back the cells that `take_room` reserved for n tokens that were removed again."""
+        """Give back the cells that `take_room` reserved for n tokens, after these tokens were removed."""
         self._n_fit += n
 
     def make_room(self, n: int) -> None:
-        """Resize the layers of ragged rows so that each has room for n tokens, and not for many more."""
+        """Resize the layers of ragged rows, to give each room for n more tokens, but not for many more."""
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
@@ -130,9 +130,10 @@ class PolicyCache:
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        Without sliding layers this is n_kv. Sliding layers may hold more tokens than n_kv, and drop those
-        whose position becomes negative. With sliding layers the position is therefore at least n_swa, which
-        is capped at half of the context, and at n_ctx - n, so that n more tokens have positions.
+        Without sliding layers this is n_kv. Sliding layers may hold more than n_kv tokens, and they drop
+        tokens whose position becomes negative. To prevent this, the position is at least n_swa. This minimum
+        is itself limited: to half of the context, and to n_ctx - n, so that positions are left for n more
+        tokens.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -140,22 +141,22 @@ class PolicyCache:
     def keeps_all(self) -> bool:
         """True if a rewind can restore the rows: evicted tokens are archived, or nothing is evicted.
 
-        False if the policy has a state or reads signals, whose earlier contents are not kept, or if the
-        model's tokens cannot be removed.
+        False if the policy has a state or reads signals, because earlier states and signals are not stored.
+        Also False if tokens cannot be removed from the model's cache.
         """
         archives = self.context.archive or not self.policy.slack
         can_remove = not self.context.model.layers.only_full
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
     def ask(self, method: str, *args: object) -> Any:
-        """Call the policy. Raises PlanError for any error in it."""
+        """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""
         return ask(self.policy, method, *args)
 
     def pinnable(self, n: int) -> int:
-        """Return how many of the first n tokens are pinned if a caller pins n.
+        """Return how many tokens are really pinned if a caller pins the first n tokens.
 
-        With an archive, these are at most half of the tokens that an eviction keeps: the rest is archived,
-        where the model still attends to it.
+        With an archive, this is at most half of the tokens that an eviction keeps. The other tokens are
+        archived, and the model still attends to them there.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
@@ -169,10 +170,10 @@ class PolicyCache:
             )
 
     def pin(self, n: int) -> None:
-        """Never evict the first n tokens of the stream, or as many of them as are `pinnable`.
+        """Never evict the first n tokens of the stream, or only the first `pinnable(n)` of them.
 
-        Raises UsageError if they are too many, or if their number changes once tokens are archived, which
-        would leave a gap in the archive.
+        Raises UsageError for too many tokens. Also raises it if tokens are archived already and the number
+        would change, because that would leave a gap in the archive.
         """
         self.check_pin(n)
         n = self.pinnable(n)
@@ -200,11 +201,11 @@ class PolicyCache:
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
         """Return the policy's view.
 
-        signals: by field name. n_new: number of newest tokens, whose keys are included.
+        signals: arrays by field name. n_new: number of newest tokens whose keys the view includes.
         """
         rows = self.rows
         if Signal.KEYS in self._reads:
-            # keys are rotated back by their positions, so that they are as before RoPE
+            # rotate the keys back by their positions, to get the keys before RoPE
             signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
@@ -228,7 +229,7 @@ class PolicyCache:
         )
 
     def observe(self) -> View:
-        """Let the policy observe the tokens since the last edit, unless it already has. Returns its view."""
+        """Let the policy observe the tokens since the last edit, unless it already has. Returns the view."""
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
             self.ask("observe", view, self.state)
@@ -236,15 +237,15 @@ class PolicyCache:
         return view
 
     def close_gaps(self, n: int) -> None:
-        """Rotate all keys so that no gap is left between live cells, and n tokens fit after them."""
+        """Rotate all keys to close the gaps between positions, so that n more tokens fit."""
         next_rot = self.low_rot(self.rows.n_kv, n)
-        # the edit clears the signals, which the policy must see first
+        # let the policy see the signals first, because the edit clears them
         self.observe()
         self.n_restart += 1
         self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
-        """Return i32[row]: number of cells that the plan keeps. Raises what `check_plan` raises."""
+        """Return i32[row]: number of cells that the plan keeps. Raises the errors of `check_plan`."""
         n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
@@ -258,9 +259,10 @@ class PolicyCache:
         next_rot
             The position that the next token's key will be rotated to.
         close
-            True to close gaps; with in-cache positions they are always closed.
+            True to close gaps between positions. With in-cache positions, gaps are always closed.
 
-        Returns i32[row, most]: for each of a row's first cells, the cell that its content came from.
+        Returns i32[row, most]: for each of a row's first cells, the index of the cell that its content came
+        from.
         """
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
@@ -278,12 +280,13 @@ class PolicyCache:
             if self.state:
                 self.ask("move", self.state, source)
         finally:
-            # even after an error, the next tokens use the freed cells, whose state must be zero
+            # even after an error, clear the freed cells: the next tokens use them, and their state must be
+            # zero
             self.clear_dead(n)
         return source
 
     def clear_dead(self, n: int) -> None:
-        """Clear the state of empty cells among the first n, which the next tokens will use."""
+        """Set the state of empty cells among the first n cells to zero, for the tokens that come next."""
         rows = self.rows
         for array in self.state:
             if rows.ragged:

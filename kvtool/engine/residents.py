@@ -1,4 +1,7 @@
-"""Residents: archived tokens in cells on the device, so that a step that writes searches no archive."""
+"""Residents: archived tokens in cells on the device.
+
+With residents, a step that decodes a token of the reply does not search the archive on the host.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,28 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 
 _MISSED = 0.5
-"""A step is repeated if a larger share of a query's attention fell on clusters that should be resident.
+"""Maximum share of a query's attention that a step may miss. If a step misses more, it is repeated.
 
-The share is an estimate, which counts more for clusters whose keys differ much.
+The missed attention is attention to clusters that should have been resident. It is an estimate, which is
+higher for clusters whose keys differ much.
 """
 
 _MOST_REPEATS = 3
-"""Maximum repetitions of a step. Each changes the queries of later layers, which may need other clusters."""
+"""Maximum number of repetitions of a step.
+
+A repetition changes the queries of later layers, so these layers may then need other clusters.
+"""
 
 _N_BLOCK, _N_CLUSTER = 256, 16
-"""Tokens of a block of the archive, and clusters of a block."""
+"""Number of tokens in a block of the archive, and number of clusters in a block."""
 
 _N_UNCLUSTERED = 3 * _N_BLOCK // 2
-"""Cells for tokens that have no cluster yet."""
+"""Number of cells in each row for tokens that have no cluster yet."""
 
 _MOST_MEANS = 33 * _N_BLOCK
-"""Maximum number of cells for means in each row, enough for 134,656 tokens.
+"""Maximum number of cells for means of clusters in each row, enough for 134,656 archived tokens.
 
-If the archive is longer, steps search it on the host.
+A longer archive is searched on the host.
 """
 
 
@@ -34,13 +41,13 @@ class Residents:
     Attributes
     ----------
     n_token
-        Resident tokens of each row. If it is 0, every step searches the archive on the host.
+        Number of resident tokens of each row. 0 if every step searches the archive on the host.
     n_bytes
-        Bytes of the residents' cells on the devices once the archive is full.
+        Bytes that the residents' cells take on the devices once the archive is full.
     n_repeated
         Number of times that a step was decoded again because it missed too much.
     obstacle
-        Why the model, its cache or the device cannot have the residents that were asked for; "" if it can.
+        Reason why there can be no residents although the settings ask for them; "" without such a reason.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -70,11 +77,11 @@ class Residents:
 
     @property
     def n_now(self) -> int:
-        """Resident tokens of each row at present; 0 if no step has needed them, or if there is no room."""
+        """Resident tokens of each row now; 0 if no step has needed residents yet, or if there is no room."""
         return self.n_token if self._n_mean else 0
 
     def prepare(self) -> None:
-        """Provide the cells that a step needs. A device without room leaves n_token at 0."""
+        """Provide the cells that a step needs. If the device has no room for them, set `n_token` to 0."""
         self._n_left = _MOST_REPEATS
         archive = self._cache.context.archive
         assert archive
@@ -91,7 +98,10 @@ class Residents:
             self.n_token, self._n_mean, self.obstacle = 0, 0, _why(error)
 
     def misses(self) -> bool:
-        """Choose the next residents; True if the last step has to be decoded again with them."""
+        """Return True if the last step has to be decoded again with other residents.
+
+        Chooses these residents, unless no repetition is left.
+        """
         archive = self._cache.context.archive
         assert archive
         if not self._n_mean or not self._n_left or archive.missed() <= _MISSED:

@@ -25,9 +25,9 @@ class _Earlier(NamedTuple):
     n_kv
         Number of live cells of each row.
     base
-        Keys of tokens from `begin` on were rotated to their position minus this.
+        Keys of tokens from position `begin` on were rotated to their position minus `base`.
     n_later
-        Number of times that the gaps between positions have been closed since.
+        Number of times that the gaps between positions have been closed since then.
     """
 
     n_first: int
@@ -38,13 +38,14 @@ class _Earlier(NamedTuple):
 
 
 def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> bool:
-    """Cut the stream to its first n tokens. Return False, changing nothing, if that is impossible.
+    """Cut the stream to its first n tokens. Return False and change nothing if that is impossible.
 
-    The cache is then as it was after n tokens, except that tokens from the archive are rounded to its number
-    format, and tokens that the archive has dropped are missing. There are no logits before the next step.
+    The cache then has the same tokens as when the stream had n tokens. There are two differences: tokens from
+    the archive are rounded to the archive's number format, and tokens that the archive has dropped are
+    missing. There are no logits until the next step.
 
-    cache: `keeps_all` is true for it.
-    checkpoint: that of `Checkpoints.best`; needed if the model has sliding or recurrent layers.
+    cache: a cache for which `keeps_all` is true.
+    checkpoint: the result of `Checkpoints.best`. It is needed if the model has sliding or recurrent layers.
     """
     earlier = _earlier(cache, n, checkpoint)
     if not earlier:
@@ -84,12 +85,16 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
 
 
 def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earlier | None:
-    """Return the stream's state after n tokens; None if the archive has dropped tokens of its window."""
+    """Return the stream's state after n tokens.
+
+    Returns None if the archive has dropped tokens that were in the window then.
+    """
     rows, archive = cache.rows, cache.context.archive
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
-        # a prompt that was read whole had more live cells at the checkpoint than fit now
+        # use the checkpoint's number of live cells, but not more than fit now: a row has more while a prompt
+        # is read whole
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
@@ -97,17 +102,19 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # at most the archive's end: later tokens were not evicted, but `n_live` may assume evictions too early
+    # the window begins at the archive's end or before, because later tokens were not evicted. `n_live` may
+    # assume that they were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
     if checkpoint:
-        # the state of sliding layers has the positions of that base
+        # use the checkpoint's base, because the state of sliding layers has positions with that base
         part = checkpoint.part
         return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # find the newest frame that had started by token n. Each closing of gaps starts a frame, at the token
-    # that is then the oldest live one. Frames from tokens before `begin` had started. A frame from `begin`
-    # itself had started only if n tokens did not fit in the context with the previous frame's base
+    # Find the newest frame that had already started after n tokens. Whenever gaps are closed, a frame with a
+    # new base starts. Its first token is the oldest live token at that time. Frames whose first token is
+    # before `begin` had started. A frame whose first token is `begin` had started only if n tokens did not
+    # fit in the context with the base of the frame before it
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:
@@ -116,7 +123,7 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
 
 
 def n_live(policy: Policy, n: int) -> int:
-    """Return the live cells of each row after n tokens, if each eviction keeps as many as the policy can."""
+    """Return the live cells of a row after n tokens, if each eviction keeps as many as the policy allows."""
     if n <= policy.n_live or not policy.slack:
         return n
     return policy.n_keep + 1 + (n - policy.n_live - 1) % policy.slack

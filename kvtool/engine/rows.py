@@ -9,7 +9,8 @@ class Rows:
     """Tokens in the rows of a cache, in a table on the host.
 
     The cells 0 .. live[row] - 1 of a row hold tokens, in no order. llama.cpp's own table only records that a
-    cell is in use and older than the next token. Callers read the arrays, and change them with the methods.
+    cell is in use and older than the next token. Callers may read the arrays, and use the methods to change
+    them.
 
     Attributes
     ----------
@@ -18,16 +19,18 @@ class Rows:
     ragged
         True if rows may hold different numbers of tokens.
     n_past
-        Number of tokens of the stream so far, and so the position of the next token. All other counts of
-        time in the engine are values of n_past.
+        Number of tokens of the stream so far. This is also the position of the next token. Whenever the
+        engine records a time, it records the value of `n_past`.
     next_rot
         The position that the next token's key is rotated to.
     n_kv
-        Number of live cells of each row; of the longest row if rows are ragged.
+        Number of live cells of a row; if rows are ragged, of the longest row.
     pos
-        i32[row, n_cell]: the position in the stream of each live cell's token. Other cells have no meaning.
+        i32[row, n_cell]: the position in the stream of each live cell's token. The values of other cells have
+        no meaning.
     rot
-        i32[row, n_cell]: the position that each live cell's key is rotated to. Other cells have no meaning.
+        i32[row, n_cell]: the position that each live cell's key is rotated to. The values of other cells have
+        no meaning.
     """
 
     pos: np.ndarray
@@ -51,7 +54,8 @@ class Rows:
     @property
     def live(self) -> np.ndarray:
         """i32[row]: number of live cells of each row."""
-        # `append` updates `_live` only for ragged rows: right after a decode, even this small sum takes 40 us
+        # `append` updates `_live` only if rows are ragged, because even this small sum takes 40 us right
+        # after a decode
         return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
@@ -74,21 +78,21 @@ class Rows:
         self.next_rot -= n
 
     def rotate_from(self, next_rot: int) -> None:
-        """Let the keys of the next tokens be rotated to next_rot, next_rot + 1, ..."""
+        """Set the positions that the keys of the next tokens are rotated to: next_rot, next_rot + 1, ..."""
         self.next_rot = next_rot
         self._write_ahead()
 
     def put(self, live: np.ndarray, pos: np.ndarray, rot: np.ndarray) -> None:
-        """Set the number of live cells, live i32[row], and pos and rot i32[row, n_kv] of the first cells.
+        """Set the number of live cells, and the positions and rotations of the first n_kv cells.
 
-        The caller has set n_past, n_kv and next_rot.
+        live: i32[row]. pos, rot: i32[row, n_kv]. The caller has already set n_past, n_kv and next_rot.
         """
         self._live = live.copy()
         self.pos[:, : self.n_kv], self.rot[:, : self.n_kv] = pos, rot
         self._write_ahead()
 
     def resize(self, n_cell: int) -> None:
-        """Give each row n_cell cells, at least as many as are live."""
+        """Resize each row to n_cell cells, which must be at least n_kv."""
         shape, n = (len(self.layer), n_cell), self.n_kv
         old = self.pos, self.rot
         self.pos, self.rot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -121,7 +125,10 @@ class Rows:
         return np.take_along_axis(self.rot, (self.live - n)[:, None] + np.arange(n), axis=1)
 
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
-        """Apply an edit of the cache to the table: moves i32[n, 4] from `moves_of`; n_keep i32[row]."""
+        """Apply an edit of the cache to the table.
+
+        moves: i32[n, 4], from `moves_of`. n_keep: i32[row], number of cells that each row keeps.
+        """
         row, cell, old = moves.T[:3].astype(np.intp)
         # the order of the moves does not matter: no move's source is another move's destination
         self.pos[row, cell] = self.pos[row, old]
@@ -133,8 +140,8 @@ class Rows:
     def _write_ahead(self) -> None:
         """Write the positions of the next tokens into all free cells, so that `append` writes nothing.
 
-        The rows are far apart in memory: writing many tokens takes hardly longer than one. Ragged rows end in
-        different cells, so there `append` writes the positions.
+        The rows are far apart in memory, so writing many positions takes hardly longer than writing one.
+        Ragged rows end at different cells, so `append` writes their positions.
         """
         if not self.ragged:
             new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)

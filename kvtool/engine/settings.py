@@ -11,7 +11,7 @@ from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_RESIDENT, MO
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
 FLASH = ("on", "off", "auto")
-"""Values of `Settings.positions`, `prefill` and `flash`."""
+"""Allowed values of `Settings.positions`, `Settings.prefill` and `Settings.flash`."""
 
 _CHOICES = {
     "positions": POSITIONS,
@@ -29,16 +29,17 @@ class Settings:
     Attributes
     ----------
     positions
-        Positions that keys are rotated to: "original", those in the stream; "in-cache", without gaps;
-        "auto", original up to the end of the context, where all gaps are closed at once.
+        Positions that keys are rotated to. "original": the positions in the stream. "in-cache": positions
+        without gaps. "auto": the original positions until the context is full; then all gaps are closed at
+        once.
     prefill
-        How a prompt is read: "stream", in batches with a plan after each; "whole", decoded whole and
-        compressed once; or "exact", in batches each of which attends to all archived tokens, for policies
-        that recall. Default: the policy's way. With a policy that recalls and all layers on this machine's
-        GPUs, that is exact for texts up to half of the context, and whole for a longer prompt whose cells
-        take at most half of the free memory.
+        How a prompt is read. "stream": in batches, with a plan after each batch. "whole": decoded whole, then
+        compressed once. "exact", for policies that recall: in batches, and each batch attends to all archived
+        tokens. Default: the way that the policy asks for. With a policy that recalls and with all layers on
+        this machine's GPUs, the default is exact for texts up to half of the context. A longer prompt is then
+        read whole if its cells take at most half of the free memory.
     n_ctx
-        Context length; defaults to, and is capped at, the trained length.
+        Context length. The trained length is the default and the maximum.
     n_batch
         Maximum tokens decoded at once.
     n_output
@@ -46,26 +47,28 @@ class Settings:
     n_draft
         Maximum draft tokens of a step, which `Engine.drop_drafts` can remove.
     over_budget
-        True if a step may go over the budget until its eviction, so that a prompt is read in steps longer
-        than the slack.
+        True if a step may go over the budget until the eviction at its end. A prompt is then read in steps
+        that are longer than the slack.
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
-        Maximum tokens or bytes of the archive of a policy that recalls. Default: a quarter of the free
-        memory; in a file, half of the disk's free space. A full archive drops its oldest tokens.
+        Maximum tokens or bytes of the archive, for a policy that recalls. Default: a quarter of the free
+        memory, or half of the disk's free space if the archive is in a file. A full archive drops its oldest
+        tokens.
     archive_file
         Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
         its space is free again when the process ends.
     archive_type
-        Number format of the archive, such as "f16"; "q5_0/q4_0": of its keys and its values. "plain q4_1" is
-        q4_1 without Hadamard matrices, as earlier versions of kvtool stored it.
+        Number format of the archive, such as "f16". "q5_0/q4_0" is q5_0 for keys and q4_0 for values. "plain
+        q4_1" is q4_1 without Hadamard matrices, which earlier versions of kvtool used.
     resident
-        With a policy that recalls: archived tokens of each row that lie on the device, so that steps
-        of one token, and of draft tokens, attend to them without a search on the host. 0: each step searches
-        the archive.
+        With a policy that recalls: number of archived tokens of each row to keep on the device. A step of one
+        token, with or without draft tokens, then attends to them without a search on the host. 0: each step
+        searches the archive.
     checkpoints
-        Maximum bytes of the checkpoints, without which a stream that forgets, or has sliding or recurrent
-        layers, is only rewound to its start; 0: none. Default: see `Checkpoints`.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. If the policy forgets tokens, or the model has
+        sliding or recurrent layers, a stream without checkpoints can only be rewound to its start. Default:
+        see `Checkpoints`.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads

@@ -1,4 +1,4 @@
-"""Signals that a policy reads, and the window: the tokens whose queries they cover."""
+"""Signals that a policy reads, and their window: the tokens whose queries are included in the signals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""Arrays in a snapshot if FUTURE is read: the last queries, and the positions that they are rotated to."""
+"""Names of the arrays in a snapshot for FUTURE: the last queries, and the positions of their rotation."""
 
 
 class Signals:
-    """A policy's signals: sums over the attention of a window, which ends with the newest token.
+    """A policy's signals: sums over the attention of a window of tokens, which ends with the newest token.
 
     Attributes
     ----------
@@ -29,8 +29,8 @@ class Signals:
     since
         Start of the window: `Rows.n_past` when the signals were cleared.
     is_observed
-        True if the policy has observed this window. If its plan then fails, a second try does not observe
-        again.
+        True if the policy has observed this window. If the plan fails after that, the next try does not
+        observe the window again.
     """
 
     since: int
@@ -43,11 +43,11 @@ class Signals:
 
     @property
     def n_new(self) -> int:
-        """Number of tokens of the window; they are in the last live cells."""
+        """Number of tokens of the window. These tokens are in the last live cells."""
         return self._rows.n_past - self.since
 
     def begin(self) -> None:
-        """Begin a new window. The library has just cleared the signals, as every edit does."""
+        """Begin a new window after an edit of the cache, because each edit clears the library's signals."""
         self.since, self.is_observed = self._rows.n_past, False
 
     def clear(self) -> None:
@@ -66,7 +66,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each signal's `Context.history` by name; IMPORTANT as `_converted` numbers queries."""
+        """Yield each signal's name and `Context.history`. `_converted` converts the values of IMPORTANT."""
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:
@@ -75,7 +75,7 @@ class Signals:
             yield "is_observed", np.ones(1, np.bool_)
 
     def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
-        """True if the arrays could be from `save` with n_kv cells a row. Raises KeyError if one is absent."""
+        """True if `save` could yield such arrays with n_kv cells. Raises KeyError for a missing array."""
         if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
             return False
         return all(
@@ -95,12 +95,13 @@ class Signals:
         for name, signal in self.of.items():
             values = saved[name]
             if signal is Signal.RECENT and values.ndim == 2:
-                # older sessions saved only the sum over queries: all of it is given to the last query
+                # older sessions saved only the sum over all queries: treat it as the attention of the last
+                # query
                 history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
                 history[-1] = values
                 values = history
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """In IMPORTANT, convert "queries ago" to a query's number in the window, or back (both from 1)."""
+        """Convert IMPORTANT from "queries ago" to a query's index in the window, or back. Both start at 1."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

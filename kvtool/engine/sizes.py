@@ -1,4 +1,4 @@
-"""Sizes of a cache for a policy and its settings, and the context in llama.cpp of these sizes."""
+"""Choose the sizes of a cache for a policy and settings, and open a context in llama.cpp of these sizes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
 
 _N_DEFER = 32
-"""Tokens whose signals are computed together: more of them take memory and hardly save time."""
+"""Maximum tokens whose signals are computed together. More tokens take memory but save little time."""
 
 _N_CHUNK = 1024
-"""Tokens of a chunk on a GPU. The archive is copied there once for each chunk, so short chunks are slow."""
+"""Tokens of a chunk on a GPU. For each chunk, the archive is copied to the GPU, so short chunks are slow."""
 
 
 class Sizes(NamedTuple):
@@ -30,13 +30,13 @@ class Sizes(NamedTuple):
     n_ctx
         Context length: keys are rotated to positions below it.
     n_start
-        Cells of each layer while the cache is empty.
+        Number of cells of each layer while the cache is empty.
     n_cell
         Maximum number of tokens in the cache before an eviction.
     n_batch
         Maximum number of tokens of a step while there are archived tokens.
     n_chunk
-        Maximum number of tokens that attend exactly to the archive at once; 0 if none do.
+        Maximum number of tokens that attend exactly to the archive at once; 0 if no text is read exactly.
     """
 
     n_ctx: int
@@ -52,7 +52,8 @@ class Sizes(NamedTuple):
         n_cell = n_start = policy.n_live
         n_batch, recall = settings.n_batch, policy.recall
         if policy.ragged:
-            # llama.cpp's own table of cells holds only the tokens since the last edit; layers grow separately
+            # llama.cpp's own table of cells needs room only for the tokens since the last edit; the layers
+            # grow separately
             n_start = policy.slack + n_batch + 1
         elif policy.slack and settings.over_budget and not recall:
             n_cell = n_start = max(policy.budget, min(policy.budget - policy.slack + n_batch, n_ctx))
@@ -81,8 +82,9 @@ def open_context(
 ) -> Cache:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if it needs more cells than the model's index chooses for a query (`Layers.most_cells`),
-    and LibraryError if it needs the patch and the library is unpatched.
+    Raises UsageError if the cache needs more cells than the model's index chooses for a query
+    (`Layers.most_cells`). Raises LibraryError if the policy or the settings need the patch and the library is
+    unpatched.
     """
     n_cell = sizes.n_start
     # ragged rows begin with fewer cells than n_live, and grow
@@ -104,7 +106,8 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # includes padding, so that no gap is left between the live cells and those that a step fills
+            # includes the padding, so that no gap is left between the live cells and the cells that a step
+            # fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
@@ -116,7 +119,8 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # off until the reconstruction pass: the policy gets signals only from that pass
+            # turn signals off until the reconstruction pass, because the policy gets signals only from that
+            # pass
             context.watch(on=False)
         return context
     needs = None
@@ -135,7 +139,7 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError for more cells than the model's index chooses for a query."""
+    """Raise UsageError if there are more cells than the model's index chooses for a query."""
     if n_cell > (n_most := model.layers.most_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "

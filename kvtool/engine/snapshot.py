@@ -29,22 +29,25 @@ Counters: TypeAlias = "dict[tuple[str, str], int]"
 _MISFIT = "what was saved does not fit this model, policy or cache"
 
 _FIXED = ("window", "window_cells")
-"""Arrays with the state of sliding and recurrent layers, named when only sliding layers were supported."""
+"""Names of the arrays with the state of sliding and recurrent layers.
+
+The names were chosen when kvtool supported only sliding layers.
+"""
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
+    """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
     engine
         The counters.
     live, layer_cells
-        As in `Rows` and `Context`.
+        `Rows.live` and `Context.layer_cells`.
     pos, rot, state.N, and the arrays of `Signals.save`
         Values of the first n_kv cells.
     cells.N
         K and V of the Nth layer's live cells, in the cache's number format.
     archive, archive.N
-        The arrays of `Archive.save`, if the policy recalls. Without `archived`, tokens are left out.
+        The arrays of `Archive.save`, if the policy recalls. If `archived` is False, the tokens are left out.
     window, window_cells
         State of sliding and recurrent layers, if the model has any.
     """
@@ -70,9 +73,11 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
 def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
     """Continue from the arrays that `save` yielded.
 
-    n_cell: maximum number of tokens in the cache. Raises SessionError if the arrays do not fit this model,
-    policy or cache; the engine is then unchanged, or empty if llama.cpp refused them. Raises StreamEnd, with
-    the engine empty, if there is no room for the archive.
+    n_cell: maximum number of tokens in the cache.
+
+    Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged, or
+    empty if it was llama.cpp that refused the arrays. Raises StreamEnd if there is no room for the archive;
+    the engine is then empty.
     """
     counters = check(cache, saved, n_cell)
     try:
@@ -86,7 +91,7 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
 
 
 def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> Counters:
-    """Return the counters in the arrays. Raises SessionError as `restore` does, changing nothing."""
+    """Return the counters in the arrays. Raises SessionError if the arrays do not fit. Changes nothing."""
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
         _check_fixed(cache, saved)
@@ -99,7 +104,10 @@ def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> C
 
 
 def _check_fixed(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> None:
-    """Raise SessionError if sliding layers had another number of cells, which depends on the batch size."""
+    """Raise SessionError if the saved sliding layers have another number of cells.
+
+    Their number of cells depends on the batch size.
+    """
     fixed_state = cache.context.fixed_state
     if fixed_state and saved[_FIXED[0]].shape != fixed_state.shapes[0]:
         raise SessionError(

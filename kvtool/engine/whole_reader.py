@@ -19,19 +19,22 @@ from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _LEAST = 256
-"""A prompt that leaves no room to repeat this many tokens at once is read in segments."""
+"""Minimum room, in tokens, for repeating a chunk. A prompt that leaves less room is read in segments."""
 
 DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
-"""Decodes a text i32[n] after the live cells; the last n_output tokens give logits. False if stopped."""
+"""Function that decodes a text i32[n] after the live cells. The last n_output tokens give logits.
+
+It returns False if it was stopped.
+"""
 
 
 def batches(tokens: np.ndarray, n_batch: int) -> list[np.ndarray]:
-    """Split a text i32[n] into as few parts of at most n_batch tokens as possible, of about equal size."""
+    """Split a text i32[n] into as few parts as possible, of about equal size and at most n_batch tokens."""
     return np.array_split(tokens, max(-(-len(tokens) // n_batch), 1))
 
 
 class WholeReader:
-    """Reads a prompt whole, and knows in advance how many cells and segments that takes.
+    """Reads a prompt whole. It can tell in advance how many cells and segments a prompt takes.
 
     Attributes
     ----------
@@ -51,11 +54,12 @@ class WholeReader:
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments that do not see each other."""
-        # earlier segments cannot be hidden: attention goes over all cells of ragged rows, and over an archive
+        # not possible with ragged rows or an archive: earlier segments cannot be hidden there, because
+        # attention covers all cells of ragged rows, and the whole archive
         return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
-        """Return in how many segments a prompt of n tokens is read.
+        """Return the number of segments in which a prompt of n tokens is read.
 
         Raises UsageError if the context is too short.
         """
@@ -66,7 +70,7 @@ class WholeReader:
         return -(-n // longest)
 
     def n_cells(self, n: int) -> int:
-        """Return the maximum cells of a row while a prompt of n tokens is read."""
+        """Return the maximum number of cells of a row while a prompt of n tokens is read."""
         cache, policy = self._cache, self._cache.policy
         if self.reconstruction:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
@@ -88,15 +92,19 @@ class WholeReader:
         return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
 
     def fits(self, n: int) -> bool:
-        """True if cells and segments suffice to read n tokens whole. Original positions are not checked."""
+        """True if n tokens can be read whole, as far as this depends on cells and segments.
+
+        Does not check whether original positions suffice.
+        """
         in_one = self.in_segments or self.n_segments(n) == 1
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
 
     def gpu_has_room(self, n: int) -> bool:
-        """True if a policy that recalls should read a prompt of n tokens whole without being asked to.
+        """True if a prompt of n tokens should be read whole although the settings do not ask for it.
 
-        A GPU reads a whole prompt ten times as fast as a streamed one, for which a CPU searches the archive
-        for each token. The cells for a whole prompt may take at most half of the free memory.
+        This is only for policies that recall. A GPU reads a prompt ten times as fast whole as streamed,
+        because a CPU searches the archive for each token of a streamed prompt. The cells for a whole prompt
+        may take at most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
         if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
@@ -106,13 +114,13 @@ class WholeReader:
     def read(self, tokens: np.ndarray, decode: DecodeText, cached: CachedPrompt | None = None) -> int:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.
 
-        A prompt longer than the context is decoded in segments that do not see each other (BumbleBee 6.4).
-        If the policy has a reconstruction pass, each segment is then read again. cached: a prompt that
-        another stream has read. If it is the same prompt, its keys, values and signals are used again.
+        A prompt longer than the context is decoded in segments that do not see each other (BumbleBee 6.4). If
+        the policy has a reconstruction pass, each segment is then read again. cached: a prompt that another
+        stream has read. If it is the same as this prompt, its keys, values and signals are used again.
 
-        Returns n, or 0 if stopped. When stopped, or after an error, the cache is empty, and as many tokens
-        are pinned and held as before. Raises StreamEnd if original positions end before the prompt does, and
-        what `Engine.step` raises.
+        Returns n, or 0 if stopped. If stopped, or after an error, the cache is empty, but the numbers of
+        pinned and held tokens are unchanged. Raises StreamEnd if original positions do not suffice for the
+        prompt. Also raises the errors of `Engine.step`.
         """
         n, cache = len(tokens), self._cache
         segments = np.array_split(tokens, self.n_segments(n))
@@ -160,12 +168,16 @@ class WholeReader:
     def _decode(
         self, segments: list[np.ndarray], decode: DecodeText, cached: CachedPrompt | None
     ) -> dict[str, np.ndarray] | None:
-        """Decode the segments into a cache made for them. Return the signals of all; None if stopped."""
+        """Decode the segments into a cache with room for all of them.
+
+        Returns the signals of all tokens; None if stopped.
+        """
         cache, rows = self._cache, self._cache.rows
         n = sum(map(len, segments))
         # drop the state, which has the shape of the small cache
         cache.state = ()
-        # ragged rows grow as the text is read, because attention goes over all their cells, used or not
+        # ragged rows are not resized here. They grow while the text is read, because attention also covers
+        # their unused cells
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
@@ -219,7 +231,7 @@ class WholeReader:
         return signals
 
     def _compress(self, signals: dict[str, np.ndarray], *, close: bool) -> None:
-        """Evict once by the signals f32[row, n] of the whole prompt, and return to the small cache.
+        """Evict once by the signals f32[row, n] of the whole prompt, then shrink the cache to its usual size.
 
         close: True if gaps between positions are closed.
         """
@@ -253,11 +265,12 @@ class WholeReader:
 
 
 class Reconstruction:
-    """Reconstruction pass: a prompt in the cache is read again, as the answer to a request to repeat it.
+    """Reconstruction pass: a prompt in the cache is read again, as if the model had been asked to repeat it.
 
-    The tokens decoded for it are removed again; only the signals of their queries stay. The prompt is
-    repeated chunk by chunk. Pinned and held tokens are never evicted, so they are not repeated. The held
-    tokens are the reply header, which is decoded again before each chunk, so that the model seems to answer.
+    The prompt is repeated chunk by chunk. Before each chunk, a request to repeat is decoded, then the reply
+    header (the held tokens), so that the chunk looks like the model's answer. All tokens of the pass are
+    removed from the cache afterwards, and only the signals of their queries are used. Pinned and held tokens
+    are not repeated, because they are never evicted.
 
     words: the texts and sizes that the policy gives for the pass.
     """
@@ -278,7 +291,7 @@ class Reconstruction:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest segment that can be repeated within the context; below 1 if none can."""
+        """Maximum tokens of a segment that can be repeated within the context; below 1 without room."""
         n_ctx = self._cache.n_ctx
         return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
@@ -289,10 +302,10 @@ class Reconstruction:
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
 
-        tokens: i32[n] of the whole prompt, whose first n_past tokens are in the cache. A token's signals come
-        from the queries of the chunk that repeats it; they are zero if no chunk does. Afterwards the cache is
-        unchanged except for the signals, and there are no logits. Returns None if stopped, with the chunk's
-        tokens still in the cache.
+        tokens: i32[n], the whole prompt. Its first n_past tokens are in the cache. A token's signals come
+        from the queries of the chunk that repeats the token. The signals of a token that is not repeated are
+        zero. Afterwards the cache is unchanged except for the signals, and there are no logits. Returns None
+        if stopped; the tokens of the last chunk are then still in the cache.
         """
         cache, rows, words = self._cache, self._cache.rows, self.words
         context = cache.context
@@ -301,7 +314,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # only the shapes of the signals are used: watching was off until now
+        # watching was off until now, so these signals have no values yet; only their shapes are used
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -329,9 +342,9 @@ def decode_watched(
 ) -> dict[str, np.ndarray] | None:
     """Decode a text i32[n] after the live cells. Returns signals f32[row, n_kv] by field; None if stopped.
 
-    The signals cover the queries of the text and all queries between the last edit and the text. With ragged
-    rows, each step needs an edit first, because llama.cpp's own table has room for one step only. An edit
-    clears the signals, so each step's signals are combined with the earlier ones.
+    The signals cover all queries since the last edit, including the queries of the text. With ragged rows,
+    each step needs an edit first, because llama.cpp's own table has room for only one step. An edit clears
+    the signals, so the signals of each step are combined with the signals of the steps before.
     """
     if not cache.rows.ragged:
         return cache.signals.read() if decode(tokens, n_output) else None
@@ -352,13 +365,13 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Reshape source i32[row, cell] to index an array with rows on axis 0 and cells on cell_axis."""
+    """Reshape source i32[row, cell], to index an array with rows on axis 0 and cells on axis `cell_axis`."""
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)
 
 
 def _clear_dead(kept: Mapping[str, np.ndarray], dead: np.ndarray) -> None:
-    """Set the signals of empty cells, dead b1[row, n_kv], to zero."""
+    """Set the signals of empty cells to zero. dead: b1[row, n_kv], True for an empty cell."""
     for spec in SIGNALS.values():
         for field in spec.fields:
             if field in kept:

@@ -5,7 +5,7 @@ import numpy as np
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """One step of splitmix64 (Steele et al. 2014): u64 -> u64."""
-    # x must be an array: for scalars NumPy would warn of the overflow that a hash needs
+    # x must be an array, because NumPy warns if a scalar overflows, and a hash overflows on purpose
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

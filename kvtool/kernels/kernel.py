@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """Compiled function: taken from the shared library of kernels, or compiled by numba at the first call."""
+    """Compiled function, from the shared library of kernels or compiled by numba at the first call."""
 
     def __init__(self, function: Callable[P, R], signatures: list[str], any_order: bool) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
@@ -51,7 +51,8 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # needed if numba was imported before the variable was set. mypy does not know CACHE_DIR, hence `vars`
+    # needed if numba was imported before the variable was set. `vars` is used because mypy does not know
+    # CACHE_DIR
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
@@ -68,8 +69,8 @@ def kernel(
     signature
         In numba's notation: "i4[:,::1]" is a C-contiguous matrix of int32.
     any_order
-        True if sums of floats may be reordered. Set it only for whole numbers stored as floats: their sums
-        are exact in any order.
+        True if sums of floats may be reordered. Use it only if the floats are whole numbers, whose sums are
+        exact in any order.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)

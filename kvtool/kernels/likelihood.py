@@ -7,7 +7,10 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("Tuple((i8, f8))(f4[::1])")
 def _top_and_log_sum(logits):
-    """Return the first index of the highest of logits f32[n_vocab], and log(sum(exp(logit - highest)))."""
+    """Return the index of the highest logit, and log(sum(exp(logit - highest))).
+
+    logits: f32[n_vocab]. Among equal logits the first is returned.
+    """
     best = 0
     for j in range(1, len(logits)):
         if logits[j] > logits[best]:
@@ -29,9 +32,9 @@ def token_nll(logits, target, nll):
 
 @kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
 def log_probs(logits, tokens, top, log_p):
-    """Log-probabilities in nats: logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], log_p f32[n, k].
+    """Log-probabilities in nats of some tokens: logits f32[n, n_vocab], tokens i32[n, k] -> log_p f32[n, k].
 
-    top is the likeliest token, the lowest among equals; log_p belongs to the given tokens.
+    Also writes top i32[n], the likeliest token of each prediction: the lowest among equally likely tokens.
     """
     n, k = tokens.shape
     for i in range(n):
@@ -43,11 +46,13 @@ def log_probs(logits, tokens, top, log_p):
 
 @kernel("void(f4[:,::1], i4[::1], i4[:,::1], f4[:,::1], f8[::1], f8[::1], i4[::1])")
 def divergence(logits, target, tokens, log_p, nll, kl, top):
-    """Divergence of predictions Q from predictions P, given P's k likeliest tokens.
+    """Divergence of predictions Q from predictions P, of which only the k likeliest tokens are known.
 
-    logits f32[n, n_vocab] of Q. tokens i32[n, k] of P, and their log_p f32[n, k]. target i32[n]: the actual
-    next tokens -> nll f64[n] of Q as in `token_nll`, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats,
-    with all tokens outside the k merged into one.
+    logits: f32[n, n_vocab] of Q. target: i32[n], the actual next tokens. tokens: i32[n, k], the likeliest
+    tokens of P. log_p: f32[n, k], the log-probabilities of these tokens.
+
+    Writes nll f64[n] of Q (see `token_nll`), kl f64[n], and top i32[n], the likeliest tokens of Q. kl is KL(P
+    || Q) in nats, where all tokens that are not in `tokens` are merged into one token.
     """
     n, k = tokens.shape
     for i in range(n):
@@ -56,7 +61,7 @@ def divergence(logits, target, tokens, log_p, nll, kl, top):
         top[i] = best
         total, rest_p, rest_q = 0.0, 1.0, 1.0
         for j in range(k):
-            # rounded like P, so that equal predictions have zero divergence
+            # rounded to float32 like log_p, so that equal predictions have zero divergence
             log_q = np.float32(np.float64(logits[i, tokens[i, j]] - logits[i, best]) - log_sum)
             p = np.exp(np.float64(log_p[i, j]))
             total += p * (np.float64(log_p[i, j]) - np.float64(log_q))

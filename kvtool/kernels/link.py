@@ -1,7 +1,7 @@
 """Link compiled kernels into a shared library. load.py opens the library; kvtool/build/kernels.py builds it.
 
-numba compiles each kernel, behind a C signature, to LLVM IR. The IR becomes an object file, linked with
-numba's allocator, which kernels call for local arrays.
+numba compiles each kernel to LLVM IR, as a function with a C signature. The IR is compiled to an object file.
+This file is linked with numba's allocator, because kernels call the allocator for local arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
     module = llvm.parse_assembly("")
     for kernel in kernels:
         for signature in kernel.signatures:
-            # a kernel that returns a tuple is only called by other kernels, and needs no symbol
+            # leave out a kernel that returns a tuple: only other kernels call it, so it needs no symbol
             if not signature.startswith("Tuple"):
                 module.link_in(_with_c_signature(kernel, signature))
     target = llvm.Target.from_default_triple().create_target_machine(
@@ -68,7 +68,10 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
 
 
 def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
-    """Return an LLVM module that exports the kernel under its symbol. Arrays are pointers with sizes."""
+    """Return an LLVM module that exports the kernel under its symbol.
+
+    In the exported function, each array is a pointer followed by the sizes of the array.
+    """
     import llvmlite.binding as llvm
     import numpy as np
 

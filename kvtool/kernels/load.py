@@ -1,4 +1,4 @@
-"""Load compiled kernels from the shared library, which saves a process the 100 MiB of numba.
+"""Load compiled kernels from the shared library. Without numba, a process takes 100 MiB less memory.
 
 link.py builds the library. Without it, numba compiles each kernel at its first call.
 """
@@ -22,7 +22,7 @@ _C_TYPES = {
     for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
 }
 
-# type that gives ctypes the memory of an array, three times as fast as numpy.ndarray.ctypes
+# type for passing an array's memory to ctypes, three times as fast as numpy.ndarray.ctypes
 _Memory = ctypes.c_char * 0
 
 
@@ -70,7 +70,7 @@ def _flat(args: tuple[Any, ...], wanted: Arguments) -> list[Any] | None:
 
 
 def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
-    """Find a kernel in the library; None if there is no library, or no such kernel in it.
+    """Find a kernel in the library. Returns None if there is no library, or if it lacks the kernel.
 
     The returned function raises TypeError for arguments that match no signature.
     """

@@ -1,4 +1,7 @@
-"""Find earlier places of a text that match its end. Places of equal hash form a chain, as in LZ77."""
+"""Find earlier places in a text that match the end of the text.
+
+Places with the same hash form a chain, as in LZ77.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import numpy as np
 from kvtool.kernels.kernel import kernel
 
 N_KEY = 3
-"""Minimum number of matching tokens before a place."""
+"""Minimum number of tokens before a place that must match."""
 
 N_BIT = 14
 """Bits of a hash."""
 
 _MOST_PLACES = 64
-"""Maximum number of places compared, the newest first."""
+"""Maximum number of places that are compared. The newest places are compared first."""
 
 _MOST_SAME = 64
-"""Maximum number of tokens compared at each place."""
+"""Maximum number of tokens that are compared at each place."""
 
 
 @kernel("i8(i4[::1], i8)")
@@ -30,10 +33,12 @@ def key_of(tokens, end):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8)")
 def link(tokens, newest, before, first, n):
-    """Add the places first + 1 .. n of a text: tokens i32[n], newest i32[hash], before i32[n].
+    """Add the places first + 1 .. n of a text to the chains.
 
-    A place is the index of a token that follows N_KEY others; the token at place n is not known yet. newest
-    has the newest place of each hash, before[place - 1] the previous place with the same hash.
+    tokens: i32[n], the text. A place is the index of a token that has at least N_KEY tokens before it, and
+    its hash is the hash of the N_KEY tokens before it. Place n is the next token, which is not known yet.
+    newest: i32[hash], the newest place with each hash. before: i32[n]; before[place - 1] is the previous
+    place with the same hash.
     """
     for end in range(max(first + 1, N_KEY), n + 1):
         key = key_of(tokens, end)
@@ -50,9 +55,10 @@ def unlink(tokens, newest, before, n, first):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8[::1])")
 def best_place(tokens, newest, before, n, best):
-    """Find the earlier place that best matches the end of the text -> best i64[2]: place, matching tokens.
+    """Find the earlier place that best matches the end of the text.
 
-    Both are 0 without a match. Place n itself, the newest of its hash, does not count.
+    Writes best i64[2]: the place, and the number of matching tokens before it. Both are 0 without a match.
+    Place n is the end of the text itself, so it is left out. `link` explains the other arguments.
     """
     best[0] = best[1] = 0
     if n < N_KEY:

@@ -18,7 +18,8 @@ def square_norm(key):
 def normalise(keys, first, unit):
     """Scale each key to norm 127; a zero key stays zero.
 
-    keys f32[row, n_new, n_dim] of cells from first i64[row] on -> unit i8[row, n or more, n_dim].
+    keys f32[row, n_new, n_dim] -> unit i8[row, n or more, n_dim]. The keys of a row belong to n_new
+    consecutive cells, of which first i64[row] is the first.
     """
     n_row, n_new, n_dim = keys.shape
     for row in range(n_row):

@@ -7,15 +7,15 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("i8(i8[::1], i8, i8)")
 def nth_lowest(values, n_value, nth):
-    """Return element `nth` (from 0) of the sorted first n_value of values i64[n_value or more].
+    """Return the nth lowest of the first n_value values, where nth = 0 is the lowest.
 
-    Uses quickselect, which reorders the values and is slow if many are equal. numpy.partition does the same,
-    but takes seconds to compile.
+    values: i64[n_value or more]. The function uses quickselect, which reorders the values, and is slow if
+    many values are equal. numpy.partition does the same, but numba takes seconds to compile it.
     """
     begin, last = 0, n_value - 1
     while begin < last:
         middle = (begin + last) // 2
-        # of the first, middle and last value, move the median to the last place and the lowest to the first
+        # sort the first, middle and last value so that the lowest is first and the median, the pivot, is last
         if values[middle] < values[begin]:
             values[begin], values[middle] = values[middle], values[begin]
         if values[last] < values[begin]:
@@ -24,7 +24,7 @@ def nth_lowest(values, n_value, nth):
             values[middle], values[last] = values[last], values[middle]
         pivot = values[last]
         middle = begin
-        # swap every value, lower or not: a branch would be mispredicted half of the time
+        # swap every value, even if it is not lower, because a branch would be mispredicted half of the time
         for i in range(begin, last):
             value = values[i]
             values[i] = values[middle]
@@ -42,9 +42,9 @@ def nth_lowest(values, n_value, nth):
 
 @kernel("i8(i4, i4)")
 def score_key(bits, pos):
-    """Sort key of a token: by score, then by position. bits: the score's float32 bits; NaN is allowed.
+    """Sort key of a token: by score, then by position. bits: the bits of the float32 score, which may be NaN.
 
-    Keys in a row are distinct, so a row always keeps exactly the requested number.
+    Sort keys in a row are distinct, so a row always keeps exactly the requested number of tokens.
     """
     rank = np.int64(bits)
     if rank < 0:
@@ -56,16 +56,16 @@ def score_key(bits, pos):
 def keep_highest(pos, score, first, recent, n_keep, keep):
     """Keep n_keep tokens of each row: the protected ones, then the highest scores of the rest.
 
-    Tokens at positions before `first` and from `recent` on are protected. They stay even if they are more
-    than n_keep. pos i32[row, n], score f32[row, n or more] -> keep b1[row, n]. Among equal scores the newer
-    token stays.
+    Tokens at positions before `first` and from `recent` on are protected. All of them stay, even if there are
+    more than n_keep. pos i32[row, n], score f32[row, n or more] -> keep b1[row, n]. Among equal scores the
+    newer token stays.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
     never = np.int64(2**63 - 1)
     keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     for row in range(n_row):
-        # no branches: cells are in no order, so branches would be mispredicted
+        # without branches, which would be mispredicted because cells are in no order
         for cell in range(n):
             is_open = first <= pos[row, cell] < recent
             keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
@@ -86,7 +86,7 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8[::1], i8[::1], i8, b1[:,::1])")
 def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
-    """Keep the protected tokens of each layer, and the highest scores of the rest, whichever row has them.
+    """Keep the protected tokens of each layer, and the highest scores of all its rows together.
 
     Tokens at positions before `first` and from `recent` on are protected. A layer keeps as many tokens as the
     sum of its rows' n_keep. A row keeps at least n_floor and at most n_most tokens, protected ones included.
@@ -96,7 +96,7 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
     n_row, n = pos.shape
     bits = score.view(np.int32)
     keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
-    # in each row, tokens with sort keys above `safe` stay, and those above `out` may stay
+    # in each row, tokens with sort keys above `safe` stay, and tokens with sort keys up to `out` are evicted
     safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
     never = np.int64(2**63 - 1)
     begin = 0
@@ -144,9 +144,10 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
 def layer_entropy(pos, live, layer, score, first, recent, entropy):
     """Compute the entropy of each layer's scores over the tokens at positions first .. recent - 1.
 
-    pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row]: the value
-    of the row's layer. Scores are 0 or more; divided by their sum they are probabilities. Their entropy is
-    divided by its maximum, so the result is in 0..1. It is 1 if all scores are 0.
+    pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row]: the result
+    of the row's layer. Scores are 0 or more. They are divided by their sum, to get probabilities. The entropy
+    of the probabilities is divided by the maximum possible entropy, so the result is in 0..1. It is 1 if all
+    scores are 0, or if there is at most one score.
     """
     n_row = len(pos)
     begin = 0

@@ -1,4 +1,4 @@
-"""LoRA adapters: small files of weights that a model's own weights are added to.
+"""LoRA adapters: small files of weights that are added to a model's own weights.
 
 The command line imports this file, so it must not import llama.cpp at its top level.
 """
@@ -21,9 +21,9 @@ class Adapter(NamedTuple):
     Attributes
     ----------
     path
-        Its GGUF file.
+        The adapter's GGUF file.
     scale
-        Factor of its weights.
+        Factor by which the adapter's weights are multiplied.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
         try:
             scale = float(number)
         except ValueError:
-            # without a scale; a colon belongs to the name
+            # there is no scale, so a colon belongs to the name
             name, scale = text, 1.0
         if not name or not math.isfinite(scale):
             raise UsageError(f"--lora takes a file, or FILE:SCALE with a number, got {text!r}")
@@ -73,7 +73,7 @@ class Adapter(NamedTuple):
 
 
 def adapter_texts(raw: Iterable[str] | None, flag: str) -> tuple[str, ...]:
-    """Return what was typed for --lora with absolute paths and with scales. Raises UsageError."""
+    """Return the values that the user gave for --lora, with absolute paths and scales. Raises UsageError."""
     return tuple(str(Adapter.parse(text)) for text in raw or ())
 
 
@@ -87,7 +87,7 @@ def identities(adapters: Iterable[Adapter]) -> list[dict[str, Any]] | None:
 
 
 class Adapters:
-    """The adapters of a loaded model, in llama.cpp's memory, which frees them with the model.
+    """The adapters of a loaded model. llama.cpp frees them together with the model.
 
     Raises ModelError for an adapter that does not fit the model's tensors.
     """

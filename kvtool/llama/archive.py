@@ -43,10 +43,10 @@ class Archive:
     n_layer
         Number of layers that have rows.
     n_max, max_bytes
-        Maximum tokens or bytes. Default: a quarter of the free memory; for a file, half of the disk's free
+        Maximum tokens or bytes. Default: a quarter of the free memory, or for a file half of the disk's free
         space.
     file
-        Path at which to create the file. None: the archive is in memory.
+        Path at which to create the file. None to keep the archive in memory.
 
     Attributes
     ----------
@@ -55,7 +55,8 @@ class Archive:
     n_max
         Maximum tokens. Their slabs never take more than max_bytes.
     n_token, slab_bytes
-        Tokens and bytes of a slab. The tokens of a slab are a block, which is clustered separately.
+        Number of tokens in a slab, and its bytes. The tokens of a slab form a block. Each block is clustered
+        separately.
     segments
         Saved segments of this stream, oldest first and without gaps. Later tokens are not saved yet.
     clusters
@@ -63,7 +64,7 @@ class Archive:
     is_traced
         True if llama.cpp records the attention that `attended` returns.
     while_sealing
-        Called while `restore` computes clusters, with the number of finished rows and of all rows.
+        Called while `restore` computes clusters, with two numbers: the finished rows, and all rows.
 
     Raises
     ------
@@ -106,18 +107,18 @@ class Archive:
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
-        """Return how many tokens fit into the slabs, wherever in a slab the first token is."""
+        """Return how many tokens certainly fit into the slabs. The first token may be anywhere in a slab."""
         return max(n_slab - 1, 0) * self.n_token + 1
 
     @property
     def max_bytes(self) -> int:
-        """Maximum bytes of n_max tokens."""
+        """Maximum bytes that n_max tokens can take."""
         return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
     def share(self, n: int) -> int:
-        """Lower the limit to 1/n of the bytes, to leave the rest to other archives.
+        """Divide the bytes into n equal parts, and lower the limit to one part. Other archives get the rest.
 
-        Return n, or less if the bytes do not give n parts of at least two slabs.
+        Return n. If a part would be smaller than two slabs, there are fewer parts; then return their number.
         """
         n_slab = self.max_bytes // self.slab_bytes
         if (n := min(n, max(n_slab // 2, 1))) > 1:
@@ -125,10 +126,10 @@ class Archive:
         return n
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
-        """Append cells i32[n] of all rows. They hold the archive's next tokens, at pos_0, pos_0 + 1, ...
+        """Append the tokens in cells i32[n] of all rows. Their positions are pos_0, pos_0 + 1, ...
 
-        Beyond n_max tokens the oldest are deleted. Raises StreamEnd if memory or disk is full; the archive is
-        then unchanged.
+        If there are then more than n_max tokens, the oldest are deleted. Raises StreamEnd if memory or disk
+        is full; the archive is then unchanged.
         """
         cells = np.ascontiguousarray(cells, np.int32)
         check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0, self.n_max))
@@ -144,26 +145,27 @@ class Archive:
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def stage(self, n: int) -> int:
-        """Let each layer's device attend to all archived tokens, with memory for n of them; n = 0 ends this.
+        """Let steps attend to all archived tokens on each layer's device, which needs memory for n tokens.
 
-        Return the bytes used on the devices. Raises LibraryError if a device lacks memory or the model does
-        not support it.
+        n = 0 ends this. Return the bytes used on the devices. Raises LibraryError if a device lacks memory or
+        the model does not support it.
         """
         n_bytes: int = lib.llama_kvtool_stage(self._owner.handle, n)
         check(n_bytes)
         return n_bytes
 
     def reside(self, n_mean: int, n_token: int) -> int:
-        """Let steps of one token, and of its draft tokens, attend to residents instead of synthetic cells.
+        """Let steps of one token and its draft tokens attend to residents instead of synthetic cells.
 
-        Residents are means of clusters and archived tokens, in cells on the device.
+        Residents are cells on the device that hold means of clusters and archived tokens.
 
         Parameters
         ----------
         n_mean
-            Maximum number of clusters of a row, a multiple of 16. With more, steps use synthetic cells again.
+            Maximum number of clusters of a row, a multiple of 16. If a row has more clusters, steps use
+            synthetic cells again.
         n_token
-            Archived tokens of each row that are resident; 0 ends this.
+            Number of archived tokens that are resident in each row; 0 ends the use of residents.
 
         Returns the bytes used on the devices. Raises LibraryError if the model, its cache or the policy does
         not support it, and StreamEnd if a device lacks memory.
@@ -181,26 +183,27 @@ class Archive:
     def missed(self) -> float:
         """Choose the residents of the next step, and return how much the last step missed.
 
-        A query missed the clusters that are chosen now but were not resident in its step. The result is the
-        largest share of a query's attention that fell on them; 0 if the step had no residents. Attention to
-        tokens without a cluster, and to live tokens after the last eviction, is not counted.
+        The last step missed the clusters that are chosen now but were not resident then. Each query gave them
+        a share of its attention; the result is the largest share. It is 0 if the last step had no residents.
+        Attention to tokens without a cluster and to live tokens after the last eviction is not counted.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))
         return share
 
     def rewind(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
-        """Delete the tokens from `end` on, and move the newest n of the others to cells of the cache.
+        """Delete the tokens from position `end` on. Move the newest n remaining tokens back to the cache.
 
         Parameters
         ----------
         cell
-            First of these cells, for the oldest of the n tokens.
+            Cell for the oldest of the n tokens. The next cells are for the other tokens.
         base
-            From now on, keys in the cache are rotated to their position minus base, the moved keys included.
+            From now on, keys in the cache are rotated to their position minus base. This includes the moved
+            keys.
         next_pos
-            Position of the stream's next token at the time when the newest remaining token was archived.
-            Tokens more than n_near before that position count as far.
+            Position that the stream's next token had when the newest remaining token was archived. Tokens
+            that are more than n_near positions before it count as far.
         """
         check(lib.llama_kvtool_rewind(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -208,7 +211,7 @@ class Archive:
 
     @property
     def frames(self) -> list[tuple[int, int]]:
-        """(first position, base) of each part of the stream whose keys have the same base."""
+        """(first position, base) of each run of tokens whose keys have the same base."""
         return [(first, base) for first, base in self._table()[_N_FIXED:].reshape(-1, 2).tolist()]
 
     @property
@@ -227,10 +230,10 @@ class Archive:
         return int(self._table()[1])
 
     def trace(self, n: int) -> None:
-        """Record the n tokens of each row with the most attention, for `attended`; n = 0 ends this.
+        """Let later steps record the n archived tokens of each row that get the most attention.
 
-        Recording makes steps a little slower. Models without synthetic cells (MLA) always record recalled
-        tokens.
+        `attended` returns these tokens. n = 0 ends this. Recording makes steps a little slower. Models
+        without synthetic cells (MLA) always record the tokens that they recall.
         """
         check(lib.llama_kvtool_trace(self._owner.handle, n))
         self.is_traced = n > 0
@@ -238,9 +241,9 @@ class Archive:
     def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the archived tokens that each row attended to most in the last step, and their attention.
 
-        n: as given to `trace`, or without synthetic cells the maximum number of recalled tokens. Returns
-        positions i64[n_row, n], oldest first, padded with -1, and attention f32[n_row, n], summed over the
-        row's query heads and the step's tokens.
+        n: the number that was given to `trace`. For a model without synthetic cells: the maximum number of
+        recalled tokens. Returns positions i64[n_row, n], oldest first and padded with -1, and attention
+        f32[n_row, n]. The attention is summed over the row's query heads and the step's tokens.
         """
         pos, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
         check(lib.llama_kvtool_attended(self._owner.handle, pos.ctypes.data, attn.ctypes.data, n_row, n))
@@ -257,7 +260,10 @@ class Archive:
         return [self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer)]
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Return u8[]: stored keys and values of tokens begin .. end - 1, by layer, then by token."""
+        """Return the stored keys and values of the tokens at positions begin .. end - 1, as u8[].
+
+        All tokens of the first layer come first, then all tokens of the second layer, and so on.
+        """
         data = np.empty((end - begin) * sum(self.layer_bytes), np.uint8)
         at = 0
         for layer in range(self._n_layer):
@@ -266,7 +272,7 @@ class Archive:
         return data
 
     def save(self, *, tokens: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the named arrays that `restore` reads. tokens: False yields only the table."""
+        """Yield the named arrays that `restore` reads. tokens: False to yield only the table."""
         table = self._table()
         begin, end = table[:2].tolist()
         yield TABLE, table
@@ -294,13 +300,16 @@ class Archive:
         return [(first, first < far) for first in blocks if not far <= first < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
-        """Return u8[]: clusters of the tokens begin .. end - 1 of whole blocks, block by block."""
+        """Return the clusters of whole blocks as u8[], block by block.
+
+        begin, end: the blocks have the tokens at positions begin .. end - 1.
+        """
         data = np.empty((end - begin) // self.n_token * self.block_bytes, np.uint8)
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data
 
     def save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the cluster arrays of `save`, none if there are no clusters."""
+        """Yield those arrays of `save` that hold clusters. If there are no clusters, yield nothing."""
         table, arrays = [], []
         for is_far in (True, False):
             if blocks := [first for first, far in self.clustered if far == is_far]:
@@ -348,12 +357,12 @@ class Archive:
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
-        """Return the number of tokens in the arrays of `save`, 0 for other arrays."""
+        """Return the number of archived tokens in saved arrays; 0 if they do not hold an archive."""
         table = _table_of(saved)
         return 0 if table is None else int(table[1] - table[0])
 
     def fits(self, saved: Mapping[str, np.ndarray], n_past: int) -> bool:
-        """Return True if the arrays could be from `save` after n_past tokens of a stream."""
+        """Return True if `save` could have returned these arrays after n_past tokens of a stream."""
         table = _table_of(saved)
         if table is None or len(table) % 2 == 0:
             return False
@@ -385,9 +394,10 @@ class Archive:
 
 
 def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], begin: int, end: int) -> int:
-    """Set a layer of an archive to tokens begin .. end - 1, given in the parts that `segment.pieces` returns.
+    """Replace a layer's archived tokens by the tokens at positions begin .. end - 1.
 
-    Return their bytes, or an error code below 0 for `check`.
+    parts: the new tokens, in the form that `segment.pieces` returns. Return the number of bytes, or a
+    negative error code for `check`.
     """
     # llama.cpp wants at least one part, which may be empty
     pos = np.array([pos for pos, _ in parts] or [begin], np.int64)
@@ -399,9 +409,10 @@ def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], b
 
 
 def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_bytes: int) -> bool:
-    """Return True if the listed clusters could be of tokens before `end`.
+    """Return True if the saved clusters can belong to tokens before position `end`.
 
-    n_token, n_bytes: tokens of a block, and bytes of its clusters, 0 if the archive has no clusters.
+    n_token: number of tokens of a block. n_bytes: bytes of a block's clusters; 0 if the archive has no
+    clusters.
     """
     if CLUSTERS not in saved or not n_bytes:
         return True
@@ -419,7 +430,7 @@ def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_byt
 
 
 def _table_of(saved: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Return the table in the arrays of `save`, or None for other arrays."""
+    """Return the table in the arrays of `save`. None if there is no valid table."""
     table = saved.get(TABLE)
     fits = table is not None and table.dtype == np.int64 and table.ndim == 1 and len(table) >= _N_FIXED
     return table if fits else None

@@ -23,7 +23,7 @@ class Batch:
         self._tokens, self._pos, self._seqs = np.zeros((3, n), np.int32)
         self._wants = np.zeros(n, np.int8)
         self._order = np.arange(n, dtype=np.int32)
-        # llama.cpp reads an array of sequence ids for each token; here each has one element
+        # llama.cpp reads an array of sequence ids for each token; here each of these arrays has one element
         self._n_seq = np.ones(n, np.int32)
         self._where = self._seqs.ctypes.data + 4 * np.arange(n, dtype=np.uintp)
         arrays: dict[str, np.ndarray] = {"token": self._tokens, "pos": self._pos, "logits": self._wants}

@@ -1,4 +1,7 @@
-"""Load llama.cpp, from kvtool-llama or else from a stock llama-cpp-python, and give its functions."""
+"""Load llama.cpp, and give access to its functions.
+
+llama.cpp comes from kvtool-llama. If that is not installed, it comes from a stock llama-cpp-python.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _CPU = 0
 
 
 def _load() -> Any:
-    """Import the bindings. An installed but broken package raises LibraryError; the next is not tried."""
+    """Import the bindings from the first package that is installed. Raises LibraryError if it is broken."""
     for package in ("kvtool_llama", "llama_cpp"):
         try:
             return import_module(f"{package}.llama_cpp")
@@ -37,7 +40,10 @@ def _load() -> Any:
 
 
 class Parts:
-    """Several libraries as one, for Windows, where a library does not export its dependencies' functions."""
+    """Several libraries that can be used like one.
+
+    Windows needs this, because a library does not export the functions of its dependencies there.
+    """
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts
@@ -109,7 +115,7 @@ def upstream() -> str:
 
 
 def stock_version() -> str | None:
-    """Return the version of the installed llama-cpp-python, even if it is not used, or None."""
+    """Return the version of the installed llama-cpp-python, used or not; None if it is not installed."""
     try:
         return version(STOCK)
     except PackageNotFoundError:

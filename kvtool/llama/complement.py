@@ -1,6 +1,6 @@
-"""Complements of JSON schemas: schemas that accept only values which another schema rejects.
+"""Complements of JSON schemas. A complement accepts only values that the original schema rejects.
 
-llguidance has no oneOf, not and if. They are expressed through complements.
+llguidance does not support the keywords oneOf, not and if. They are expressed through complements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
 IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *DEPENDENT}
-"""Keywords whose subschemas apply to the same value."""
+"""Keywords with subschemas that apply to the same value as the schema itself."""
 
 CONSTRAINING = IN_PLACE | {
     *("type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties"),
@@ -27,19 +27,25 @@ CONSTRAINING = IN_PLACE | {
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 MOST = 24
-"""Maximum schemas of a complement. A complement may be incomplete, but accepts no value of the schema."""
+"""Maximum schemas of a complement.
+
+A complement may reject some values that the original schema also rejects. It never accepts a value that the
+original schema accepts.
+"""
 
 _MOST_LONG = 100
-"""Longest text for `other_than`, whose expression nests as deeply as the text is long."""
+"""Length of the longest text for `other_than`: its expression is nested once for each character."""
 
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000
 _MOST_OPTIONS = 100
-"""Limits: depth of nested schemas and of references; schemas visited; options compared with each other."""
+"""Limits: the depth of nested schemas and of references, the number of schemas that are visited, and the
+number of options that are compared with each other.
+"""
 
 
 class Complement:
-    """Compute complements. root: the whole schema, which references such as #/$defs/colour point into."""
+    """Compute complements. root: the whole schema. References such as #/$defs/colour point into it."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -47,9 +53,10 @@ class Complement:
         self._n_left = _MOST_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
-        """Return schemas whose values the given schema rejects, [] if none are known.
+        """Return schemas whose values the given schema rejects. Return [] if no such schemas are known.
 
-        names: properties to look for. If the schema forbids one, the result includes objects that have it.
+        names: names of properties. If the schema forbids such a property, the result includes a schema of
+        objects that have this property.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
@@ -65,7 +72,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield schemas whose values are rejected by one of the keywords, and so by the whole schema."""
+        """Yield schemas whose values at least one keyword rejects. The whole schema then rejects them."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -94,7 +101,7 @@ class Complement:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """Return the target of a schema that consists of a reference, otherwise the schema itself."""
+        """Return the target if the schema is only a reference, otherwise the schema itself."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (
@@ -123,7 +130,10 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if the options list their values (or a required property's), and no value twice."""
+        """Return True if the options list their values, and no value is in two lists.
+
+        If all options are objects, they may list the values of a required property instead.
+        """
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
             return False
@@ -174,7 +184,7 @@ class Complement:
 
 
 def types_of(keyword: object) -> frozenset[str]:
-    """Return the types that are allowed by the value of the keyword "type". Integers count as numbers."""
+    """Return the types that a value of the keyword "type" allows. "integer" is treated as "number"."""
     names = [keyword] if isinstance(keyword, str) else keyword if isinstance(keyword, list) else ALL_TYPES
     return frozenset("number" if name == "integer" else str(name) for name in names)
 
@@ -191,13 +201,13 @@ def at_pointer(root: Any, pointer: str) -> Any:
 
 
 def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the list under a keyword, [] if it has none."""
+    """Return the list under a keyword, or [] if the keyword has no list."""
     options = schema.get(key)
     return options if isinstance(options, list) else []
 
 
 def values_of(schema: Any) -> list[Any] | None:
-    """Return the values that const or enum lists, None without these keywords."""
+    """Return the values that const or enum lists. Return None if the schema has neither keyword."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
@@ -219,7 +229,7 @@ def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
 
 
 def _whole(value: object) -> object:
-    """Return the value; a float that is a whole number becomes an int."""
+    """Return the value, as an int if it is a float without a fraction."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

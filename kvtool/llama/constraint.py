@@ -30,16 +30,16 @@ _Result = TypeVar("_Result")
 
 
 class Vocabulary:
-    """A model's tokens in the form that llguidance needs. `of` creates one for each model and caches it.
+    """A model's tokens in the form that llguidance needs. Use `of`, which caches one object for each model.
 
-    150,000 tokens take a second and 60 MB.
+    Creating it for 150,000 tokens takes a second and 60 MB.
 
     Attributes
     ----------
     n
         Number of tokens.
     pieces
-        Bytes of each token; for a control token its name.
+        Bytes of each token. For a control token, the bytes of its name.
     control
         Control tokens. Text never matches them: a grammar refers to them by number.
     ends
@@ -66,7 +66,10 @@ class Vocabulary:
         return vocabulary
 
     def tokens_of(self, data: bytes) -> list[int]:
-        """Tokenize bytes with the model's tokenizer, or else greedily by the longest tokens."""
+        """Tokenize bytes with the model's tokenizer.
+
+        If that changes the text, tokenize greedily by the longest tokens.
+        """
         model = self._model()
         if model is None or not data:
             return []
@@ -92,7 +95,7 @@ class Vocabulary:
         """llguidance's trie of the vocabulary."""
         import llguidance
 
-        # a model without end-of-generation tokens gets an extra one, which is never sampled
+        # if a model has no end-of-generation token, add a token for this, which is never sampled
         none = [] if self.ends else [b""]
         tokenizer = _Tokenizer(self, [*self.pieces, *none], [*self.ends, self.n][0])
         slices = llguidance.LLTokenizer.json_slices()
@@ -119,7 +122,7 @@ class Vocabulary:
         return mask
 
     def continuing(self, text: bytes) -> list[int]:
-        """Return the tokens that this text starts with, and those that start with this text."""
+        """Return each token that is a beginning of this text, and each token that begins with this text."""
         if text not in self._continuing:
             self._continuing[text] = [
                 token
@@ -159,19 +162,20 @@ class Constraint(Protocol):
     """Restricts which tokens may come next. `accept` advances it by one token of the text."""
 
     def mask(self) -> np.ndarray | None:
-        """Return u32[n_word]: bit i % 32 of word i // 32 is set if token i fits; None if every token fits.
+        """Return a mask u32[n_word] of the tokens that fit. Return None if every token fits.
 
-        Raises UsageError if the grammar is too complex at this place.
+        Bit i % 32 of word i // 32 is set if token i fits. Raises UsageError if the grammar is too complex at
+        this place.
         """
 
     def accept(self, token: int) -> bool:
-        """Advance by this token and return True if it fits, else change nothing and return False."""
+        """Advance by this token and return True if it fits. Otherwise change nothing and return False."""
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens fit one after another, without advancing."""
 
     def forced(self) -> Sequence[int]:
-        """Return the next tokens up to the first place at which several tokens fit."""
+        """Return the next tokens, as long as only one token fits at each place."""
 
     def restart(self) -> None:
         """Return to the start of the text."""
@@ -218,7 +222,10 @@ class Matcher(Constraint):
             raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Restart after these tokens, as every later `restart` does. Raises UsageError if they do not fit."""
+        """Restart the text after these tokens. Every later `restart` does the same.
+
+        Raises UsageError if the tokens do not fit.
+        """
         self._begun = tokens
         self.restart()
 
@@ -231,7 +238,10 @@ class Matcher(Constraint):
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Return llguidance's limits: on a slow core 0.5 s for a token, a few seconds to start, and 200 MB."""
+    """Return limits for llguidance.
+
+    They allow 200 MB. On a slow core they allow about 0.5 s for a token, and a few seconds for the start.
+    """
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -254,7 +264,7 @@ def with_large_stack(call: Callable[[], _Result]) -> _Result:
             errors.append(error)
 
     thread = threading.Thread(target=run)
-    # the size applies to all new threads of the process
+    # the size applies to all new threads of the process, so only one caller at a time may change it
     with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:

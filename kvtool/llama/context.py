@@ -35,21 +35,24 @@ class Context(Decoder):
     ragged
         True if rows may hold different numbers of cells.
     archive_type
-        Number format of the archive, if the request recalls; "q5_0/q4_0": of its keys and its values.
+        Number format of the archive, if the request recalls. "q5_0/q4_0" names a format for keys and another
+        format for values.
     n_filled
-        Number of cells that steps fill from the archive; they follow the live cells. Default: the request's.
+        Number of cells that steps fill from the archive. These cells follow the live cells. Default: as many
+        as the request needs.
     n_draft
         Maximum tokens that `drop` can remove.
     repeats
         True if steps with residents may be decoded again: `drop` can then remove one more of their tokens.
     n_defer
-        With flash attention: maximum queries that steps store to compute their signals together. 0: each step
-        computes its own signals.
+        Maximum queries that steps store, so that signals of several steps are computed together. This needs
+        flash attention. If 0, each step computes its own signals.
     n_near
-        Distance in tokens. Archived tokens farther away are chosen and attended to as if at this distance.
+        Distance in tokens. Archived tokens that are farther away are chosen and attended to as if they were
+        at this distance.
     n_archive, archive_bytes
         Maximum tokens or bytes of the archive. Default: a quarter of the free memory, or half of the disk's
-        free space.
+        free space if the archive is in a file.
     archive_file
         Path of a new file for the archive, instead of host memory.
     how
@@ -68,7 +71,7 @@ class Context(Decoder):
     archive
         Evicted tokens that may be recalled; None without recall.
     queries
-        The last queries; None unless the request has FUTURE.
+        The last queries. None unless the request has the signal FUTURE.
     fixed_state
         State of sliding and recurrent layers; None without such layers.
 
@@ -100,14 +103,15 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
-        # llama.cpp limits batches to the number of cells at its start; the cells are reduced below
+        # llama.cpp limits batches to the number of cells that the cache has at its creation. Therefore the
+        # cache starts with enough cells for a batch, and `resize` below reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_draft + repeats, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
-        # room for draft tokens: when they are removed, the last n_query queries must still be there
+        # n_draft more queries are stored, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
@@ -167,8 +171,8 @@ class Context(Decoder):
     def signal_bytes(self, n_cell: np.ndarray) -> int:
         """Return the bytes of signals and stored queries if layers have n_cell i32[layer] cells.
 
-        A signal takes f32[row, cell], and RECENT that much for each of n_query queries. Copies that the host
-        makes while it reads from a device are not counted.
+        A signal is an array f32[row, cell]. RECENT has such an array for each of n_query queries. Copies that
+        the host makes while it reads from a device are not counted.
         """
         n_signal = len(self._cleared) + self._recent * self._n_query
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
@@ -177,7 +181,7 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: number of query heads that read each row, in all layers that read the row's cells."""
+        """i32[row]: number of query heads that read each row, summed over all layers that read its cells."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:
@@ -189,20 +193,28 @@ class Context(Decoder):
         check(lib.llama_kvtool_watch(self._context, on))
 
     def see(self, n_seen: int) -> None:
-        """Set t (in 1 / t and log t) for the next decode: its first query has seen n_seen earlier tokens."""
+        """Set the number of tokens before the first query of the next decode.
+
+        The t in 1 / t and log t is computed from this number.
+        """
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """Return f32[row, n_kv]: a signal of the queries since the last edit, or RECENT of the last n_query.
+        """Return the values f32[row, n_kv] of a signal.
 
-        IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: it never was.
+        RECENT is computed from the last n_query queries, and other signals from all queries since the last
+        edit. IMPORTANT is how many queries ago a key was last important. It is 1 if the key was important to
+        the last query, and 0 if it never was important.
         """
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """Return the values for `write`: as `read`, or for RECENT f32[query, row, n_kv], oldest first."""
+        """Return the values of a signal that `write` restores.
+
+        They are f32[row, n_kv], or for RECENT f32[query, row, n_kv], oldest query first.
+        """
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
         out = np.empty(self.history_shape(signal, n_kv), np.float32)
@@ -229,9 +241,10 @@ class Context(Decoder):
             self.write(signal, nothing)
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """Return f32[row, n, n_dim]: keys of n cells from first i32[row] on, rotated by delta i32[row, n].
+        """Return the keys f32[row, n, n_dim] of n cells in each row, starting at cell first i32[row].
 
-        llama.cpp may store quantized keys multiplied by a Hadamard matrix; they are returned without it.
+        Each key is rotated by delta i32[row, n] positions. llama.cpp may multiply quantized keys by a
+        Hadamard matrix before it stores them. This is undone in the result.
         """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
@@ -257,25 +270,30 @@ class Context(Decoder):
         n_hidden: int = 0,
         force_graph: bool = False,
     ) -> None:
-        """Edit the cache and clear the signals: first merge, then move; cells 0 .. n_keep - 1 stay live.
+        """Edit the cache: first merge values, then move cells. Afterwards cells 0 .. n_keep - 1 are live.
+
+        All signals are cleared except RECENT. Its values move along with the cells, but they are also cleared
+        if cells are hidden.
 
         Parameters
         ----------
         moves
-            i32[n, 4]: (row, dst, src, delta). Cell dst takes the content of cell src, its key rotated by
-            delta.
+            i32[n, 4]: (row, dst, src, delta). Cell dst gets the content of cell src, and the key is rotated
+            by delta positions.
         n_keep, pos_0
             In llama.cpp's table, the last live cell gets position pos_0 + n_keep - 1, and the next token must
-            have position pos_0 + n_keep. If this changes the newest token's position, positions in sliding
-            layers change by as much; tokens at negative positions are dropped there.
+            have position pos_0 + n_keep. If this changes the position of the newest token, the positions in
+            sliding layers change by the same amount. Sliding layers drop tokens whose position becomes
+            negative.
         merge
             New values for cells that stay.
         n_keep_row
-            i32[row]: n_keep of each row, at most n_keep, if rows are ragged.
+            Only if rows are ragged: i32[row], the number of cells that each row keeps, at most n_keep.
         n_hidden
-            Number of first cells that later queries do not see; pos_0 may then be down to -n_hidden.
+            Number of cells at the start of each row that later queries do not see. pos_0 may then be
+            negative, but not below -n_hidden.
         force_graph
-            True: always edit by a graph, never directly in host memory.
+            True to edit by a graph even if the cache is in host memory, where it could be edited directly.
 
         Raises
         ------
@@ -299,15 +317,17 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        In that decode the tokens share no clusters: each of them chooses which archived tokens it attends to.
+        In that decode each token chooses for itself which archived tokens it attends to: tokens do not share
+        clusters.
         """
         check(lib.llama_kvtool_mark_drafts(self._context, n))
 
     def drop(self, n: int) -> None:
-        """Remove the last n tokens, and their attention from the signals.
+        """Remove the last n tokens from the cache, and their attention from the signals.
 
-        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, and, with signals
-        or recurrent layers, for other tokens than draft tokens of the last decode.
+        Raises LibraryError for more than n_draft tokens, and for tokens before the last edit. If there are
+        signals or recurrent layers, it also raises LibraryError unless the tokens are draft tokens of the
+        last decode. After a step with residents, all tokens of the step can be removed.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 
@@ -331,7 +351,7 @@ class Context(Decoder):
         return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """Return u1[bytes]: all keys, then all values of a layer's first n cells, in their stored formats."""
+        """Return the first n cells of a layer as u1[bytes]: all keys, then all values, in stored format."""
         out = np.empty(n * self.cell_bytes(layer), np.uint8)
         check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
         return out
@@ -347,6 +367,6 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Set the positions i32[row, n] of each row's first cells. Only ALiBi needs this."""
+        """Set the positions i32[row, n] of the keys in each row's first n cells. Only ALiBi needs this."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))

@@ -78,7 +78,7 @@ def lost_worker() -> LibraryError | None:
 
 def _expect_no_memory() -> None:
     if no_memory():
-        # ggml aborts when an allocation fails
+        # after a failed allocation ggml aborts: the message of that crash is set here
         _announce(OutOfMemory())
 
 

@@ -27,7 +27,7 @@ _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
 class Decoder:
-    """One sequence in a cache of n_cell cells, and the decode that fills it, in any llama.cpp.
+    """A cache with n_cell cells for one sequence, and the decode that fills it. Works with any llama.cpp.
 
     Parameters
     ----------
@@ -102,8 +102,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # do not adapt the number of threads if it changes results: flash attention sums a float cache in one
-        # part per thread
+        # Adapt the number of threads only if results do not depend on it. With flash attention and a float
+        # cache they do, because there each thread sums one part of the cache
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -148,7 +148,7 @@ class Decoder:
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
-        # at least one output: without any, llama.cpp aborts in one architecture
+        # ask for at least one output, because llama.cpp aborts without outputs in one architecture
         self._decode(tokens, pos_0, max(n_output, 1))
         self._taken = None
         self._n_output = n_output
@@ -195,7 +195,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """Logits f32[n_vocab] to sample from: the last output's, unless `sample_from` chose another."""
+        """Logits f32[n_vocab] to sample from: the last output, unless `sample_from` chose another output."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 
@@ -256,7 +256,7 @@ class Decoder:
 
 
 def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
-    """Resolve --flash-attn auto for a type of V. Raises UsageError if they do not go together.
+    """Return the value of --flash-attn that fits a type of V. Raises UsageError if they do not go together.
 
     has_alibi: True if attention decreases with distance, so that each head has its own mask.
     """

@@ -43,7 +43,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def buffers() -> dict[str, int]:
-    """Return ggml's type of buffer of each device, by the buffer's name."""
+    """Return a pointer to each device's buffer type in ggml, by the name of the buffer type."""
     start_backends()
     bind("ggml_backend_dev_count", ctypes.c_size_t)
     bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
@@ -69,7 +69,7 @@ def has_gpu() -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the devices that get layers, in llama.cpp's order: workers', then this machine's GPUs."""
+    """Return the devices that get layers, in llama.cpp's order: first of workers, then of this machine."""
     available = devices()
     discrete = [device for device in available if device["type"] == "gpu"]
     workers = [device for device in discrete if _is_worker(device)]
@@ -103,9 +103,9 @@ def _is_worker(device: dict[str, Any]) -> bool:
 
 
 def gpu_free_bytes(only: int | None = None) -> int:
-    """Return the free bytes of this machine's GPUs, or of one of them; 0 if workers have layers.
+    """Return the free bytes of this machine's GPUs. Return 0 if any of the devices belongs to a worker.
 
-    only: its index in `gpus`.
+    only: index in `gpus` of the only GPU to look at; None to look at all.
     """
     found = gpus() if only is None else gpus()[only : only + 1]
     return 0 if any(map(_is_worker, found)) else sum(device["memory_free"] for device in found)
@@ -114,8 +114,8 @@ def gpu_free_bytes(only: int | None = None) -> int:
 def library_info() -> dict[str, Any]:
     """Describe the library: version, path, unused, patched, abi, abi_wanted, digest, devices, system_info.
 
-    version: version of the llama-cpp-python that the library comes from. unused: version of another installed
-    llama-cpp-python, or None.
+    version: version of the llama-cpp-python from which the library was built. unused: version of another
+    llama-cpp-python that is installed but not used, or None.
     """
     return {
         "version": upstream(),

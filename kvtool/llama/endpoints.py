@@ -1,4 +1,4 @@
-"""Endpoints, the addresses of workers, and a test that a worker answers there.
+"""Endpoints are the addresses of workers. This file parses them, and tests whether workers answer.
 
 kvtool tests each endpoint before llama.cpp connects to it: if no worker answers, llama.cpp waits forever or
 ends the process. `workers.py` makes llama.cpp use the workers. The command line imports this file, so it
@@ -21,7 +21,7 @@ PROTOCOL = (7, 0)
 """Major and minor version of the RPC protocol in the llama.cpp of patches/UPSTREAM."""
 
 ANSWER_S = 5.0
-"""Timeout in seconds for a worker to accept a connection, and again to answer."""
+"""Seconds that a worker has to accept a connection, and the same again to answer."""
 
 _HELLO, _N_CAPS = 14, 24
 

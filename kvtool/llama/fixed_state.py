@@ -54,10 +54,11 @@ class FixedState:
         return is_shaped and table.dtype == np.int32 and data.dtype == np.uint8
 
     def can_cut(self, table: np.ndarray, pos: int) -> bool:
-        """True if the state has all that the token at this position needs of the tokens before it.
+        """True if the state can be cut before this position: the state of all earlier tokens is known.
 
-        Sliding layers hold the window of the next token and some tokens before that window. A recurrent
-        layer has only its newest state.
+        Sliding layers hold the window of the next token and some tokens before that window. The window of the
+        token at this position must be among them. A recurrent layer has only its newest state, so the result
+        is False for models with recurrent layers.
         """
         layers = self._context.model.layers
         if layers.of(Kind.RECURRENT):
@@ -69,11 +70,11 @@ class FixedState:
     def restore(self, table: np.ndarray, data: np.ndarray, *, pos: int | None = None) -> None:
         """Write arrays that `save` returned.
 
-        pos: if given, leave out the tokens from this position on; `can_cut` is true for it.
+        pos: if given, leave out the tokens from this position on. `can_cut` must be True for this position.
         """
         assert self.fits(table, data)
         if pos is not None:
-            # the next token takes the first cell that becomes free, and no cell of an older token
+            # let the next token take the first cell that becomes free, so that older tokens keep their cells
             first, cells = np.flatnonzero(table[1:] == pos)[:1], table[1:]
             table = np.concatenate([first, np.where(cells < pos, cells, -1)], dtype=np.int32)
         check(lib.llama_kvtool_set_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))

@@ -1,8 +1,9 @@
 """Translate grammars in GBNF, llama.cpp's notation, to llguidance's Lark.
 
-llguidance's own converter has faults, so it is not used. It rejects a rule named `start`, names that differ
-only in case and names that begin with a digit, misreads \\u escapes, and takes minutes for a few thousand
-rules. It also makes each character of the first rule a lexeme, and so rejects texts that fit the grammar.
+llguidance's own converter is not used, because it has faults. It rejects a rule named `start`, names that
+differ only in case, and names that begin with a digit. It misreads \\u escapes. It takes minutes for a few
+thousand rules. It also makes each character of the first rule a lexeme, and so rejects texts that fit the
+grammar.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class _Rule:
     Attributes
     ----------
     is_defined
-        False if other rules refer to it but its definition was not read yet.
+        False if other rules refer to this rule but its definition was not read yet.
     options
-        Alternatives, each a list of Lark texts and of numbers of other rules.
+        Alternatives. Each is a list of parts: a part is a Lark text or the number of another rule.
     has_token
-        True if it refers to a token, which cannot be part of a lexeme.
+        True if the rule refers to a token of the model. Such a token cannot be part of a lexeme.
     """
 
     is_defined: bool = True
@@ -124,7 +125,7 @@ class _Parser:
         if len(self._open) > 1:
             self._fail("expecting )")
         number = self._number(name)
-        # as in llama.cpp, the last definition of a name counts
+        # if a name is defined twice, use the last definition, as llama.cpp does
         self._all[number] = _Rule()
         self._open = [number]
 
@@ -145,7 +146,7 @@ class _Parser:
         self._rule.options[-1].append(part)
 
     def _repeat(self, times: str) -> None:
-        """Replace the last part by a new rule that repeats it, so that a repeated lexeme stays one lexeme."""
+        """Replace the last part by a new rule that repeats this part. A repeated lexeme stays one lexeme."""
         option = self._rule.options[-1]
         if not option:
             self._fail(f"nothing stands before {times}")
@@ -171,10 +172,10 @@ class _Parser:
         return f"/[{'^' * is_negated}{chars}]/"
 
     def _set(self, text: str) -> str:
-        """Translate the inside of a character set to that of a regular expression."""
+        """Translate the inside of a character set to the syntax of regular expressions."""
         chars, expression, n = [*self._chars(text)], "", 0
         while n < len(chars):
-            # an escaped hyphen, or one at either end, is not a range
+            # a hyphen makes a range unless it is escaped, or at the start or end of the set
             is_range = n + 2 < len(chars) and chars[n + 1] == ("-", False)
             first, last = chars[n][0], chars[n + 2 * is_range][0]
             if last < first:
@@ -184,7 +185,7 @@ class _Parser:
         return expression
 
     def _chars(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the characters of a literal or a set, each with True if it is escaped."""
+        """Yield (character, is escaped) for each character of a literal or a set."""
         at = 0
         while at < len(text):
             char = _CHAR.match(text, at)
@@ -215,9 +216,9 @@ class _Parser:
         return Rules(written(self._named["root"]), tuple(lines))
 
     def _lexemes(self) -> set[int]:
-        """Return the numbers of the rules that are regular expressions, and can be lexemes.
+        """Return the numbers of the rules that can be lexemes, because they are regular expressions.
 
-        These rules do not use themselves, and name no token of the model.
+        Such a rule does not refer to itself or to a token of the model, not even through other rules.
         """
         users: list[list[int]] = [[] for _ in self._all]
         n_open = [0] * len(self._all)

@@ -17,7 +17,7 @@ from kvtool.models.layers import PAD
 
 @dataclass(eq=False)
 class Part:
-    """A context's part of a joint step: the arguments of its `Context.decode`."""
+    """One context's part of a joint step: the context and the arguments for its `decode`."""
 
     context: Context
     tokens: np.ndarray
@@ -54,8 +54,8 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # each token attends to the cells of its own context, never to cells of the joint context: there, all
-        # chats can share one KV buffer
+        # A token attends only to cells of its chat's context, and never to cells of the joint context. This
+        # is why all chats can share one KV buffer in the joint context
         params.kv_unified = True
         params.flash_attn_type = 0
         self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads
@@ -79,7 +79,7 @@ class JointContext:
             self._context = None
 
     def decode(self, parts: list[Part]) -> None:
-        """Decode each part as its context's `decode` would. If it raises LibraryError, nothing is decoded."""
+        """Decode each part as its context's `decode` would. Raises LibraryError, with nothing decoded."""
         batch = self._batch
         batch.clear()
         for i, part in enumerate(parts):
@@ -102,6 +102,6 @@ class JointContext:
         logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))
         at = 0
         for part in parts:
-            # copied: the next step overwrites the logits, even if this context has no part in it
+            # copy the logits: the next step overwrites them, even if this context takes no part in that step
             part.context.set_logits(logits[at : at + part.n_output].copy())
             at += part.n_output

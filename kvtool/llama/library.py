@@ -153,13 +153,13 @@ def check_library() -> None:
 
 
 def error_text() -> str:
-    """Return the reason for which the last C API call failed."""
+    """Return the reason why the last C API call failed."""
     message: bytes = lib.llama_kvtool_error()
     return message.decode()
 
 
 def check(status: int) -> None:
-    """Raise LibraryError if a C API call failed, StreamEnd if the archive was full."""
+    """Raise LibraryError if a C API call failed, or StreamEnd if there was no room for the archive."""
     if status == _NO_ROOM:
         raise StreamEnd(error_text())
     if status < 0:

@@ -48,7 +48,7 @@ def start_backends() -> None:
 
 
 def set_verbose(on: bool) -> None:
-    """Write llama.cpp's log to stderr, or stop that."""
+    """Write llama.cpp's log to stderr, or stop writing it."""
     global _verbose
     _verbose = on
     start_backends()
@@ -77,7 +77,10 @@ def call_on_error(function: Callable[[], None]) -> None:
 
 
 def because() -> str:
-    """Return llama.cpp's first recorded error, for the end of a message. Later ones only follow from it."""
+    """Return the first error that llama.cpp logged, for the end of a message.
+
+    Later errors are usually only consequences of the first error.
+    """
     return f": {log_tail[0]}" if log_tail else ""
 
 

@@ -12,7 +12,7 @@ from kvtool.llama.library import api
 _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 _DEFINED = api.LLAMA_TOKEN_ATTR_USER_DEFINED
 _N_START = 3
-"""Number of characters by which `find` finds where a marker may start. It then looks up whole markers."""
+"""`find` first searches for this many characters at the start of markers. Then it looks up whole markers."""
 _MARKER, _TAG = re.compile(r"<[|｜].*|.*[|｜]>", re.S), re.compile(r"[<\[].*[>\]]", re.S)
 _BLANKS = " \t\n\v\f\r"
 
@@ -21,15 +21,16 @@ class Markers:
     """Search for markers in texts.
 
     Control tokens are markers. User-defined tokens, such as <think> in most vocabularies, are words, which
-    llama.cpp finds in any text. But user-defined tokens with <| or |> are markers: some model files declare
-    them wrongly.
+    llama.cpp finds in any text. But if a user-defined token begins with <| or ends with |>, it is a marker,
+    because some model files wrongly declare markers as user-defined.
 
     Parameters
     ----------
     attrs
         llama.cpp's token attributes by marker.
     tags
-        llama.cpp's token attributes by tag: a special token in brackets, such as <think>, marker or not.
+        llama.cpp's token attributes by tag. A tag is a special token in brackets, such as <think>. It may
+        also be a marker.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:
@@ -60,7 +61,7 @@ class Markers:
         return iter(self._attrs)
 
     def find(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield index and text of the longest marker at each place. Markers may overlap."""
+        """Yield (index, marker) for the longest marker at each place of the text. Markers may overlap."""
         at = 0
         while match := self._start.search(text, at):
             begin, at = match.start(), match.start() + 1
@@ -73,7 +74,7 @@ class Markers:
         return self._first.search(text) is not None
 
     def begun(self, text: str) -> Iterator[int]:
-        """Yield each index from which the rest of the text is the start of a longer marker."""
+        """Yield each index where a marker may begin: the text ends before the marker is complete."""
         first = max(len(text) - max(self._sizes, default=0), 0)
         for match in self._first.finditer(text, first, len(text) - 1):
             if any(marker.startswith(text[match.start() :]) for marker in self._attrs):
@@ -86,7 +87,7 @@ class Markers:
     def between(self, before: str, text: str, after: str) -> str:
         """Strip from a text the whitespace that llama.cpp drops next to markers.
 
-        before, after: the markers around the text, "" for none.
+        before, after: the markers before and after the text, or "" if there is no marker.
         """
         if self._attrs.get(before, 0) & api.LLAMA_TOKEN_ATTR_RSTRIP:
             text = text.lstrip(_BLANKS)

@@ -44,9 +44,9 @@ class Model:
     n_gpu_layers
         Number of layers on a GPU. Default: all.
     placement
-        Which device has which layers, and tensors in other buffers. Default: llama.cpp's.
+        Which device has which layers, and which tensors lie in other buffers. Default: llama.cpp's placement.
     adapters
-        LoRA adapters, which all contexts of the model compute with.
+        LoRA adapters that all contexts of the model use.
     vocab_only
         Load only the vocabulary, to tokenize.
     no_weights
@@ -67,12 +67,12 @@ class Model:
     adds_bos
         True if the model needs its BOS token before a text.
     adapters
-        As given.
+        The adapters that were given.
 
     Raises
     ------
     ModelError, OutOfMemory
-        If llama.cpp cannot load it, or an adapter.
+        If llama.cpp cannot load the model or an adapter.
     UsageError
         If the placement names a device or a buffer that does not exist.
     """
@@ -144,12 +144,13 @@ class Model:
         """
         self._check_open()
         n = self._n_gpu_layers
-        # llama.cpp counts layers for multi-token prediction even if it does not load them, and the output
+        # llama.cpp counts the output as a layer. It also counts layers for multi-token prediction, even if it
+        # does not load them
         return self.uses_gpu and (n is None or n < 0 or n > self._info.weights.n_layer)
 
     @property
     def has_mtp(self) -> bool:
-        """True if layers for multi-token prediction are loaded that llama.cpp can compute.
+        """True if layers for multi-token prediction are loaded, and llama.cpp can compute them.
 
         Raises LibraryError if the library is unpatched.
         """
@@ -182,7 +183,8 @@ class Model:
     def layers(self) -> Layers:
         """Description of each layer's KV cache or state, as llama.cpp reports it.
 
-        Raises ModelError for a model that cannot be used, LibraryError for a model that needs the patch.
+        Raises ModelError for a model that cannot be used. Raises LibraryError if the model needs the patch
+        and the library is unpatched.
         """
         self._check_open()
         plain = replace(self._info.plain_layers, rope=self._rope)
@@ -196,7 +198,7 @@ class Model:
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
             return plain
-        # llama.cpp allocates a cache of one cell for this, and aborts on some damaged models
+        # llama.cpp allocates a cache of one cell for this call. With some damaged models it aborts
         with quiet(), crash_means(damaged(self.path)):
             # a layer has up to three entries: cells, keys of an index, a state
             entries = (ModelLayer * (3 * MAX_LAYERS))()
@@ -265,7 +267,7 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            # llama.cpp first reads the vocabulary here, so a damaged one crashes here
+            # llama.cpp first reads the vocabulary here, so it crashes here if the vocabulary is damaged
             with crash_means(damaged(self.path)):
                 n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:
@@ -273,9 +275,10 @@ class Model:
             room = -n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Return a token's bytes, which may be part of a character. special: return the text of a marker.
+        """Return a token's bytes, which may be part of a character.
 
-        Raises UsageError for a token that is not in the vocabulary.
+        special: True to return a text even for a marker. Raises UsageError for a token that is not in the
+        vocabulary.
         """
         self._check_open()
         if not 0 <= token < self.n_vocab:
@@ -289,7 +292,7 @@ class Model:
             room = -n
 
     def marker(self, token: int) -> str:
-        """Return the text of a special token, "" for a negative token."""
+        """Return the text of a special token, or "" if the token is negative."""
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def ends_turn(self, token: int) -> bool:

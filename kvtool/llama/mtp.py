@@ -1,7 +1,7 @@
 """A model's layers for multi-token prediction (MTP), which compute draft tokens from its hidden states.
 
-The hidden state of a token is what the last ordinary layer makes of it. The input of an MTP layer is a token
-together with the hidden state of the token before; its logits are those of the token after both.
+The hidden state of a token is the output of the last ordinary layer for this token. An MTP layer reads a
+token together with the hidden state of the token before. Its logits predict the token that follows these two.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvtool.llama.library import check, lib
 
 
 def output_hidden(decoder: Decoder, *, every: bool) -> None:
-    """Let later decodes keep the hidden states of all tokens, or only of those with logits."""
+    """Let later decodes keep hidden states. every: True for all tokens, False for tokens with logits."""
     check(lib.llama_kvtool_output_hidden(decoder.handle, every))
 
 
 def read_hidden(decoder: Decoder, first: int, out: np.ndarray) -> None:
-    """Write the hidden states of the last decode's tokens first, first + 1, ... to f32[n, n_hidden]."""
+    """Write hidden states of the last decode to `out` f32[n, n_hidden], from its token `first` on."""
     check(lib.llama_kvtool_get_hidden(decoder.handle, first, len(out), out.ctypes.data))
 
 
@@ -32,10 +32,8 @@ class MtpContext(Decoder):
     ----------
     like
         The model's own cache.
-    n_cell, n_batch
-        As in `Decoder`.
-    n_threads
-        CPU threads. Default: as in `Decoder`.
+    n_cell, n_batch, n_threads
+        See `Decoder`.
 
     Attributes
     ----------
@@ -56,14 +54,20 @@ class MtpContext(Decoder):
         self.hidden = np.empty((1, api.llama_model_n_embd_out(self.model._model)), np.float32)
 
     def read(self, tokens: np.ndarray, hidden: np.ndarray, pos_0: int) -> None:
-        """Decode i32[n] tokens without logits. hidden: f32[n, n_hidden] of the tokens before them."""
+        """Decode i32[n] tokens without logits.
+
+        hidden: f32[n, n_hidden], for each token the hidden state of the token before it.
+        """
         hidden = np.ascontiguousarray(hidden, np.float32)
         self._batch.raw.embd = hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         self._decode(tokens, pos_0, 0)
 
     def step(self, token: int, hidden: np.ndarray, pos: int) -> None:
-        """Decode a token, for logits and `hidden`. hidden: f32[1, n_hidden] of the token before it."""
+        """Decode a token, and set the logits and the attribute `hidden`.
+
+        hidden: hidden state f32[1, n_hidden] of the token before it.
+        """
         self._batch.raw.embd = hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        # a step of its own: in some architectures llama.cpp finds the hidden state of a single token only
+        # decode only this token: some architectures give a hidden state only if a step has a single token
         self.decode(np.array([token], np.int32), pos, 1)
         read_hidden(self, 0, self.hidden)

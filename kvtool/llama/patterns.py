@@ -24,15 +24,16 @@ _PART = re.compile(r"\\.|&&|--|~~|.", re.S)
 
 
 def of_format(name: object) -> dict[str, Any] | None:
-    """Return a schema of texts that fit a format, None for an unknown format."""
+    """Return a schema of texts that fit a format. Return None for an unknown format."""
     return {"format": name} if name in _NATIVE else _NARROWER.get(name) if isinstance(name, str) else None
 
 
 @lru_cache(10_000)
 def parts_of(pattern: str) -> tuple[str, ...] | None:
-    """Split a pattern into patterns that llguidance accepts; a text must fit all. Return None on failure.
+    """Split a pattern into patterns that llguidance accepts. A text must match all of them.
 
-    A lookahead at the start of a text becomes a separate pattern.
+    A lookahead at the start of the pattern becomes a separate pattern. Returns None if llguidance does not
+    accept the result.
     """
     import llguidance
 
@@ -50,9 +51,10 @@ def parts_of(pattern: str) -> tuple[str, ...] | None:
 
 
 def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a pattern, each with True if it is in a character set.
+    """Yield (part, is in a character set) for each part of a pattern.
 
-    Parts with another meaning to llguidance are escaped: nested sets, set operations, word boundaries.
+    Some parts would mean something else to llguidance: a nested set, a set operation, or a word boundary.
+    They are escaped.
     """
     in_set, first = False, 0
     for n, part in enumerate(_PART.findall(pattern)):
@@ -69,14 +71,15 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # outside sets, set operators are plain text; escapes stay as they are
+            # set operators are plain text here, outside a set. Escapes stay unchanged
             yield part, False
 
 
 def _end_of_lookahead(pattern: str) -> int | None:
     """Return the index of the parenthesis that closes the pattern's first lookahead.
 
-    Return None if no parenthesis closes it, or if alternatives follow, which the lookahead does not apply to.
+    Return None if no parenthesis closes it. Return None also if the pattern has alternatives, because the
+    lookahead applies only to the first of them.
     """
     at, depth, end = 0, 0, None
     for part, in_set in _plain(pattern):

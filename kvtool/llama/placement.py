@@ -1,4 +1,4 @@
-"""Placement of a model's weights: which device has which layers, and single tensors in other buffers.
+"""Placement of a model's weights: which device has which layers, and which tensors lie in other buffers.
 
 The command line imports this file, so it must not import llama.cpp at its top level.
 """
@@ -17,9 +17,10 @@ from kvtool.errors import UsageError
 from kvtool.models.weights import EXPERTS
 
 SPLIT_MODES = ("none", "layer", "row")
-"""Values of --split-mode, in the order of llama.cpp's numbers. Its fourth, tensor, splits the cache as well.
+"""Values of --split-mode, in the order of llama.cpp's numbers.
 
-The patch cannot edit such a cache.
+llama.cpp's fourth mode, tensor, is not among them. It also splits the cache, and the patch cannot edit a
+split cache.
 """
 
 _OVERRIDE = re.compile("(.+?)=([^=,]+)(?:,|$)")
@@ -27,7 +28,7 @@ _OVERRIDE = re.compile("(.+?)=([^=,]+)(?:,|$)")
 
 
 _PYTHON_ONLY = re.compile(r"(?<!\\)\(\?[^:=!]")
-"""Start of a group that Python knows, and llama.cpp's regular expressions (ECMAScript's) do not."""
+"""Start of a group that Python supports, but not llama.cpp, whose regular expressions are ECMAScript's."""
 
 
 class _Override(ctypes.Structure):
@@ -38,17 +39,17 @@ class _Override(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model's weights lie, apart from the number of layers on GPUs.
+    """Placement of a model's weights, without the number of layers on GPUs.
 
     Attributes
     ----------
     overrides
-        Pairs (pattern, buffer): tensors whose names match the regular expression lie in this buffer. The
-        first match counts.
+        Pairs (pattern, buffer). Tensors whose names match the pattern, a regular expression, lie in this
+        buffer. If several patterns match, the first is used.
     shares
-        Share of each GPU in the layers; () to share by free memory.
+        Share of the layers that each GPU gets; () to divide the layers by free memory.
     main_gpu
-        Index of the only GPU, with split mode "none".
+        Index of the only GPU that is used in split mode "none".
     split_mode
         One of SPLIT_MODES.
     """
@@ -59,7 +60,7 @@ class Placement:
     split_mode: str = "layer"
 
     def check(self) -> None:
-        """Raise UsageError for buffers and GPUs that do not exist. First add workers."""
+        """Raise UsageError for buffers and GPUs that do not exist. Workers must have been added before."""
         from kvtool.llama.devices import buffers, can_split_rows, gpus
 
         if self == Placement():
@@ -84,7 +85,7 @@ class Placement:
     def apply(self, params: Any) -> list[object]:
         """Set these values in llama.cpp's parameters of a model. Raises UsageError as `check` does.
 
-        Returns what the parameters point to, which must live as long as the model.
+        Returns the objects to which the parameters point. They must live as long as the model.
         """
         from kvtool.llama.bindings import api
         from kvtool.llama.devices import buffers
@@ -108,13 +109,13 @@ class Placement:
 
 
 def experts_pattern(n_layer: int | None = None) -> str:
-    """Return the pattern of the experts' tensors of the first n_layer (at least 1) layers, or of all."""
+    """Return the pattern of the experts' tensors in the first n_layer layers, 1 or more. None for all."""
     if n_layer is None:
         return EXPERTS
     # imported here: few commands need it
     from kvtool.models.gguf import MAX_LAYERS
 
-    # llama.cpp compiles each pattern again for every tensor, so one is faster than one for each layer
+    # llama.cpp compiles each pattern again for every tensor, so a single pattern for all layers is faster
     numbers = "|".join(map(str, range(min(n_layer, MAX_LAYERS))))
     return rf"blk\.({numbers}){EXPERTS}"
 

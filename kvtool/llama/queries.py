@@ -11,7 +11,7 @@ from kvtool.llama.library import check, lib
 class Queries:
     """The last n queries of a context with n_row rows.
 
-    n_head: i32[row], number of query heads of each row's group.
+    n_head: i32[row], number of query heads in the group of each row.
     """
 
     def __init__(self, context: Decoder, n: int, n_row: int, n_head: np.ndarray) -> None:
@@ -20,10 +20,10 @@ class Queries:
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and variance of the logits that the last n_last queries would give if they came next.
+        """Compute the logits that the last n_last queries would give if they came again next.
 
-        Both are f32[row, head, n_kv], for the first n_kv cells. pos: position that the next token's key is
-        rotated to.
+        Return their mean and their variance over the queries, each f32[row, head, n_kv] for the first n_kv
+        cells. pos: position to which the key of the next token is rotated.
         """
         shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -39,9 +39,10 @@ class Queries:
         return self.n, n_number
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the queries f32[n, n_number], oldest first, and the position i32[n] that each is rotated to.
+        """Return the queries f32[n, n_number], oldest first, and positions i32[n].
 
-        n_number: size of one token's queries of all layers. A position is -1 if there was no query.
+        n_number: number of elements of one token's queries in all layers. Each query is rotated to its
+        position. A position is -1 if there was no such query yet.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))

@@ -1,7 +1,8 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
-Every value that fits the result fits the schema, except for keywords that cannot be enforced; a list names
-these. Some values of the schema do not fit the result: objects with unnamed properties, very large integers.
+Every value that fits the rewritten schema also fits the original. The only exceptions are keywords that
+cannot be enforced: they are returned in a list. Some values of the original do not fit the rewritten schema:
+very large integers, and objects with properties that the schema does not name.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Schema = dict[str, Any]
 
 _MOST_PROPERTIES = 5000
 _MOST_PATTERNS = 100
-"""Maximum numbers of properties, and of patterns of names, in an object: llguidance compares all pairs."""
+"""Maximum properties of an object, and maximum patterns of its names: llguidance compares all pairs."""
 
 _MOST_CHOICES = 50
-"""Maximum combinations of properties by which minProperties or maxProperties is expressed."""
+"""minProperties and maxProperties are expressed by combinations of properties, at most this many."""
 
 _MOST_SCHEMAS = 50_000
-"""Maximum schemas within a schema: llguidance's limit."""
+"""Maximum number of schemas inside a schema. This is llguidance's limit."""
 
 _GREATEST = 10**18
-"""Largest integer if the schema sets no limit: small models write digits endlessly."""
+"""Largest integer if the schema sets no limit. Without a limit, small models may write endless digits."""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -47,7 +48,7 @@ _SINCE = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 8),
     "$dynamicRef": 9,
 }
-"""First draft that has a keyword: 8 is 2019-09, 9 is 2020-12."""
+"""For each keyword, the first draft of JSON Schema that has it. 8 is draft 2019-09, and 9 is 2020-12."""
 
 _NOT_EXPRESSIBLE = {
     *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
@@ -61,17 +62,17 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 class LeftOut(NamedTuple):
-    """A keyword that is not enforced. where: its place, as a JSON pointer."""
+    """A keyword that is not enforced. where: JSON pointer to the keyword."""
 
     keyword: str
     where: str
 
 
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
-    """Return the schema rewritten for llguidance, and the original's keywords that are not enforced.
+    """Rewrite a schema for llguidance. Return it, and the keywords of the original that are not enforced.
 
-    is_exact: express oneOf, "not", conditions and dependencies by other keywords, in a longer schema. Raises
-    UsageError if the schema becomes too large or an object has too many properties.
+    is_exact: True to express oneOf, "not", conditions and dependencies by other keywords, which makes the
+    schema longer. Raises UsageError if the schema becomes too large, or if an object has too many properties.
     """
     shared: set[str] = set()
     while True:
@@ -88,9 +89,10 @@ class _Writer:
     Attributes
     ----------
     shared
-        Targets of "$ref"s that stand next to other keywords. The other keywords restrict the same value and
-        may name properties that the target does not name, so objects at these targets must allow unnamed
-        properties. The constructor takes the targets known so far; this set collects all.
+        Targets of each "$ref" that stands next to other keywords. These keywords restrict the same value as
+        the target, and may name properties that the target does not name. Objects at the target must
+        therefore allow unnamed properties. The constructor takes the targets that are known so far, and this
+        set collects all targets.
     left_out
         Keywords that are not enforced.
     """
@@ -106,7 +108,10 @@ class _Writer:
         self._n_left = _MOST_SCHEMAS
 
     def schema(self, schema: Any, where: str, *, is_alone: bool) -> Any:
-        """Rewrite a schema. where: its place. is_alone: only this schema restricts the value."""
+        """Rewrite a schema.
+
+        where: JSON pointer to the schema. is_alone: True if only this schema restricts the value.
+        """
         if not isinstance(schema, Mapping):
             return schema
         self._n_left -= 1
@@ -139,7 +144,7 @@ class _Writer:
         if self._draft < _SINCE.get(key, 0):
             return False
         if key in ("maxLength", "maxItems", "maxProperties"):
-            # nothing is that long, and llguidance counts in 32 bits
+            # such a limit has no effect, because nothing is that long. llguidance counts in 32 bits
             return not (isinstance(value, int) and value >= 2**31)
         if key == "$schema":
             return isinstance(value, str) and _DRAFT.fullmatch(value) is not None
@@ -152,7 +157,7 @@ class _Writer:
     # keywords of texts
 
     def _pattern(self, new: Schema, where: str) -> list[Schema]:
-        """Translate the pattern for llguidance; return schemas with further patterns."""
+        """Translate the pattern for llguidance. Return schemas of further patterns if there are any."""
         pattern = new.get("pattern")
         if not isinstance(pattern, str):
             return []
@@ -164,7 +169,7 @@ class _Writer:
         return [{"pattern": part} for part in parts[:-1]]
 
     def _format(self, new: Schema, where: str) -> list[Schema]:
-        """Translate the format for llguidance; return a schema if it becomes a pattern."""
+        """Translate the format for llguidance. If it becomes a pattern, return a schema with the pattern."""
         if "format" not in new:
             return []
         name = new.pop("format")
@@ -179,7 +184,7 @@ class _Writer:
     # keywords whose subschemas apply to the same value
 
     def _one_of(self, new: Schema, where: str) -> bool:
-        """Make the options of oneOf exclude each other. Return True if they already do."""
+        """Make the options of oneOf exclude each other. Return True if they did so before."""
         options = listed(new, "oneOf")
         within, exclusive = types_of(new.get("type")), []
         near = self._complement.near(options, within)
@@ -198,7 +203,10 @@ class _Writer:
         return exclusive == options
 
     def _without(self, schema: Any, names: Iterable[str] = ()) -> Schema | None:
-        """Return a schema of values that the given one rejects, or None. names: see `Complement.of`."""
+        """Return a schema of values that the given schema rejects. Return None if no such schema is known.
+
+        names: see `Complement.of`.
+        """
         others = self._complement.of(schema, names=names) if self._is_exact else []
         return {"anyOf": others} if others else None
 
@@ -280,7 +288,7 @@ class _Writer:
             del new["propertyNames"]
 
     def _close(self, new: Schema, *, is_alone: bool) -> None:
-        """Forbid unnamed properties, unless keywords apply to them."""
+        """Forbid properties that the schema does not name, unless some keywords apply to such properties."""
         names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
@@ -292,7 +300,10 @@ class _Writer:
             new["additionalProperties"] = False
 
     def _counts(self, new: Schema, where: str) -> None:
-        """Replace minProperties and maxProperties: llguidance counts only unnamed properties."""
+        """Replace minProperties and maxProperties by other keywords.
+
+        This is needed because llguidance counts only properties that the schema does not name.
+        """
         least, most = new.get("minProperties", 0), new.get("maxProperties")
         names, required = new.get("properties"), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(least, int) or not (least or most is not None):

@@ -20,7 +20,7 @@ class Rules(NamedTuple):
     start
         Expression for the whole text.
     more
-        Further rules that it refers to, one line each.
+        Further rules that `start` refers to, one line each.
     name
         The grammar's name in messages, such as "the JSON schema".
     """
@@ -36,10 +36,10 @@ class Rules(NamedTuple):
 
 
 def of_choice(texts: Sequence[str]) -> Rules:
-    """Return rules for one of these texts. Raises UsageError for an empty list, or too many texts."""
+    """Return rules for a text that must be one of these. Raises UsageError for no texts or too many texts."""
     if not texts or len(texts) > MOST_CHOICES:
         raise UsageError(f"a choice must be among 1 to {MOST_CHOICES:,} texts, got {len(texts):,}")
-    # a single lexeme, because a text may begin with another text of the choice
+    # all texts are in a single lexeme, because a text may begin with another text of the choice
     return Rules("CHOICE", (f"CHOICE: {' | '.join(map(literal, texts))}",), "the choice")
 
 

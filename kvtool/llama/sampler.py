@@ -31,10 +31,10 @@ def _unchanged(constraint: Matcher | None) -> Constraint | None:
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _MANY = 0.75
-"""Share of tokens that fit, above which excluding tokens is faster than listing the fitting tokens."""
+"""If a larger share of the tokens fits, excluding tokens is faster than listing the tokens that fit."""
 
 _N_MIROSTAT = 100
-"""Number of top tokens by which Mirostat 1 estimates how fast probabilities fall, as in the paper."""
+"""Mirostat 1 estimates from this many top tokens how fast probabilities fall. The paper does the same."""
 
 
 class Sampler:
@@ -56,7 +56,7 @@ class Sampler:
     recent
         Last sampled tokens, for the penalties.
     constraint
-        Constraint on the next token; None: every token may follow.
+        Constraint on the next token. None if every token may follow.
 
     Raises
     ------
@@ -85,9 +85,9 @@ class Sampler:
         self._begin(0, self.settings)
 
     def start(self, n: int, around: Around = _unchanged) -> None:
-        """Begin text number n. Its random numbers depend only on the seed and n; its grammar starts over.
+        """Begin text n. Its random numbers depend only on the seed and n. Its grammar starts over.
 
-        around: makes the constraint of this text from the constraint of the settings, or from None.
+        around: makes the constraint of this text from the constraint of the settings, which may be None.
         """
         self._around = around
         self._begin(n, self.settings)
@@ -101,7 +101,7 @@ class Sampler:
     def change(self, settings: Sampling) -> None:
         """Use other settings and begin the current text again. Sampled tokens and seed stay.
 
-        Raises UsageError as the constructor does; then nothing changes.
+        Raises UsageError as the constructor does. Nothing changes in this case.
         """
         self._begin(self._n, settings)
 
@@ -118,7 +118,7 @@ class Sampler:
         self.settings, self._n, self._shape = settings, n, shape
         self.constraint = self._around(self._matcher)
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        # to llama.cpp, the largest 32-bit seed means a random seed
+        # the seed stays below the largest 32-bit number, which llama.cpp takes as "choose a random seed"
         for sampler in self._samplers((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF):
             api.llama_sampler_chain_add(chain, sampler)
         for token in self.recent:
@@ -189,7 +189,7 @@ class Sampler:
             yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
     def allows_text(self) -> bool:
-        """Return False if the grammar allows no text. Call it after a text: the grammar starts over."""
+        """Return False if the grammar allows no text. Call this between texts: the grammar starts over."""
         if not self._matcher:
             return True
         self._matcher.restart()
@@ -215,15 +215,16 @@ class Sampler:
         return token
 
     def _is_quick(self, fits: np.ndarray) -> bool:
-        """Return True if excluding tokens is faster than listing those that fit. fits: b1[n_vocab].
+        """Return True if excluding tokens is faster than listing the tokens that fit. fits: b1[n_vocab].
 
-        False for samplers that sum log-probabilities: the -inf of an excluded token would spoil the sum.
+        Return False if a sampler sums log-probabilities. The -inf of an excluded token would make this sum
+        useless.
         """
         sums_logs = self.settings.typical < 1 or self.settings.mirostat
         return not sums_logs and bool(np.count_nonzero(fits) > _MANY * len(fits))
 
     def _sample_all(self, cache: Decoder, fits: np.ndarray | None) -> int:
-        """Sample from llama.cpp's logits. Logits of tokens that do not fit are -inf meanwhile."""
+        """Sample from llama.cpp's logits. Meanwhile the logits of tokens that do not fit are set to -inf."""
         logits = cache.next_logits
         excluded = np.empty(0, np.int64) if fits is None else np.flatnonzero(~fits)
         before = logits[excluded]

@@ -17,7 +17,7 @@ MOST = 2**20
 """Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
 
 LIMIT = 10_000
-"""A limit far beyond useful values, and far below those at which llama.cpp's floats overflow."""
+"""Limit of several options. Useful values are far below it. llama.cpp's floats overflow far above it."""
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
@@ -57,9 +57,10 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None, str], str | None]:
-    """Return a function that reads an option's value: a text if `is_text` accepts it, otherwise a file name.
+    """Return a function that reads an option's value.
 
-    An empty value becomes None. kind: description of the text and its beginning, for errors.
+    If `is_text` accepts the value, it is the text itself. Otherwise it is the name of a file with the text.
+    An empty value becomes None. kind: description of the text and of its beginning, for error messages.
     """
 
     def read(raw: str | None, flag: str) -> str | None:
@@ -78,7 +79,10 @@ _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
-    """Declare a numeric option with its range. Requests use the option's name, unless `request` is given."""
+    """Declare a numeric option with its range.
+
+    In requests of clients it has the option's name, unless `request` gives other names.
+    """
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
     return _option(usage, default, help, **{"request": (name,), **allowed, **more})
 

@@ -13,9 +13,8 @@ from kvtool.llama.rewriting import rewritten
 from kvtool.llama.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
-"""llguidance's options: between two parts of JSON at most a space, or a line break and an indentation.
-
-Small models write whitespace endlessly if they may.
+"""llguidance's options. They limit the whitespace between two parts of JSON, because small models may write
+endless whitespace: at most one space is allowed, or one line break and an indentation.
 """
 
 MOST = 2**20
@@ -23,7 +22,10 @@ MOST = 2**20
 
 
 class Unenforced(UsageError):
-    """Error for a schema or keyword that cannot be enforced. where: its JSON pointer, "" for the schema."""
+    """Error for a schema or keyword that cannot be enforced.
+
+    where: JSON pointer to the keyword, or "" for the whole schema.
+    """
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
@@ -36,7 +38,8 @@ class Enforced(NamedTuple):
     Attributes
     ----------
     schema
-        The schema for llguidance. Except for `not_held`, every text that fits it fits the requested schema.
+        The schema for llguidance. Every text that fits it also fits the requested schema, except for the
+        keywords in `not_held`.
     not_held
         Keywords that are not enforced, sorted.
     """
@@ -51,7 +54,10 @@ class Enforced(NamedTuple):
 
 
 def json_texts(schema: Mapping[str, Any]) -> str:
-    """Return the Lark expression for the JSON texts that fit a schema from `Enforced`, or a part of one."""
+    """Return the Lark expression for JSON texts that fit a schema.
+
+    schema: the schema of an `Enforced` object, or a part of such a schema.
+    """
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 
 
@@ -71,8 +77,8 @@ def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
 def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     """Return the part of a schema that can be enforced.
 
-    Raises Unenforced if the schema is invalid, too large, or fits no value, and with `strict` also if a
-    keyword cannot be enforced.
+    Raises Unenforced if the schema is invalid, is too large, or fits no value. If `strict`, also raises
+    Unenforced if a keyword cannot be enforced.
     """
     try:
         text = json.dumps(schema)
@@ -83,7 +89,7 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     return _enforced(text, strict)
 
 
-# cached, because clients send the same tools, and so the same schemas, with every request
+# cached, because clients send the same tools with every request, and tools contain schemas
 @lru_cache(128)
 def _enforced(text: str, strict: bool) -> Enforced:
     schema = json.loads(text)
@@ -108,7 +114,7 @@ def _enforced(text: str, strict: bool) -> Enforced:
 
 
 def _refusal(schema: Mapping[str, Any]) -> str:
-    """Return llguidance's reason for rejecting a schema, "" if it accepts it."""
+    """Return llguidance's reason for rejecting a schema, or "" if it accepts the schema."""
     import llguidance
 
     check = llguidance.LLMatcher.validate_grammar

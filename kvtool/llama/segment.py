@@ -10,18 +10,23 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 TABLE = "archive"
-"""Name of an archive's table: begin, end, end of the far tokens, and (first position, base) of each frame."""
+"""Name of an archive's table. It holds begin, end, end of the far tokens, and for each frame (a run of tokens
+whose keys have the same base) the first position and the base.
+"""
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
-"""Names of the lists of segments: i64[n, 3] (begin, end, offset in their file), and SHA-256 u8[n, 32]."""
+"""Names of two arrays of segments: i64[n, 3] (begin, end, offset in the file), and SHA-256 u8[n, 32]."""
 
 CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
-"""Names of the lists of clusters: i64[n, 5] (begin, end, 1 if far, bytes, offset), and SHA-256 u8[n, 32]."""
+"""Names of two arrays of clusters: i64[n, 5] (begin, end, is far, bytes, offset), and SHA-256 u8[n, 32]."""
 
 N_CLUSTERS = 5
 
 CHECKPOINTS, CHECKPOINT_DIGESTS = "checkpoints", "checkpoints.sha256"
-"""Names of the lists of checkpoints: i64[n, 6] (the numbers in `SavedCheckpoint`, offset), and SHA-256."""
+"""Names of two arrays of checkpoints.
+
+They are i64[n, 6] with the numbers in `SavedCheckpoint` and the offset in the file, and SHA-256 u8[n, 32].
+"""
 
 
 class Segment(NamedTuple):
@@ -30,9 +35,9 @@ class Segment(NamedTuple):
     Attributes
     ----------
     begin, end
-        Range of their positions in the stream.
+        Range of the tokens' positions in the stream.
     sha256
-        Digest of the bytes that `Archive.read` returns for them.
+        Digest of the bytes that `Archive.read` returns for the tokens.
     """
 
     begin: int
@@ -52,12 +57,12 @@ class Clusters(NamedTuple):
     begin, end
         Range of the blocks' positions in the stream.
     is_far
-        True for clusters of tokens that are farther away than n_near (see `Context`). A block is clustered
-        again when it becomes far.
+        True if the tokens are farther away than n_near (see `Context`). When a block becomes far, it is
+        clustered again.
     n_bytes
         Size in bytes.
     sha256
-        Digest of the bytes that `Archive.read_clusters` returns for them.
+        Digest of the bytes that `Archive.read_clusters` returns for the blocks.
     """
 
     begin: int
@@ -72,14 +77,16 @@ class Clusters(NamedTuple):
 
 
 class SavedCheckpoint(NamedTuple):
-    """State of the sliding and recurrent layers after n_past tokens of the stream.
+    """Checkpoint after n_past tokens of the stream: the state of the sliding and recurrent layers.
+
+    If the policy forgets, a checkpoint is a copy of the whole cache instead.
 
     Attributes
     ----------
     n_past, n_kv
-        Number of tokens, and of live cells of each row.
+        Number of tokens, and number of live cells in each row.
     base
-        Keys in the cache were rotated to their position minus this.
+        Keys in the cache were rotated to their position minus this number.
     n_restart
         Number of times that the gaps between positions had been closed.
     n_bytes
@@ -122,8 +129,8 @@ def layer_name(layer: int) -> str:
 def pieces(saved: Mapping[str, np.ndarray], layer: int) -> list[tuple[int, np.ndarray]]:
     """Return (first position, bytes) of each piece in which a layer's tokens are stored.
 
-    Pieces are not joined: copying would double the time of restoring an archive. Raises KeyError for a layer
-    without pieces.
+    Pieces are not joined, because copying them would double the time of restoring an archive. Raises KeyError
+    for a layer without pieces.
     """
     stored: Callable[[int], list[tuple[int, np.ndarray]]] | None = getattr(saved, "pieces", None)
     return stored(layer) if stored else [(span(saved)[0], saved[layer_name(layer)])]
@@ -136,7 +143,7 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """Return listed segments, oldest first, with their offsets; {} if the tokens are in arrays instead."""
+    """Return listed segments, oldest first, with their offsets; {} if arrays hold the tokens instead."""
     if SEGMENTS not in saved:
         return {}
     digests = map(bytes, saved[DIGESTS])
@@ -177,7 +184,7 @@ def listed_parts(saved: Mapping[str, np.ndarray]) -> dict[Part, int]:
 
 
 def listing(parts: Sequence[Part], at: Mapping[Part, int]) -> list[tuple[str, np.ndarray]]:
-    """Return the named arrays that list saved parts. at: offset of each in its file."""
+    """Return the named arrays that list saved parts. at: offset of each part in the file."""
     segments = [part for part in parts if isinstance(part, Segment)]
     table = [(segment.begin, segment.end, at[segment]) for segment in segments]
     arrays = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]

@@ -1,6 +1,7 @@
-"""A cache edited by llama.cpp's sequence calls: without the patch, or for models that run with `full` alone.
+"""A cache that is edited by llama.cpp's sequence calls.
 
-These remove and shift whole tokens, in all layers and heads alike: to a policy the cache is one row.
+It is used without the patch, and for models that can only run with the policy `full`. A sequence call removes
+or shifts whole tokens, in all layers and heads at once. A policy therefore sees a cache of one row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvtool.policy import Merge
 class SequenceContext(Decoder):
     """A cache of one row, for a policy that reads no signal and whose rows are not ragged.
 
-    llama.cpp finds a cell by its position, so the cells are numbered in a table kept here.
+    llama.cpp has no numbers for cells, and finds a cell by its position. A table in this class numbers the
+    cells.
 
     Parameters
     ----------
@@ -31,7 +33,7 @@ class SequenceContext(Decoder):
     """
 
     n_row = 1
-    # no policy that reads keys runs here
+    # 0, because no policy that reads keys runs with this cache
     n_dim = 0
     archive = queries = fixed_state = None
 
@@ -47,13 +49,14 @@ class SequenceContext(Decoder):
         self._at = self._pos_of = np.empty(0, np.int32)
 
     def signal_bytes(self, _n_cell: np.ndarray) -> int:
-        """Return 0: no policy that reads signals runs here."""
+        """Return 0: there are no signals."""
         return 0
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
-        # edits only record shifts; llama.cpp gets them here. It rotates the keys only at its next decode: if
-        # edits shifted at once, a cache saved before that decode would have unrotated keys
+        """Make the shifts of earlier edits, and then decode as `Decoder.decode` does."""
+        # Edits only record shifts, and llama.cpp gets the shifts here. It rotates the shifted keys only when
+        # it decodes. If edits shifted at once, a cache that is saved before the decode would have keys that
+        # are not rotated
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
@@ -87,7 +90,7 @@ class SequenceContext(Decoder):
         """Do nothing: there are no signals and no archive."""
 
     def drop(self, n: int) -> None:
-        """Remove the last n tokens of the last decode. Raises LibraryError if layers are recurrent."""
+        """Remove the last n tokens of the last decode. Raises LibraryError if there are recurrent layers."""
         self.remove(int(self._at[-n]), int(self._at[-1]) + 1)
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 
@@ -102,12 +105,12 @@ class SequenceContext(Decoder):
         return self._cell_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """Return u1[bytes]: each cell's position now and at the next decode, then what llama.cpp saves."""
+        """Return u1[bytes]: the cells' positions now, their positions at the next decode, and their state."""
         table = np.stack([self._at, self._pos_of]).astype("<i4")
         return np.frombuffer(table.tobytes() + self.state(), np.uint8)
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """True if the data is long enough for n cells; llama.cpp checks the rest."""
+        """True if the data is long enough for n cells. llama.cpp checks the state when it reads it."""
         return data.dtype == np.uint8 and data.nbytes > 8 * n
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
@@ -145,14 +148,15 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yield shifts (first, end, delta), which move cells from positions `at` to positions `to`.
 
-    at, to: i32[cell]; both must sort the cells into the same order. A shift adds delta to the positions
-    first .. end - 1. Applied in the order yielded, the shifts move no token twice.
+    at, to: i32[cell]. Both must give the same order of cells. A shift adds delta to the positions
+    first .. end - 1. If the shifts are applied in the order in which they are yielded, no token moves twice.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]
     starts = np.flatnonzero(np.diff(delta, prepend=0))
     ends = np.append(starts, len(delta))[1:]
     groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
-    # upward shifts begin at the top, downward shifts at the bottom: no group of cells overwrites another
+    # upward shifts begin with the highest group, and downward shifts with the lowest, so that no group of
+    # cells overwrites another
     yield from (group for group in reversed(groups) if group[2] > 0)
     yield from (group for group in groups if group[2] < 0)

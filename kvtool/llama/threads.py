@@ -1,9 +1,9 @@
 """Choose the number of threads that decode fastest while other programs run.
 
 The threads of a step synchronize after every operation. If another program occupies one of their cores, all
-wait for the thread on that core, hundreds of times for each token: two threads on two cores may take ten
-times as long as one. Shorter or longer spinning does not help, because the scheduler decides when a thread
-resumes.
+threads wait for the thread on that core, hundreds of times for each token. Two threads on two cores may then
+take ten times as long as one thread. Shorter or longer spinning does not help, because the scheduler decides
+when a thread resumes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from statistics import median
 
 _N_TRIAL = 3
-"""Steps of a trial. The first does not count, because threads start or end in it."""
+"""Number of steps in a trial. The first step is ignored, because threads start or end in it."""
 
 _N_LEAST, _N_RECENT = 2, 6
 """Minimum and maximum number of earlier steps that a trial is compared with."""
@@ -21,19 +21,20 @@ _SOONEST_S, _LATEST_S = 0.3, 10.0
 """Minimum and maximum seconds of decoding between trials. A trial without gain doubles the wait."""
 
 _GAIN = 0.96
-"""A trial counts as faster if its steps take at most this share of the usual time."""
+"""A trial is faster if its steps take at most this share of the usual time."""
 
 _SLOWER = 1.4
-"""Another trial starts at once if steps take this many times as long as after the last trial."""
+"""If steps become slower than after the last trial by this factor, another trial starts at once."""
 
 _HOPELESS = 2.0
-"""A trial ends early at a step that takes this many times as long as usual."""
+"""If a step of a trial takes this many times as long as usual, the trial ends early."""
 
 
 class Threads:
     """Choose the number of threads for the next step from the times of earlier steps.
 
-    Trials of a few steps with fewer or more threads run from time to time; the faster number is used.
+    From time to time there is a trial: a few steps run with fewer or more threads. If they are faster, later
+    steps use this number of threads.
 
     Attributes
     ----------
@@ -51,7 +52,7 @@ class Threads:
         # seconds of recent steps, by number of tokens: only steps of equal length are comparable
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
-        # time of each step, divided by the usual time of steps with as many tokens
+        # for each step of the trial: its time, divided by the usual time of steps with as many tokens
         self._trial: list[float] = []
 
     @property
@@ -86,7 +87,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # no usual time for this step length: the text ended, or the length changed
+            # the trial ends: there is no usual time for steps of this length, so the trial cannot be judged
             is_faster = False
         if is_faster:
             self._home = self._at

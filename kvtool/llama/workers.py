@@ -1,6 +1,6 @@
 """Workers: machines whose devices hold layers of a model, through ggml's RPC.
 
-Both sides are here: `add_rpc` uses the devices of workers, `server` makes this machine a worker.
+This file has both sides: `add_rpc` uses the devices of workers, and `server` makes this machine a worker.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Memory that a spare (a worker's device, served again) reports.
+"""Memory that a spare reports. A spare is a device that a worker serves a second time.
 
-For 0 llama.cpp would assume the host's memory, and put layers on the spare.
+If a spare reported 0, llama.cpp would assume the host's memory, and put layers on the spare.
 """
 
 
 def add_rpc(*endpoints: str) -> None:
-    """Add the devices of the workers at host:port, ...; models loaded later use them first.
+    """Add the devices of workers. Models that are loaded later use these devices first.
+
+    endpoints: addresses of the workers, as host:port.
 
     Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that does not
     answer.
     """
     with reached(endpoints) as addresses:
-        # if a worker did not answer, llama.cpp would wait forever or end the process
+        # all workers have answered. If one had not, llama.cpp would wait forever or end the process here
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):
@@ -62,10 +64,10 @@ def _register(server: int) -> None:
 
 
 def served(memory: int | None = None) -> list[dict[str, object]]:
-    """Return the devices that `server` serves, as `devices` lists them: the GPUs, otherwise the CPU.
+    """Return the devices that `server` serves: the GPUs, or the CPU if there are no GPUs. See `devices`.
 
-    memory: maximum bytes that they report together. Raises LibraryError if the library lacks the patch, which
-    a limit needs.
+    memory: maximum bytes that all these devices together report. Such a limit needs the patch: raises
+    LibraryError without it.
     """
     local = _served()
     if memory is not None:
@@ -91,7 +93,7 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
     if hasattr(lib, "llama_kvtool_spare"):
-        # ggml's server caches one graph per device: two spares hold the patch's two graphs
+        # ggml's server caches one graph per device. Two spares for each device cache the patch's two graphs
         bind("llama_kvtool_spare", pointer, pointer)
         handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)

@@ -1,8 +1,9 @@
-"""Speed of reading and writing at several depths, and memory, for several cache configurations.
+"""Measure memory, and the speed of reading and writing at several depths, for several cache configurations.
 
-A row is one cache configuration at one depth. Each of its rounds starts a new cache a little below that depth
-(see `depths`), writes two tokens, reads a batch once or twice, and writes more tokens, at most to the depth.
-The rows of a depth alternate. Each has a limit of seconds, after which it gets no more rounds.
+A row is one cache configuration at one depth. Each round of a row starts a new cache with slightly fewer
+tokens than the depth (see `depths`). The round writes two tokens, reads a batch once or twice, and then
+writes more tokens, at most until the depth is reached. The rows of a depth take turns: each gets one round at
+a time. When the rounds of a row have taken longer than its time limit, it gets no more rounds.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 _N_WRITE = 32
-"""Tokens written in a round: twice the tokens between evictions."""
+"""Maximum number of tokens written in a round: twice the number of tokens between evictions."""
 
 _N_SHORT = 64
-"""Minimum tokens of a shortened batch: a CPU's flash attention reads fewer tokens one by one."""
+"""Minimum number of tokens of a shortened batch.
+
+On a CPU, flash attention reads the tokens of a smaller batch one by one.
+"""
 
 _CHEAP_S = 1.0
-"""A batch that takes up to about this many seconds is read twice, and the second time counts."""
+"""If a batch takes at most about this many seconds, it is read twice, and the second time is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,15 @@ class CacheConfig:
     name
         Name for display.
     policy, budget
-        The policy, and its budget in cells; None for `full`.
+        The policy, and its budget in cells. The budget is None for `full`.
     flash
         Flash attention: "on", "off" or "auto".
     cache_type
         Data type of keys and values.
     kv_offload
-        False: the cache is in host memory, the layers on the device.
+        False to keep the cache in host memory while the layers are on the device.
     resident
-        Archived tokens of each row that stay on the device; see `Settings.resident`.
+        Number of archived tokens of each row that stay on the device. See `Settings.resident`.
     """
 
     name: str
@@ -70,7 +74,10 @@ class CacheConfig:
 
 
 def cache_configs(budgets: Mapping[str, int], *, has_device: bool) -> list[CacheConfig]:
-    """Return the configurations to measure. budgets: in cells, by policy. has_device: True with a GPU."""
+    """Return the configurations to measure.
+
+    budgets: the budget in cells of each policy. has_device: True if there is a GPU.
+    """
     return [
         CacheConfig("full, flash off", flash="off"),
         CacheConfig("full, flash on", flash="on"),
@@ -82,29 +89,29 @@ def cache_configs(budgets: Mapping[str, int], *, has_device: bool) -> list[Cache
 
 @dataclass(slots=True)
 class Row:
-    """Cache configuration at a depth, with its results: each list has one entry per round.
+    """One cache configuration at one depth, with its results. Each list has one entry per round.
 
     Attributes
     ----------
     config, depth
-        Cache configuration, and depth in tokens.
+        The cache configuration, and the depth in tokens.
     n_read
-        Tokens of the batch to read.
+        Number of tokens of the batch to read.
     n_write
-        Maximum tokens written in a round.
+        Maximum number of tokens written in a round.
     read, write
-        Tokens per second.
+        Speed in tokens per second.
     first_s
         Seconds for the first token in a new cache.
     device_bytes
-        Bytes of cache and buffers by the counters of all devices; without a GPU the cache's bytes. Empty if
-        the counters do not change.
+        Bytes of cache and buffers, from the memory counters of all devices. Without a GPU, the bytes of the
+        cache. Empty if the counters do not change.
     host_bytes
-        Bytes in host memory: cache and signals if they are there, archive, and the policy's state.
+        Bytes of the archive and the policy's state, and of the cache and signals if they are in host memory.
     process_bytes
-        Resident memory of the process, model included; None if the system does not report it.
+        Resident memory of the process with the model, in bytes. None if the system does not report it.
     why
-        Reason why nothing was measured.
+        Reason why the row cannot be measured, or None.
     seconds
         Seconds spent so far.
     """
@@ -124,24 +131,24 @@ class Row:
 
     @property
     def n_start(self) -> int:
-        """Number of tokens in the cache when a round begins."""
+        """Number of tokens of the stream when a round begins."""
         return self.depth - 2 - 2 * self.n_read - self.n_write
 
     def record(self) -> dict[str, Any]:
         """Return the row's results as a JSON object.
 
         what, policy, budget, flash, cache_type, kv_offload, resident, depth
-            As `CacheConfig` and `Row` have them; `what` is the name.
+            See `CacheConfig` and `Row`. `what` is the name of the configuration.
         rounds
             Number of rounds.
         n_read
-            Tokens of the batch that was read.
+            Number of tokens of the batch that was read.
         read_tokens_per_s, write_tokens_per_s, first_s
-            median, min and max of the rounds; null if nothing was measured.
+            Object with median, min and max of the rounds; null if nothing was measured.
         device_bytes
             Median of the rounds; null if the counters do not change.
         host_bytes, process_bytes, why
-            As `Row` has them.
+            See `Row`.
         """
         config = asdict(self.config)
         return {
@@ -161,7 +168,7 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return median, minimum and maximum; None without values."""
+    """Return median, minimum and maximum, or None if there are no values."""
     if not values:
         return None
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -180,7 +187,7 @@ class Bench:
     settings
         Settings of all rows; a row's configuration changes some of them.
     rounds, row_s
-        Maximum rounds of a row, and seconds after which it gets no more rounds.
+        Maximum number of rounds of a row, and time in seconds after which a row gets no more rounds.
 
     Attributes
     ----------
@@ -205,9 +212,9 @@ class Bench:
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
-        """Measure the rows, depth by depth. Yields a row before each of its rounds. Ends once `stop` is set.
+        """Measure the rows, depth by depth. Yield a row before each of its rounds. End when `stop` is set.
 
-        An unfinished round does not count.
+        The results of an unfinished round are not used.
         """
         for depth in dict.fromkeys(row.depth for row in self.rows):
             self._clusters = {}
@@ -222,7 +229,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # the first call for a configuration reads tokens: row.seconds leaves that out
+                        # the first call for a configuration reads tokens: do not add this time to row.seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -235,7 +242,7 @@ class Bench:
                         row.why = str(OutOfMemory())
 
     def _too_much(self, row: Row) -> str | None:
-        """Return why a row cannot be measured, as far as known in advance; None if it can."""
+        """Return the reason why a row cannot be measured, if this is known in advance, else None."""
         model, config = self.model, row.config
         if config.policy == "full" and row.depth > model.n_ctx_train:
             return f"beyond the trained context ({model.n_ctx_train:,} tokens)"
@@ -246,10 +253,10 @@ class Bench:
         except KvtoolError as error:
             return str(error)
         if config.flash != "on":
-            # without flash attention, a batch's attention scores of one layer are in memory
+            # without flash attention, the attention scores of a batch in one layer take memory
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
-        # twice: the archive, and the saved copy from which it is filled
+        # this takes twice the archive's bytes: the archive is filled from a saved copy
         if policies.load(config.policy).recalls() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not config.kv_offload else device
@@ -262,7 +269,7 @@ class Bench:
             first = self._write(engine, at)
             usual = self._write(engine, at)
             if not row.write:
-                # shorten a batch that would exceed the row's seconds even at 20 times the speed of writing
+                # shorten the batch if it would take more than row_s even at 20 times the speed of writing
                 row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
             if usual * row.n_read / 4 < _CHEAP_S:
                 self._read(engine, row.n_read, at)
@@ -281,7 +288,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # a worker's counter does not change: the bytes on its device are unknown
+                # the counter of a worker's device does not change: the bytes are then unknown
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
@@ -289,7 +296,7 @@ class Bench:
             row.process_bytes = rss_bytes()
 
     def _write(self, engine: Engine, at: Iterator[int]) -> float:
-        """Decode the next token, unless stopped; return the seconds."""
+        """Decode the next token, unless `stop` is set. Return the time in seconds."""
         start = time.perf_counter()
         if not self.stop:
             engine.step(self._take(at, 1))
@@ -298,7 +305,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _read(self, engine: Engine, n: int, at: Iterator[int]) -> float:
-        """Read the next n tokens, unless stopped; return the seconds."""
+        """Read the next n tokens, unless `stop` is set. Return the time in seconds."""
         tokens, start = self._take(at, n), time.perf_counter()
         engine.read(tokens, lambda: self.stop)
         if not self.stop:
@@ -306,7 +313,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _take(self, at: Iterator[int], n: int) -> np.ndarray:
-        """Return the next n tokens of the text, which starts over at its end."""
+        """Return the next n tokens of the text. After its end, the text starts again."""
         return self._tokens[np.fromiter(at, np.intp, n) % len(self._tokens)]
 
     def _engine(self, row: Row, saved: depths.Arrays | None) -> Engine:
@@ -336,7 +343,7 @@ class Bench:
         return policies.fit(config.policy, config.budget or row.depth), replace(self.settings, **options)
 
     def _start(self, row: Row) -> depths.Arrays | None:
-        """Return the arrays of `Engine.save` after a row's first tokens; None for `full`."""
+        """Return the arrays of `Engine.save` after the first tokens of a row. Return None for `full`."""
         policy, settings = self._made_of(row)
         if not policy.evicts:
             return None
@@ -348,7 +355,7 @@ class Bench:
 
 
 def device_free() -> int | None:
-    """Free bytes of all devices except the CPU, by the devices' counters; None without such devices."""
+    """Free bytes of all devices except the CPU, from the devices' counters. None if there is only the CPU."""
     free = [device["memory_free"] for device in devices() if device["type"] in ("gpu", "igpu")]
     return sum(free) if free else None
 
@@ -382,7 +389,10 @@ def _is_row(record: Mapping[str, Any]) -> bool:
 
 
 def over(record: Mapping[str, Any], old: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return a row's medians divided by the same row's medians in an earlier run; None if one is missing."""
+    """Return a row's medians divided by the medians of the same row in an earlier run.
+
+    A quotient is None if either median is missing.
+    """
     same = [row for row in old if (row["what"], row["depth"]) == (record["what"], record["depth"])]
     pairs = {name: (record[name], same[0][name] if same else None) for name in _COMPARED}
     return {name: a["median"] / b["median"] if a and b else None for name, (a, b) in pairs.items()}

@@ -1,7 +1,7 @@
-"""Streams at a depth, for measurements of speed: the cache looks as if many tokens had been read.
+"""Streams that look as if many tokens had been read, to measure speed at a depth (a number of tokens).
 
-Reading 32,768 tokens may take minutes, and the time of a step depends only on the number of tokens. Instead,
-a few tokens are read, and their content in the cache or archive is repeated. The stream's output is
+Reading 32,768 tokens may take minutes, but the time of a step depends only on the number of tokens. Therefore
+only a few tokens are read, and their data in the cache or archive is repeated. The model's output is then
 meaningless.
 """
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from kvtool.llama.archive import Archive
 
 N_SEED = 256
-"""Tokens that are read for a full cache."""
+"""Number of tokens that `fill` reads. It repeats the data of these tokens."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
-"""Tokens that `start` reads after the cells are full: with a policy that recalls, and with any other."""
+"""Number of tokens that `start` reads after the cells are full: if the policy recalls, and if it does not."""
 
 Arrays = dict[str, np.ndarray]
 
 
 def text(model: Model) -> np.ndarray:
-    """Tokens of a text that is always available: the source code of the policies."""
+    """Return the tokens of a text that is always available: the source code of the policies."""
     files = sorted(Path(policies.__file__).parent.glob("*.py"))
     return model.tokenize("\n".join(file.read_text(encoding="utf-8") for file in files), start=True)
 
 
 def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
-    """Fill an empty engine, whose policy evicts nothing, with n tokens by repeating the first N_SEED."""
+    """Fill an empty engine with n tokens, by repeating the first N_SEED. The policy must not evict."""
     n_seed = min(n, N_SEED)
     engine.read(tokens[:n_seed])
     if n == n_seed:
@@ -65,13 +65,16 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
 
 
 def _key_shares(model: Model) -> list[float]:
-    """Share of keys in the bytes of a cell, for each layer with cells. Keys and values must have one type."""
+    """Share of keys in the bytes of a cell, for each layer with cells.
+
+    Keys and values must have the same type.
+    """
     owners = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
     return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in owners]
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
-    """Return the bytes of n tokens, repeated from n_own tokens."""
+    """Repeat the bytes of n_own tokens, in order, until there are n tokens. Return the bytes as u8."""
     tokens = values.reshape(-1).view(np.uint8).reshape(n_own, values.nbytes // n_own)
     return np.take(tokens, np.arange(n) % n_own, axis=0).reshape(-1)
 
@@ -86,8 +89,8 @@ def start(
 ) -> Arrays:
     """Read tokens i32[n] with an evicting policy, and return the result of `Engine.save`.
 
-    `stopped` is called before each step; True ends reading. A policy with recall reads in full batches, not
-    in its usual chunks: this changes the kept data only by rounding.
+    `stopped` is called before each step. Reading ends when it returns True. A policy with recall reads full
+    batches here instead of its usual chunks. This changes the saved data only by rounding errors.
     """
     if isinstance(policy, recall.Recall):
         policy = replace(policy, chunk=settings.n_batch)
@@ -100,16 +103,16 @@ def start(
 
 
 def n_past(saved: Arrays) -> int:
-    """Number of tokens of the stream when it was `saved`."""
+    """Number of tokens of the stream at the time of the state `saved`."""
     return int(saved["engine"][0])
 
 
 def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
-    """Return the `saved` state of an evicting policy as if n more tokens had been read.
+    """Return the state `saved` as if n more tokens had been read. The policy must be one that evicts.
 
-    The newest tokens stay the newest; the added tokens precede them in the archive, if there is one.
+    The tokens in the cells stay the newest tokens. If there is an archive, n tokens are added at its end.
     """
-    # indices as in `snapshot._COUNTERS`: 0 n_past, 5 next_rot, 6 n_planned, 7 since
+    # indices in `snapshot._COUNTERS`: 0 is n_past, 5 is next_rot, 6 is n_planned, 7 is since
     counters = saved["engine"].copy()
     n_after, next_rot = n_past(saved) + n, int(counters[5])
     for at in (0, 6, 7):
@@ -119,7 +122,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         return longer
     begin, end = saved[TABLE][:2].tolist()
     assert begin < end
-    # without the saved clusters: restoring computes clusters for the repeated tokens
+    # leave out the saved clusters: `Engine.restore` then computes clusters for the repeated tokens
     longer = {name: values for name, values in longer.items() if not name.startswith(CLUSTERS)}
     layer = 0
     while (name := layer_name(layer)) in longer:
@@ -127,7 +130,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # as if the stream had closed its gaps after every three quarters of the context
+    # make frames as if the stream had closed its gaps each time after three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin
@@ -137,5 +140,5 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
 
 
 def clusters(archive: Archive) -> Arrays:
-    """Clusters of an archive, for later rounds: `lengthened` has none, and computing them is slow."""
+    """Clusters of an archive, to restore them in later rounds: computing them again would be slow."""
     return dict(archive.save_clusters())

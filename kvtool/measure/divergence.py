@@ -1,9 +1,10 @@
 """Divergence of a run's predictions from the full cache's predictions on the same tokens.
 
-The run of the full cache writes a reference to the disk: for every scored token the N_TOP likeliest tokens
-and their log-probabilities. Other runs compute KL(full || run) from it. All tokens outside the N_TOP count as
-one, so the result is a lower bound, but a close one. References are kept in the per-user cache; the least
-recently used are deleted when they become too many.
+The run with the full cache writes a reference to the disk. For every scored token, the reference stores the
+N_TOP most likely tokens and their log-probabilities. Other runs read it to compute KL(full || run). They
+treat all tokens outside the N_TOP as one token, so the result is a lower bound, but a close one.
+
+References are stored in the per-user cache. When they become too large, the least recently used are deleted.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from kvtool.system.files import locked, replacing
 from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
-"""Tokens that a reference keeps of each prediction."""
+"""Number of tokens whose log-probabilities a reference stores for each prediction."""
 
 MOST_BYTES = 2 * 2**30
 """Maximum bytes of all references together."""
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """Path of the reference with this key (model, text, settings), which may not exist yet."""
+    """Path of the reference with this key (model, text, settings). The file may not exist yet."""
     name = hashlib.sha256(json.dumps([N_TOP, key], sort_keys=True).encode()).hexdigest()[:32]
     return _folder() / f"{name}.ref"
 
@@ -44,18 +45,21 @@ def fits(n: int, n_vocab: int) -> bool:
 
 
 class Scores(ABC):
-    """Comparison with the full cache for each of a text's n tokens except the first; `score` fills it.
+    """Comparison of a run with the full cache, for each of a text's n tokens except the first.
+
+    `score` fills the arrays, batch by batch.
 
     Attributes
     ----------
     n_done
-        Tokens scored so far.
+        Number of tokens scored so far.
     nll
-        f64[n - 1], of the full cache, in nats.
+        f64[n - 1], nll of the full cache in nats.
     kl
         f64[n - 1], KL(full || run) in nats.
     same
-        b1[n - 1], True if both have the same likeliest token (the lowest id among equals).
+        b1[n - 1], True if the run and the full cache have the same most likely token. If several tokens are
+        equally likely, the lowest id is used.
     """
 
     def __init__(self, n: int) -> None:
@@ -64,13 +68,14 @@ class Scores(ABC):
 
     @abstractmethod
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Compare the next batch of the text, and return its nll f64[n]. Can serve as `perplexity.Score`."""
+        """Compare the next batch of the text, and return its nll f64[n]. See `perplexity.Score`."""
 
     def _add(self, rows: np.ndarray, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Compare logits with rows of a reference. Returns the nll f64[n] under the logits."""
+        """Compare logits with rows of a reference. Return the nll f64[n] under the logits."""
         part = slice(self.n_done, self.n_done + len(target))
         nll, top = np.empty(len(target)), np.empty(len(target), np.int32)
-        # copy: kernels refuse read-only arrays, and np.ascontiguousarray does not copy a single row
+        # copy the arrays, because kernels refuse read-only arrays; np.ascontiguousarray would not copy a
+        # single row
         tokens, log_p = (rows[name].copy() for name in ("tokens", "log_p"))
         divergence(logits, np.ascontiguousarray(target), tokens, log_p, nll, self.kl[part], top)
         self.nll[part] = rows["nll"]
@@ -82,7 +87,7 @@ class Scores(ABC):
 class ReferenceReader(Scores):
     """Score against a reference of n - 1 predictions. Raises InputError if no reference of that size exists.
 
-    The file is not memory-mapped: its pages would count in this process's measured memory.
+    The file is not memory-mapped, because its pages would increase the measured memory of this process.
     """
 
     def __init__(self, path: Path, n: int, n_vocab: int) -> None:
@@ -116,7 +121,7 @@ class ReferenceWriter(Scores):
         rows = np.empty(len(target), self._row)
         n_top = rows["tokens"].shape[1]
         tokens = np.argpartition(logits, logits.shape[1] - n_top, axis=1)[:, -n_top:]
-        # sorted by id: sums then do not depend on argpartition's order, and memory is read in order
+        # sort by id: then sums do not depend on argpartition's order, and memory is read in order
         tokens = np.sort(tokens, axis=1).astype(np.int32)
         top, log_p = np.empty(len(target), np.int32), np.empty(tokens.shape, np.float32)
         log_probs(logits, tokens, top, log_p)
@@ -128,9 +133,9 @@ class ReferenceWriter(Scores):
 
 @contextmanager
 def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
-    """Yield a `ReferenceWriter`, whose file appears only when complete.
+    """Yield a `ReferenceWriter`. The file at `path` appears only when it is complete.
 
-    Yields a `ReferenceReader` if another process finished the file first.
+    If another process has finished the file meanwhile, yield a `ReferenceReader` instead.
 
     Raises OSError.
     """
@@ -155,7 +160,7 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Delete the least recently used references until the rest fits."""
+    """Delete the least recently used references until the rest fits into MOST_BYTES. Keep the newest."""
     references = []
     for path in newest.parent.iterdir():
         # other processes may delete files meanwhile

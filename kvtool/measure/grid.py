@@ -1,7 +1,7 @@
-"""Grid: the runs of `kvtool compare` over policies, budgets and cache types on one text.
+"""Grid of the runs of `kvtool compare`, which all use the same text.
 
-A run is one entry of the grid: a policy, a budget and a cache type. The fields that its record depends on
-(`KEY`) identify it, so an interrupted comparison can be resumed on any machine.
+Each run is one entry of the grid: a policy, a budget and a cache type. A run is identified by all fields that
+its result depends on (`KEY`), so an interrupted comparison can be resumed on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Common:
     Attributes
     ----------
     what
-        Fields of every record: model, text and versions.
+        Fields that are the same in every record: model, text and versions.
     options
         Options of all runs; each run changes some of them. Context length and batch size are resolved to
         numbers.
@@ -64,17 +64,17 @@ class Run:
     Attributes
     ----------
     label
-        Policy as typed, with its parameters.
+        Policy with its parameters, as the user typed it.
     options
-        Options of the run, with the budget in cells and the tokens between evictions.
+        Options of the run. They include the budget in cells and the number of tokens between evictions.
     params
         All parameters of the policy, with their values.
     typed_budget
-        Budget as typed; None for a run without a budget.
+        Budget as the user typed it. None for a run without a budget.
     budget
-        Budget in cells of a row.
+        Budget as a number of cells per row.
     policy_sha256
-        Hash of the policy's file, if it is a user's.
+        SHA-256 of the policy's file. None for kvtool's own policies.
     recalls
         True if the policy has an archive.
     """
@@ -89,22 +89,25 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Policy as typed, with the cache type unless it is f16."""
+        """The label, followed by the cache type unless that is f16."""
         return self.label if self.options.type_k == "f16" else f"{self.label} {self.options.type_k}"
 
     @property
     def name(self) -> str:
-        """Title and budget."""
+        """The title, followed by the budget if there is one."""
         return f"{self.title} {self.typed_budget}" if self.typed_budget else self.title
 
     @property
     def group(self) -> tuple[str | None, str, str]:
-        """Group of runs that are compared with each other: same budget, same cache types."""
+        """Budget and cache types. Runs are compared with each other if all of these are the same."""
         return self.typed_budget, self.options.type_k, self.options.type_v
 
 
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
-    """Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")). Paths may have colons."""
+    """Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")).
+
+    The name may be a path with colons.
+    """
     name, *options = re.split(r":(?=\w+=)", text.strip())
     return name, tuple(options)
 
@@ -124,8 +127,8 @@ def runs(
     `full` has a run for each cache type. Other policies have runs with the first type only, unless `combine`
     is True. A policy that chooses how much each row keeps (`capped`) also has a run without a budget.
 
-    n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
-    typed. Raises UsageError.
+    n_ctx_train: the model's trained context. wanted: policies with their parameters, as the user typed them.
+    budgets: budgets as the user typed them. Raises UsageError.
     """
 
     def evicts(text: str) -> bool:
@@ -134,7 +137,7 @@ def runs(
     def kinds(text: str) -> Sequence[str]:
         return types if combine or not evicts(text) else types[:1]
 
-    # evaluated lazily in this order, so that the first mistake typed is the one that is reported
+    # evaluate these lazily in this order, so that the error message is about the first mistake typed
     entries = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
         ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),
@@ -147,7 +150,10 @@ def runs(
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
-    """True for a policy that never evicts or is `capped`. wanted: policy as typed. Raises UsageError."""
+    """Return True for a policy that never evicts or is `capped`. Raises UsageError.
+
+    wanted: policy with its parameters, as the user typed it.
+    """
     policy = policies.load(split_policy(wanted)[0])
     return policy.capped or not policy.evicts
 
@@ -158,7 +164,7 @@ def full_run(common: Common) -> Run:
 
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
-    """Return the fields of a record that describe its run. KEY names the identifying ones."""
+    """Return the fields of a record that describe its run. KEY names the fields that identify the run."""
     options = run.options
     limit = archive.limit(options.archive, options.archive_file)
     return {
@@ -177,7 +183,7 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
 
 
 def reference(common: Common) -> Path:
-    """Path of the full cache's predictions of this text, which may not exist yet."""
+    """Path of the file for the full cache's predictions of this text. The file may not exist yet."""
     names = ("model_sha256", "text_sha256", "kvtool", "llama_cpp_python", "patch")
     of_options = ("n_ctx", "n_batch", "flash", "gpu_layers")
     return divergence.path_of(
@@ -191,7 +197,10 @@ def reference(common: Common) -> Path:
 
 
 def shard(grid: Sequence[Run], text: str) -> list[Run]:
-    """Return every n-th run: "2/3" gives the second, the fifth, ... Raises UsageError."""
+    """Return every n-th run. For example, "2/3" gives the second, the fifth and the eighth run, and so on.
+
+    Raises UsageError if the text is not I/N.
+    """
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text.strip())
     i, n = map(int, match.groups()) if match else (0, 0)
     if not 1 <= i <= n:
@@ -200,10 +209,10 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
-    """Return the options of a run. `typed` is empty, because no option was typed for this run alone."""
+    """Return the options of a run. `typed` is empty: the user types no options for a single run."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # without evictions these options change nothing: runs that differ only in them are one run
+        # without evictions these options change nothing: reset them, so that no two runs differ only in them
         changes |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **changes, typed=frozenset())
 
@@ -217,7 +226,7 @@ def _run(
     check_read_once(common.options, name)
     chosen = _options(common, name, options, kind)
     spec = policies.spec(name, chosen.evict_every, options)
-    # raises for a type that does not fit the model's heads
+    # called for its check: it raises UsageError for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
     if typed_budget is None:
         n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)

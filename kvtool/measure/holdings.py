@@ -1,6 +1,7 @@
-"""Holdings: tokens of the stream that the cache still holds at several times, by row or as a share of rows.
+"""Holdings: the tokens of a stream that the rows of the cache still hold at several times.
 
-A row holds a token if it has the token's key. Values merged into other tokens do not count.
+A row holds a token if it has the token's key. If only the token's value was merged into another token, the
+row does not hold it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from kvtool.engine.loop import Engine
 from kvtool.llama.model import Model
 
 Progress = Callable[[int], None]
-"""Called after each batch with the number of tokens read so far."""
+"""Function to call after each batch, with the number of tokens read so far."""
 
 
 N_TRACED = 256
-"""Number of archived tokens per row whose attention in a step is counted: those with the most attention.
+"""Number of archived tokens per row whose attention is counted in each step.
 
-In a text of 1,500 tokens they get 93 % of the archive's attention; 64 get 79 %.
+These are the tokens with the most attention. In a text of 1,500 tokens, 256 tokens get 93 % of the attention
+to the archive, and 64 tokens get 79 %.
 """
 
 
@@ -32,15 +34,15 @@ class Attended:
     Attributes
     ----------
     attn
-        f32[row, n], the attention of the row's query heads, summed over the queries. A head's whole attention
-        in a query is 1.
+        f32[row, n], attention of the row's query heads to each token, summed over heads and queries. The
+        attention of one head in one query sums to 1.
     n_head
-        i32[row], the query heads of each row.
+        i32[row], number of query heads of each row.
     n_query
-        Queries since something was archived.
+        Number of queries since the first token was archived.
     query
-        i32[n], the first query of the step in which the token got the largest share of all attention. The
-        first of equal steps counts; -1 without attention.
+        i32[n], position of the first query of the step in which the token got its largest share of all
+        attention. Among equal steps, this is the first. -1 if the token got no attention.
     query_share
         f64[n], the token's share of all attention in that step.
     """
@@ -53,12 +55,16 @@ class Attended:
 
     @classmethod
     def none(cls, n_head: np.ndarray, n: int) -> Attended:
-        """Create an empty count. n_head: i32[row]."""
+        """Create an object for n tokens without any attention. n_head: i32[row]."""
         attn = np.zeros((len(n_head), n), np.float32)
         return cls(attn, n_head, 0, np.full(n, -1, np.int32), np.zeros(n))
 
     def add(self, pos: np.ndarray, attn: np.ndarray, queries: slice) -> None:
-        """Count a step. pos: i64[row, k], -1 for none; attn: f32[row, k]; queries: the step's positions."""
+        """Add the attention of a step.
+
+        pos: i64[row, k], positions of archived tokens, -1 for no token. attn: f32[row, k], their attention.
+        queries: positions of the step's tokens.
+        """
         row, at = np.nonzero(pos >= 0)
         if not len(row):
             return
@@ -71,7 +77,7 @@ class Attended:
         self.query[more], self.query_share[more] = queries.start, share[more]
 
     def share(self) -> np.ndarray:
-        """f64[n], each token's share of all attention since something was archived."""
+        """f64[n], each token's share of all attention since the first token was archived."""
         share: np.ndarray = self.attn.sum(axis=0, dtype=np.float64) / (self.n_query * self.n_head.sum())
         return share
 
@@ -92,14 +98,14 @@ class Holdings:
     head
         i32[row], KV head of each row.
     ends
-        i64[snapshot], tokens read at each snapshot, ascending.
+        i64[snapshot], number of tokens read at each snapshot, ascending.
     until
-        u8[row, n], first snapshot at which the row no longer held the token; 0 if it held the token at no
-        snapshot. This is sufficient because an evicted token never returns to a live cell.
+        u8[row, n], index of the first snapshot at which the row no longer held the token; 0 if it held the
+        token at no snapshot. One index is enough, because an evicted token never returns to a live cell.
     archived
-        i64[snapshot, 2], the first archived token and the end of the archived tokens.
+        i64[snapshot, 2], position of the first archived token, and position after the last archived token.
     attended
-        Attention of archived tokens; None without an archive.
+        Attention that archived tokens got; None without an archive.
     """
 
     layer: np.ndarray
@@ -110,7 +116,7 @@ class Holdings:
     attended: Attended | None = None
 
     def held(self, snapshot: int = -1) -> np.ndarray:
-        """b1[row, n], True if the row holds the token at this snapshot; by default the last."""
+        """b1[row, n], True if the row holds the token at this snapshot. The default is the last snapshot."""
         snapshot %= len(self.ends)
         seen = np.arange(self.until.shape[1]) < self.ends[snapshot]
         held: np.ndarray = (self.until > snapshot) & seen
@@ -137,7 +143,7 @@ def is_archived(engine: Engine) -> np.ndarray:
 def n_forgotten(engine: Engine) -> int:
     """Number of the stream's tokens that are lost: kept by no row and not archived.
 
-    Cost grows with the number of cells, not with the stream.
+    The time that this takes grows with the number of cells, but not with the length of the stream.
     """
     return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
 
@@ -147,9 +153,9 @@ def watch(
 ) -> Holdings:
     """Read a text i32[n] into the engine's empty cache, with up to 255 equally spaced snapshots.
 
-    The text is streamed as in `perplexity`, so that evictions come exactly when due. If the engine reads it
-    whole, there is one snapshot, after the eviction. Attention to an archive is counted from the first
-    eviction on. Raises the errors of Engine.step and Engine.read.
+    The text is streamed as in `perplexity`, so that evictions follow the policy's schedule exactly. If the
+    engine reads the text as a whole instead, there is only one snapshot, after the eviction. Attention to an
+    archive is counted from the first eviction on. Raises the errors of Engine.step and Engine.read.
     """
     n = len(tokens)
     whole = engine.reads_whole(n)
@@ -189,7 +195,8 @@ def watch(
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
     """Return the text of each token i32[n], special tokens included.
 
-    A character that spans several tokens is the text of the last one; the earlier ones have "".
+    If a character spans several tokens, it belongs to the last of them. The texts of the earlier tokens are
+    empty.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(model.piece(token, special=True)) for token in tokens.tolist()]

@@ -1,4 +1,4 @@
-"""Description of the machine of a measurement, for comparison."""
+"""Description of the machine on which a measurement was made, so that measurements can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtool.measure.records import versions
 from kvtool.system.cpu import cpu_name
 
 N_DIGIT = 12
-"""Number of digits of the patch's digest shown in a line."""
+"""Number of digits of the patch's digest that `line` shows."""
 
 
 def machine() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Perplexity: quality of a model's predictions of a text under a policy.
 
-There are two ways: stream the text through one cache and score every token after the first; or score
-independent pieces, as llama.cpp's llama-perplexity does.
+There are two ways. `stream` streams the text through one cache and scores every token after the first.
+`windows` scores independent pieces of the text, as llama.cpp's llama-perplexity does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvtool.engine.loop import Engine
 from kvtool.kernels.likelihood import token_nll
 
 Progress = Callable[[np.ndarray], None]
-"""Called after each batch with the nll f64[n] of the tokens that it scored."""
+"""Function to call after each batch, with the nll f64[n] of the tokens that were scored."""
 
 Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Function of logits f32[n, n_vocab] and the actual next tokens i32[n] that returns their nll f64[n]."""
+"""Function of logits f32[n, n_vocab] and the actual next tokens i32[n]. It returns their nll f64[n]."""
 
 
 def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
+    """Return the nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
     nll = np.empty(len(target))
     token_nll(logits, np.ascontiguousarray(target), nll)
     return nll
@@ -30,9 +30,9 @@ def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
 def stream(
     engine: Engine, tokens: np.ndarray, progress: Progress = lambda nll: None, score: Score = nll_of
 ) -> np.ndarray:
-    """nll f64[n - 1] of every token i32[n] except the first, streamed through the engine's cache.
+    """Stream tokens i32[n] through the engine's cache. Return the nll f64[n - 1] of all except the first.
 
-    No batch exceeds the budget, so evictions follow the policy's schedule exactly.
+    No batch is larger than the budget, so evictions follow the policy's schedule exactly.
     """
     parts = [np.empty(0)]
     for nll in steps(engine, tokens, score):
@@ -56,12 +56,15 @@ def windows(
     progress: Progress = lambda nll: None,
     score: Score = nll_of,
 ) -> np.ndarray:
-    """nll of independent pieces of n_window tokens, in order, each in an empty cache.
+    """Score independent pieces of n_window tokens, each in an empty cache. Return all nll in order.
 
-    Without a stride, the pieces follow each other, and the second half of each is scored. A BOS token, if the
-    model uses one, replaces the first token of each piece. With a stride, the pieces start that many tokens
-    apart, the last `stride` tokens of each are scored, and no token is replaced. An incomplete piece at the
-    end is left out. All of this is as in llama-perplexity.
+    Without a stride, the pieces follow each other, and the second half of each piece is scored. If the model
+    uses a BOS token, it replaces the first token of each piece.
+
+    With a stride, each piece starts `stride` tokens after the start of the previous piece. The last `stride`
+    tokens of each piece are scored, and no token is replaced.
+
+    An incomplete piece at the end is left out. llama-perplexity does all of this in the same way.
     """
     if stride:
         first, starts = n_window - stride - 1, range(0, len(tokens) - n_window, stride)

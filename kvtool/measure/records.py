@@ -1,4 +1,4 @@
-"""Results as JSON lines, appended one by one, and looked up by their keys."""
+"""Results in a file of JSON lines. They are appended one by one, and found by their keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Record = Mapping[str, Any]
 
 
 def key(record: Record, names: Iterable[str]) -> str:
-    """Return the values under these names as one string. A missing value counts as null."""
+    """Return the values of the fields `names` as one string. The value of a missing field is null."""
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the programs behind a result. Raises LibraryError if llama.cpp is missing."""
+    """Return the versions of the programs that results depend on.
+
+    Raises LibraryError if llama.cpp is missing.
+    """
     from kvtool import __version__
     from kvtool.llama.devices import library_info
 
@@ -30,9 +33,10 @@ def versions() -> dict[str, str | None]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a file; [] if there is no file. An incomplete last line is left out.
+    """Read all records of a file. Return [] if there is no file.
 
-    A killed process leaves such a line. Raises InputError for any other line that is not a JSON object.
+    An incomplete last line is ignored: a process that was killed may leave one. Raises InputError for any
+    other line that is not a JSON object.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -63,9 +67,9 @@ def append(path: Path, record: Record) -> None:
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
-    """Replace the file's records by the result of `change`, all or nothing.
+    """Replace the file's records by the result of `change`. If this fails, the file is not changed.
 
-    No other process can append a record meanwhile. Raises OSError and InputError.
+    Other processes that want to append a record wait. Raises OSError and InputError.
     """
     with locked(path.with_name(path.name + ".lock")):
         records = change(read(path))

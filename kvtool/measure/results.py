@@ -35,7 +35,10 @@ class ComparisonResults:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stored: Iterable[dict[str, Any]]) -> None:
-        """Assign a file's records to runs. Of a run's records, the first with the highest `_rank` counts."""
+        """Assign a file's records to runs.
+
+        If a run has several records, use the record with the highest `_rank`, and among equals the first.
+        """
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
         self.others = []
         for record in stored:
@@ -46,7 +49,10 @@ class ComparisonResults:
                 self.of_run[run] = record
 
     def missing(self, kl: bool = False) -> list[Run]:
-        """Return the runs without a record or with an error; with kl also the runs without a divergence."""
+        """Return the runs that have no record and the runs that failed.
+
+        kl: True to add the runs without a divergence.
+        """
         return [run for run in self.grid if _rank(self.of_run.get(run)) < (3 if kl else 2)]
 
     def failed(self) -> list[Run]:
@@ -54,12 +60,18 @@ class ComparisonResults:
         return [run for run in self.grid if _rank(self.of_run.get(run)) == 1]
 
     def finished(self) -> list[dict[str, Any]]:
-        """Return all records: the grid's in order, each with its difference to the best, then the rest."""
+        """Return all records: this grid's records in order, then other grids' records.
+
+        Each record of this grid gets the fields of `_against_best`, unless its run failed.
+        """
         done = [(run, self.of_run[run]) for run in self.grid if run in self.of_run]
         return [r if "error" in r else r | self._against_best(run) for run, r in done] + self.others
 
     def _against_best(self, run: Run) -> dict[str, Any]:
-        """Difference in nll to the best other run of the same budget and types, by blocks of tokens."""
+        """Fields with the difference in nll to the best other run of the same budget and cache types.
+
+        The difference and its error are computed from the nll of blocks of tokens.
+        """
         others = [
             (self.of_run[other]["nll"], i)
             for i, other in enumerate(self.grid)
@@ -77,7 +89,10 @@ class ComparisonResults:
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:
-    """Completeness of a record: 0 empty, 1 an error, 2 no divergence because `full` failed, 3 complete."""
+    """Completeness of a record: 0 for None, 1 for an error, 2 without a divergence, 3 for a complete record.
+
+    A divergence is missing if the run of `full` failed.
+    """
     if record is None or "error" in record:
         return int(record is not None)
     return 2 if record.get("kl") is None else 3

@@ -1,7 +1,8 @@
-"""One run: a text streamed through one cache under one policy, with all its measurements.
+"""One run: stream a text through a cache with one policy, and return all measurements.
 
-`main` is the run's separate process: its memory can be measured, and a crash does not end other runs. It
-reads a `RunInput` as JSON from stdin, and writes a line of JSON after each batch, then a record or an error.
+Each run has a separate process, so that its memory can be measured and a crash does not end other runs. The
+process executes `main`. It reads a `RunInput` as JSON from stdin, writes a line of JSON after each batch, and
+at the end writes a record or an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvtool.measure.divergence import Scores
 
 Report = Callable[[int, float], None]
-"""Called after each batch with the number of tokens scored so far and the sum of their nll."""
+"""Function to call after each batch, with the number of tokens scored so far and the sum of their nll."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class RunInput:
     options
         Options of the run.
     tokens
-        Path of a .npy file with the text, i32[n].
+        Path of a .npy file with the tokens of the text, i32[n].
     reference
-        File with the full cache's predictions; None if there is nothing to compare with.
+        Path of the file with the full cache's predictions. None if there is nothing to compare with.
     writes
         True if this run uses the full cache and writes `reference`.
     """
@@ -64,7 +65,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
 
     tokens, run = np.load(job.tokens), job.options
     if run.archive_file:
-        # a separate file for each process, as runs may be parallel
+        # use a separate file for each process, because runs may be parallel
         run = run.changed(archive_file=f"{run.archive_file}.{os.getpid()}")
     with open_run(run, length=lambda model: len(tokens)) as opened:
         engine = opened.engine
@@ -86,7 +87,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
                 report(n, total)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
             if not math.isfinite(total):
-                # raised inside the block, so that `against` does not complete the reference file
+                # raise inside the block, so that `against` does not complete the reference file
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
         held = {name: value for name, value in describe(engine, run.policy).items() if name in _HELD}
         return quality(np.concatenate(parts), scores) | {
@@ -107,16 +108,17 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of keys and values in the budget's cells of all rows, without llama.cpp's padding.
+    """Bytes of keys and values in all rows, for as many cells per row as the budget has.
 
-    If rows keep different numbers of cells, bytes of the live cells.
+    If rows keep different numbers of cells, only their live cells are counted. llama.cpp's padding is not
+    counted.
     """
     n = engine.mean_kv if engine.policy.ragged else engine.policy.budget
     return round(sum(_cell_bytes(engine)) * n)
 
 
 def fixed_bytes(engine: Engine) -> int:
-    """Bytes of the model's state outside its rows, in sliding and recurrent layers."""
+    """Bytes of the cache outside the rows: sliding windows and recurrent states."""
     context = engine.context
     return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
 
@@ -129,7 +131,7 @@ def _cell_bytes(engine: Engine) -> list[int]:
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     """Return the fields of a record about the quality of predictions.
 
-    nll: f64[n], of each scored token in nats. scores: comparison with the full cache, if there is one.
+    nll: f64[n], nll of each scored token in nats. scores: comparison with the full cache, or None.
     """
     import numpy as np
 
@@ -166,7 +168,7 @@ def decode(data: Mapping[str, Any]) -> RunInput:
 
 
 def main() -> None:
-    """Main function of a run's process. The parent handles Ctrl-C."""
+    """Execute a run in its process. Ctrl-C is ignored here: the parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (request := sys.stdin.read()):
         # the parent was stopped before it could send a job

@@ -1,4 +1,4 @@
-"""Run the runs of a grid, each in a separate process."""
+"""Execute the runs of a grid. Each run has a separate process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from kvtool.measure.run import RunInput, encode
 
 _KILLED = 9
 
-# not `python -m`, which would also search the user's current folder for modules
+# `python -m` is not used, because it would also search the user's current folder for modules
 _CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.run import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Report of a run: its progress, or at its end its record.
+    """Report of a run: its progress, or its record when it has ended.
 
     Attributes
     ----------
     run
         The run.
     n
-        Tokens scored so far.
+        Number of tokens scored so far.
     nll
         Mean nll of these tokens in nats.
     record
-        Record, possibly of an error; None while the run is active.
+        Record of the run, or of its error. None while the run is active.
     """
 
     run: Run
@@ -51,7 +51,7 @@ class Event:
 class Runner:
     """Start the processes and collect their reports.
 
-    Context manager: at its end all processes have ended.
+    Use it as a context manager. At the end of the block, processes that are still running are killed.
     """
 
     def __init__(self, common: Common, tokens: np.ndarray) -> None:
@@ -75,9 +75,10 @@ class Runner:
     def run(
         self, grid: Sequence[Run], *, jobs: int = 1, against: Path | None = None, writes: bool = False
     ) -> Iterator[Event]:
-        """Execute the runs, `jobs` at a time. The last event of each has its record.
+        """Execute the runs, `jobs` at a time. The last event of each run has its record.
 
-        against: file with the full cache's predictions. writes: True if the grid's only run writes it.
+        against: file with the full cache's predictions. writes: True if the grid has only one run, which
+        writes this file.
         """
         waiting = list(grid)
         ends: dict[Run, dict[str, Any]] = {}
@@ -126,7 +127,7 @@ class Runner:
         what = identity(self.common, run)
         if end:
             return what | dict(end.get("record", end))
-        # message of the guard, which ends a process that llama.cpp would abort
+        # the last line may be from `llama.crash.guard`, which ends a process that llama.cpp would abort
         last_line = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         if last_line.startswith("kvtool: "):
             return what | {"error": last_line.removeprefix("kvtool: "), "exit_code": status}

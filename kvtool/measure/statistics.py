@@ -1,12 +1,13 @@
 """Intervals and standard errors of means.
 
 Tokens of a text are not independent: a forgotten fact affects several tokens in a row. Errors are therefore
-computed from blocks of tokens, and blocks that still depend on each other are joined (`joined`). An item of a
-task is one block. All randomness is seeded: the same numbers give the same interval.
+computed from blocks of tokens. If blocks still depend on each other, `joined` makes longer blocks of them.
+In a task, each item is one block. The random numbers have a fixed seed, so the same values always give the
+same interval.
 
-Only NumPy is used: SciPy's bootstrap and Wilson interval give the same numbers, but SciPy adds 143 MB to the
-installation, 1 s to the import and 75 MiB of memory, and its bootstrap of 5,000 blocks takes four times as
-long.
+SciPy is not used. Its bootstrap and its Wilson interval give the same numbers, but it adds 143 MB to the
+installation, 1 s to the time of an import, and 75 MiB of memory. Its bootstrap of 5,000 blocks takes four
+times as long.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ _LEAST_BLOCKS = 8
 
 
 def block_size(n: int) -> int:
-    """Tokens of a block in a text of n: 256, or fewer if that would give fewer than 32 blocks."""
+    """Number of tokens of a block in a text of n tokens: 256, or fewer so that there are 32 blocks."""
     return int(np.clip(n // 32, 1, 256))
 
 
 def block_sums(values: np.ndarray) -> np.ndarray:
-    """Sums f64[block] of values f64[n] over blocks. The last block includes the remaining values."""
+    """Sum values f64[n] by block. Return f64[block]. The last block includes the remaining values."""
     size = block_size(len(values))
     starts = np.arange(0, max(len(values) // size, 1) * size, size)
     return np.add.reduceat(values, starts)
 
 
 def block_counts(n: int) -> np.ndarray:
-    """Number of tokens f64[block] of each block in a text of n."""
+    """Number of tokens of each block, f64[block], in a text of n tokens."""
     return block_sums(np.ones(n))
 
 
 def block_length(values: np.ndarray) -> float:
     """Optimal number of consecutive values in a bootstrap block, given their autocorrelation.
 
-    values: f64[n], n > 8, in their order. Politis and White 2004, section 3.3, for the circular block
-    bootstrap, with the correction of Patton, Politis and White 2009.
+    values: f64[n] in the order of the text, n > 8. The method is that of Politis and White 2004, section 3.3,
+    for the circular block bootstrap, with the correction of Patton, Politis and White 2009.
     """
     n = len(values)
     centred = values - values.mean()
@@ -52,7 +53,7 @@ def block_length(values: np.ndarray) -> float:
     covariance = np.correlate(centred, centred, "full")[n - 1 : n + most] / n
     if not covariance[0]:
         return 1.0
-    # the smallest lag after which n_lag correlations in a row are small
+    # find the smallest lag after which n_lag correlations in a row are small
     is_small = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
     last = next((m for m in range(most - n_lag + 1) if is_small[m : m + n_lag].all()), None)
     reach = most if last is None else min(2 * max(last, 1), most)
@@ -66,10 +67,10 @@ def block_length(values: np.ndarray) -> float:
 
 
 def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join adjacent blocks f64[block] of a text to the length that `block_length` recommends.
+    """Join adjacent blocks of a text to the length that `block_length` recommends. Return (sums, counts).
 
-    At least 8 blocks remain; 8 blocks or fewer are not joined. To compare two runs, pass the differences of
-    their sums.
+    sums, counts: f64[block]. To compare two runs, pass the differences of their sums. At least 8 blocks
+    remain. If there are 8 or fewer, they are not joined.
     """
     n = len(sums)
     if n <= _LEAST_BLOCKS:
@@ -83,13 +84,13 @@ def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def interval(
     sums: np.ndarray, counts: np.ndarray, level: float = 0.95, n_draw: int = 10_000
 ) -> tuple[float, float]:
-    """Interval of the mean, by the percentile block bootstrap (Efron 1979, Carlstein 1986).
+    """Confidence interval of the mean, from the percentile block bootstrap (Efron 1979, Carlstein 1986).
 
-    sums, counts: f64[block]. level: 0.95 for the 95 % interval. n_draw: number of samples of blocks with
-    replacement.
+    sums, counts: f64[block]. level: 0.95 for the 95 % interval. n_draw: number of bootstrap samples. For
+    each sample, blocks are drawn with replacement.
     """
     rng, means = np.random.default_rng(0), np.empty(n_draw)
-    # with thousands of items, all samples together would take gigabytes
+    # draw only some samples at a time: with thousands of items, all of them would take gigabytes
     for part in np.array_split(means, -(-n_draw // _N_AT_ONCE)):
         sampled = rng.integers(len(sums), size=(len(part), len(sums)))
         part[:] = sums[sampled].sum(axis=1) / counts[sampled].sum(axis=1)
@@ -98,10 +99,10 @@ def interval(
 
 
 def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean and its standard error, by the ratio estimator over blocks.
+    """Mean and its standard error, from the ratio estimator over blocks.
 
-    The error is nan for a single block. For the difference of two means pass the differences of their sums:
-    common variation cancels.
+    If there is only one block, the error is nan. To compare two runs, pass the differences of their sums:
+    variation that both runs have in common then cancels.
 
     sums, counts: f64[block].
     """
@@ -114,19 +115,20 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 
 def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
-    """Mean per token of a text of n tokens and its standard error, from the sums f64[block] of its blocks.
+    """Mean per token of a text of n tokens, and the standard error of this mean.
 
-    Dependent blocks are joined first. The error of a single block is None.
+    sums: f64[block], sum of each block. Blocks that depend on each other are joined first. If there is only
+    one block, the error is None.
     """
     mean, error = mean_error(*joined(sums, block_counts(n)))
     return mean, None if np.isnan(error) else error
 
 
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean of independent scores f64[n].
+    """Confidence interval of the mean of independent scores f64[n].
 
-    Wilson's interval (1927) if all scores are 0 or 1, because it has a width even if all are equal; otherwise
-    the bootstrap's.
+    If all scores are 0 or 1, this is Wilson's interval (1927), because that has a width even if all scores
+    are equal. Otherwise it is the interval of the bootstrap.
     """
     n, mean = len(scores), scores.mean()
     if not np.isin(scores, (0, 1)).all():

@@ -32,9 +32,9 @@ class Entry:
     file
         Name of the GGUF file, without folders.
     sha256
-        SHA-256 of the file, 64 hex digits; None if the line has a dash.
+        SHA-256 of the file as 64 hex digits. None if the line has a dash.
     size
-        Size in bytes; None if the line has a dash.
+        Size in bytes. None if the line has a dash.
     licence
         Licence of the weights.
     note
@@ -51,45 +51,48 @@ class Entry:
 
     @property
     def is_download(self) -> bool:
-        """True if kvtool downloads the file; False if the user's folder must have it."""
+        """True if kvtool downloads the file. False if the file must be in the user's folder `source`."""
         return self.source.startswith(("pip:", "hf:"))
 
     @property
     def about_bytes(self) -> int | None:
-        """Exact or approximate size in bytes; None if the line has neither."""
+        """Size in bytes, exact or approximate. None if the line gives no size."""
         about = None if self.size else _ABOUT.search(self.note)
         return int(float(about[1]) * 1e9) if about else self.size
 
     @property
     def n_ctx_train(self) -> int | None:
-        """Trained context length in tokens; None if the note does not give it."""
+        """Trained context length in tokens. None if the note does not give it."""
         trained = _TRAINED.search(self.note)
         return int(trained[1].replace(",", "")) if trained else None
 
     @property
     def remark(self) -> str:
-        """Note without size and trained context."""
+        """The note without the size and the trained context length."""
         return _TRAINED.sub("", _ABOUT.sub("", self.note))
 
     @property
     def of_base(self) -> str | None:
-        """Remark that this is a base model, which was not trained for chats; None for other models."""
+        """The remark that this is a base model, which was not trained for chats. None for other models."""
         return next((part for part in self.note.split("; ") if part.startswith("a base model")), None)
 
     @property
     def is_recommended(self) -> bool:
-        """True if it is among the best of its size, fast without a GPU, and has a free licence."""
+        """True if the model is among the best of its size, is fast without a GPU, and has a free licence."""
         return self.remark == "recommended"
 
     @property
     def path(self) -> Path:
-        """Path of the file, before and after its download."""
+        """Path of the file. A file that kvtool downloads may not exist there yet."""
         folder = models_dir() if self.is_download else Path(self.source).expanduser()
         return folder / self.file
 
     @property
     def here(self) -> bool:
-        """True if the file exists with the right size. Its hash was checked before it got its name."""
+        """True if the file exists and has the right size.
+
+        The hash is not checked here. A downloaded file gets its name only after its hash was checked.
+        """
         try:
             return self.path.is_file() and self.size in (None, self.path.stat().st_size)
         except OSError:
@@ -97,7 +100,10 @@ class Entry:
 
 
 def registry() -> dict[str, Entry]:
-    """Return the entries by name, in the order of models.txt. The first is the default. Raises ModelError."""
+    """Return the entries by name, in the order of models.txt. Raises ModelError.
+
+    The first entry is the default model.
+    """
     package = Path(__file__).parent.parent
     for path in (package / "models.txt", package.parent / "models.txt"):
         if path.is_file():
@@ -128,7 +134,7 @@ def parse(text: str) -> dict[str, Entry]:
 
 
 def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
-    """Return the message for an unknown name. or_file: True if a file was also accepted."""
+    """Return the message for an unknown name. or_file: True if the path of a file is also accepted."""
     no_file = " (and no such file)" if or_file else ""
     names = sorted(known, key=lambda model: known[model].about_bytes or 0)
     return f"unknown model {name!r}{no_file}.{suggestion(name, names)} See `kvtool models list`."

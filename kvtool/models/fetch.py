@@ -1,4 +1,4 @@
-"""Download one GGUF file by URL. Also: the messages and the progress callback that all downloads share."""
+"""Download one GGUF file by URL. All downloads share its messages and its progress callback."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvtool.system.files import locked
 from kvtool.units import format_bytes
 
 Progress = Callable[[int, "int | None"], None]
-"""Called with the bytes downloaded so far and the size of the file, None if the size is not known.
+"""Function to call with the number of bytes downloaded so far and the size of the file in bytes.
 
-The first call comes before the first request.
+The size is None if it is not known. The first call is made before the first request.
 """
 
 OFFLINE = (
     "without a network, copy a GGUF file here and name it with -m FILE, or use a model that is here "
     "(kvtool models list)"
 )
-"""Advice for a user who cannot download, at the end of each message."""
+"""Advice for a user who cannot download a model. Each message about a failed download ends with it."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -35,7 +35,10 @@ _TIMEOUT_S = 30
 
 @contextmanager
 def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator[None]:
-    """Turn an OSError inside the block into a ModelError that advises to set `variable` to another folder."""
+    """Turn an OSError inside the block into a ModelError.
+
+    The message advises the user to set the environment variable `variable` to another folder.
+    """
     try:
         yield
     except OSError as error:
@@ -49,19 +52,19 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
 
 
 def full_disk(text: str) -> OSError | None:
-    """Return the error of a full disk or quota if another program's text reports one, else None."""
+    """Return an OSError if a program's output says that the disk or the quota is full, else None."""
     for number in _FULL:
-        # as Python and Rust write error numbers
+        # Python writes error numbers in the first form, Rust in the second
         if f"[Errno {number}]" in text or f"(os error {number})" in text:
             return OSError(number, os.strerror(number))
     return None
 
 
 def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
-    """Download a GGUF file to `target`, unless that exists. An incomplete file never has this name.
+    """Download a GGUF file to `target`, unless `target` exists.
 
-    A second process that wants the same file waits for the first. NAME.part, the incomplete file, is deleted
-    after an error; a killed process leaves it.
+    While the file is incomplete, its name is NAME.part. It is deleted after an error, but a process that is
+    killed leaves it behind. If two processes want the same file, the second waits for the first.
 
     Raises ModelError, and OSError if the file cannot be written.
     """
@@ -74,7 +77,7 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
         try:
             done = 0
             if progress:
-                # show the progress at once: the request can take long
+                # show the progress at once: the request may take long
                 progress(0, None)
             with part.open("wb") as out:
                 for block, size in _blocks(url):
@@ -84,7 +87,7 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
                         progress(done, size)
                 out.flush()
                 os.fsync(out.fileno())
-            # without Content-Length only the header tells that the end is missing
+            # if the server sent no Content-Length, only the GGUF header shows whether the end is missing
             read_file(part)
             os.replace(part, target)
         finally:
@@ -92,8 +95,11 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
 
 
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
-    """Yield the file in blocks, each with the file's size, None if the server omits it. Raises ModelError."""
-    # imported here: only a download needs it
+    """Yield the blocks of a file, each with the size of the whole file. Raises ModelError.
+
+    The size is None if the server does not send it.
+    """
+    # imported here, because only a download needs it
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen

@@ -1,4 +1,4 @@
-"""Description of a model by the header of its GGUF file."""
+"""Description of a model, read from the header of its GGUF file."""
 
 import errno
 import mmap
@@ -23,7 +23,7 @@ class File(NamedTuple):
     tensors
         Size in bytes of each tensor, by name.
     metadata
-        Values of the header, as in ModelInfo.
+        Values of the header by key. See `ModelInfo.metadata`.
     """
 
     size: int
@@ -33,12 +33,12 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model as its header describes it.
+    """Description of a model, read from its header.
 
     Attributes
     ----------
     path
-        The file; for a split model the first part.
+        Path of the file, or of the first part of a split model.
     n_part
         Number of files; 1 unless the model was split.
     size
@@ -46,7 +46,7 @@ class ModelInfo:
     architecture
         llama.cpp's name of the architecture, such as "llama".
     name
-        Name of the model in its header.
+        Name of the model, from its header.
     quantization
         Type of most weights, such as "Q4_K_M".
     n_layer
@@ -60,13 +60,13 @@ class ModelInfo:
     head_size_v
         Dimension of a value of one head.
     n_ctx_train
-        Trained context in tokens.
+        Context length in tokens for which the model was trained.
     tokenizer
         True if the file has a tokenizer.
     chat_template
         True if the file has a chat template.
     metadata
-        Values of the header; None for arrays of strings and for arrays longer than MAX_LAYERS.
+        Values of the header by key. Arrays of strings and arrays longer than MAX_LAYERS are None.
     weights
         Sizes of the weights.
     has_mtp
@@ -93,10 +93,10 @@ class ModelInfo:
 
     @property
     def plain_layers(self) -> Layers:
-        """Layers if the model has one plain KV cache, or runs only with the policy `full`.
+        """Layers of a model that has one plain KV cache, or that runs only with the policy `full`.
 
-        `Model.layers` describes other models.
-        With MLA, the layers' `head_size_v` is 0, because values are part of the keys.
+        For other models, this is wrong: use `Model.layers`.
+        If the model uses MLA, `head_size_v` is 0 in all layers, because values are part of the keys.
         """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v
@@ -107,9 +107,10 @@ class ModelInfo:
 
 
 def read(path: Path) -> ModelInfo:
-    """Read only a file's header. Raises ModelError unless it is a complete GGUF language model.
+    """Read a model's header, but not its weights.
 
-    path: for a split model the first part; the headers of all parts are read.
+    path: the model's file, or its first part. The headers of all parts are read. Raises ModelError unless
+    this is a complete GGUF language model.
     """
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
@@ -121,7 +122,10 @@ def read(path: Path) -> ModelInfo:
 
 
 def read_file(path: Path) -> File:
-    """Read the header of one file, which may be any part of a model. Raises ModelError if incomplete."""
+    """Read the header of one file, which may be any part of a model.
+
+    Raises ModelError if the file is incomplete.
+    """
     try:
         size = path.stat().st_size
         if path.is_dir():
@@ -142,7 +146,7 @@ def read_file(path: Path) -> File:
 
 
 def _rest_of(first: Path, whole: File, n_part: object) -> list[File]:
-    """Return the parts after the first. Raises ModelError if any is missing or wrong."""
+    """Return the parts after the first. Raises ModelError if a part is missing or wrong."""
     paths = part_paths(first)
     if whole.metadata.get("split.no", 0) != 0:
         raise ModelError(f"{first} is not the first part of its model; name the first, {paths[0].name}")
@@ -183,13 +187,13 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} is not a language model: no {arch}.{key} in its header")
-        # llama.cpp stores it in a 32-bit integer
+        # llama.cpp stores the value in a 32-bit integer
         if not least <= value < 2**31:
             raise ModelError(f"{path} is damaged: its header says {arch}.{key} = {value}; download it again")
         return value
 
     n_block = number("block_count")
-    # the last layers may be for multi-token prediction, which kvtool's cache does not hold
+    # the last layers may be for multi-token prediction: kvtool's cache has no cells for them
     n_layer = n_block - number("nextn_predict_layers", 0)
     n_loop = number("num_loops", 1)
     if not (0 < n_layer <= n_block and 0 < n_layer * n_loop <= MAX_LAYERS):
@@ -225,7 +229,8 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
-        # llama.cpp counts a layer again in every loop; its weights belong to the first loop
+        # if a model runs its layers in loops, llama.cpp counts the layers of each loop; only the layers of
+        # the first loop have weights
         weights=Weights.of(tensors, n_layer * n_loop + n_block - n_layer, n_block - n_layer),
         has_mtp=f"blk.{n_layer}.nextn.eh_proj.weight" in tensors,
     )

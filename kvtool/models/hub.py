@@ -1,6 +1,7 @@
-"""Models by repository, hf:OWNER/REPO[@REVISION][:QUANT]: choose the file, and download it.
+"""Choose and download a model's file from a repository, hf:OWNER/REPO[@REVISION][:QUANT].
 
-huggingface_hub lists the files of a repository and downloads them into its cache, where other programs look.
+huggingface_hub lists the files of a repository. It downloads them into its cache, where other programs find
+them.
 """
 
 import errno
@@ -18,7 +19,10 @@ from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_names
 
 DEFAULTS = ("Q4_K_M", "Q8_0")
-"""Quantizations to try if none is named, in llama.cpp's order; after them the first file."""
+"""Quantizations to try if the user names none, in llama.cpp's order.
+
+If a repository has neither of them, its first model file is used.
+"""
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -29,7 +33,7 @@ _QUANT = re.compile(
     re.IGNORECASE,
 )
 
-# as in llama.cpp's gguf_filename_is_model: files that accompany a model
+# words in the names of files that accompany a model, from llama.cpp's gguf_filename_is_model
 _NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 
 _TIMEOUT_S = 10
@@ -46,7 +50,7 @@ class Reference:
     revision
         A branch, tag or commit; None for the main branch.
     quant
-        A quantization, or the path of a file in the repository; "" if neither is named.
+        A quantization, or the path of a file in the repository; "" if the text names neither.
     """
 
     repo: str
@@ -66,7 +70,8 @@ class Reference:
 def parse(text: str) -> Reference | None:
     """Parse hf:OWNER/REPO[@REVISION][:QUANT]. Return None for other text.
 
-    Text without hf: needs a quantization. Raises ModelError if the text after hf: names no repository.
+    The text may omit hf: if it has a quantization. Raises ModelError if the text starts with hf: but names no
+    repository.
     """
     match = _REFERENCE.fullmatch(text)
     if match and (match[1] or match[4]):
@@ -83,20 +88,23 @@ def is_repository(text: str) -> bool:
 
 def cache_folder() -> Path:
     """Return the folder of huggingface_hub's cache."""
-    # imported here: only a model from a repository needs it
+    # imported here, because only a model from a repository needs it
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def quant_of(name: str) -> str | None:
-    """Return the quantization in a file's name, in capitals, or None."""
+    """Return the quantization in a file's name, in capitals, or None if the name has none."""
     quants = _QUANT.findall(name.removesuffix(".gguf"))
     return str(quants[-1]).upper() if quants else None
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """Return the models among the files of a repository, sorted; of a split model only the first part."""
+    """Return the names of the model files in a repository, sorted. `names` may also contain other files.
+
+    Only the first part of a split model is returned.
+    """
     return sorted(
         name
         for name in names
@@ -107,10 +115,11 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def choose(names: Iterable[str], quant: str) -> str | None:
-    """Return the first model file of a quantization, ignoring case, or None.
+    """Return the name of the first model file with this quantization, or None. The case is ignored.
 
-    quant: a quantization or a file name. A named file need not be a model; for a part, return the first
-    part. If `quant` is empty, choose the first of DEFAULTS that the repository has, or else the first model.
+    quant: a quantization, or the name of a file, which need not be a model. For any part of a split model,
+    return the first part. If `quant` is empty, use the first quantization of DEFAULTS that the repository
+    has, or else return the first model.
     """
     names = list(names)
     known = models(names)
@@ -126,10 +135,10 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 
 
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
-    """Return the model's file or first part in the cache, or None unless all parts are there.
+    """Return the path of the model's file or first part in the cache. Return None unless all parts are there.
 
-    sure: if the reference names no quantization, accept only the first of DEFAULTS. Any other choice depends
-    on the files that the server has.
+    sure: True to accept only the first quantization of DEFAULTS if the reference names none. Any other choice
+    depends on which files the server has.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []
@@ -140,10 +149,10 @@ def cached(reference: Reference, *, sure: bool = True) -> Path | None:
 
 
 def snapshot_of(reference: Reference) -> Path | None:
-    """Return the folder of the revision's files in the cache, or None."""
+    """Return the cache's folder for the reference's revision, or None if there is none."""
     revision = reference.revision or "main"
     name = reference.folder / "refs" / revision
-    # a commit has no file in refs: its folder in snapshots has its name
+    # a branch or tag has a file in refs that names its commit; a commit is itself the name of the folder
     with suppress(OSError):
         revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision
@@ -151,12 +160,15 @@ def snapshot_of(reference: Reference) -> Path | None:
 
 
 def names_in(snapshot: Path) -> list[str]:
-    """Return the paths of the GGUF files in the folder of a revision, relative to it."""
+    """Return the paths of the GGUF files in the folder of a revision, relative to this folder."""
     return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.exists()]
 
 
 def pull(reference: Reference, progress: Progress | None = None) -> Path:
-    """Download the file, or all its parts, unless they are cached. Return the first. Raises ModelError."""
+    """Download the model's file, or all its parts, unless they are cached.
+
+    Return the path of the file or the first part. Raises ModelError.
+    """
     if path := cached(reference):
         return path
     if progress and not cached(reference, sure=False):
@@ -186,7 +198,7 @@ def download(
     from huggingface_hub import hf_hub_download
 
     progress = progress or (lambda done, size: None)
-    # show the progress at once: the first request can take long
+    # show the progress at once: the first request may take long
     progress(0, None)
     bar = _bar(progress)
     with _explained(reference, name):
@@ -199,9 +211,9 @@ def download(
 
 
 def _check_network(reference: Reference, name: str) -> None:
-    """Raise the error of a missing network at once: `hf_hub_download` would try again for 24 seconds.
+    """Raise an error at once if there is no network: `hf_hub_download` would try again for 24 seconds.
 
-    It does try again if the server answers with an error.
+    If a server answers with an error, raise nothing here: `hf_hub_download` then tries again.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -226,7 +238,7 @@ def _bar(progress: Progress) -> type:
             self.n += int(n or 0)
             progress(self.n, self.total)
 
-        # huggingface_hub gives network bytes to a second bar unless a bar has these two methods
+        # without these two methods, huggingface_hub would create a second bar for the network's bytes
         def update_transfer(self, n: int) -> None:
             pass
 
@@ -237,7 +249,7 @@ def _bar(progress: Progress) -> type:
 
 
 class _NoConnection(ModelError):
-    """There is no network, or it must not be used."""
+    """The server could not be asked, or its answer is not usable. A cached file may be used instead."""
 
 
 def _files_of(reference: Reference) -> list[str]:
@@ -258,10 +270,13 @@ def _not_there(reference: Reference, known: list[str]) -> str:
 
 @contextmanager
 def _explained(reference: Reference, what: str) -> Iterator[None]:
-    """Turn an error of huggingface_hub into a ModelError of one line, but pass on OSErrors of local files."""
+    """Turn an error of huggingface_hub into a ModelError with a message of one line.
+
+    An OSError of a local file is raised unchanged.
+    """
     from huggingface_hub import errors
 
-    # hide huggingface_hub's warnings: they name nothing that a user of kvtool can change
+    # hide huggingface_hub's warnings: a user of kvtool can do nothing about them
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     repo = reference.repo
     sign_in = "`hf auth login`, or a token in $HF_TOKEN"
@@ -299,7 +314,7 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
 
 
 def _is_of_network(error: BaseException | None) -> bool:
-    """Return True if the network caused the error, and not the answer of a server."""
+    """Return True if the network caused the error. Return False if a server answered with an error."""
     while error and getattr(error, "response", None) is None:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
             return True

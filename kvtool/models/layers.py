@@ -1,4 +1,4 @@
-"""Cache of each layer of a model: KV cells or a recurrent state, and their size in bytes."""
+"""Cache of each layer of a model: its kind (such as KV cells or a recurrent state) and its size in bytes."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,7 +9,7 @@ from kvtool.models.gguf import constants
 from kvtool.units import CACHE_TYPES
 
 PAD = 256
-"""llama.cpp rounds the number of cells up to a multiple of this."""
+"""llama.cpp rounds the number of cells of a cache up to a multiple of this number."""
 
 _NO_BOUND = 2**31 - 1
 
@@ -18,7 +18,7 @@ ONLY_FULL = {
     "graniteswitch": "its router attends to the cache",
     "qwen4exp": "it reads earlier tokens from llama.cpp's own table of cells",
 }
-"""Reason why only the policy `full` runs, which keeps all tokens, by the name of an architecture."""
+"""Architectures that run only with the policy `full`, which keeps all tokens. The values are the reasons."""
 
 
 class Kind(IntEnum):
@@ -34,20 +34,20 @@ class Kind(IntEnum):
     """A recurrent state of fixed size."""
 
     INDEX = 3
-    """Keys of an index, by which the model selects some of its cells."""
+    """Keys of an index. The model uses the index to select the cells that it attends to."""
 
 
 class Layer(NamedTuple):
-    """Cache of one layer. A layer with two kinds of cache has two entries.
+    """Cache of one layer. A layer with two kinds of cache is described by two `Layer` objects.
 
     Attributes
     ----------
     number
-        Index among all layers of the model.
+        Index of the layer among all layers of the model.
     kind
         Kind of the cache.
     owner
-        Number of the layer whose cells this layer reads: its own or an earlier layer's.
+        `number` of the layer whose cells this layer reads: this layer or an earlier layer.
     n_head_kv
         Number of KV heads.
     head_size_k
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
     head_size_v
         Dimension of a value of one head; 0 if values are part of the keys (MLA).
     recurrent_bytes
-        Size of the recurrent state in bytes; 0 without one.
+        Size of the recurrent state in bytes; 0 if the layer has none.
     """
 
     number: int
@@ -81,21 +81,22 @@ class Layers:
     all
         The layers. Layers of one kind are in the model's order.
     n_swa
-        Window of sliding layers in tokens; 0 if no layer slides.
+        Size of the sliding window in tokens; 0 if no layer has a sliding window.
     most_cells
-        Maximum cells of a row; unlimited without an index. With an index, it is the number of cells that the
-        index selects for a query: the index then selects all cells, whichever tokens were evicted.
+        Maximum number of cells of a row. If the model has an index, this is the number of cells that the
+        index selects for a query. The index then selects all cells, whichever tokens were evicted. Without an
+        index there is no maximum.
     n_group
-        Maximum number of query heads per KV head, among layers whose heads are rows.
+        Maximum number of query heads per KV head in layers of kind `ROWS`.
     has_alibi
         True if attention decreases with distance (ALiBi).
     can_drop
-        True if the last tokens of a step can be removed: no layer is recurrent, or llama.cpp keeps the
-        recurrent states after each of these tokens.
+        True if the last tokens of a step can be removed. Recurrent layers allow this only if llama.cpp keeps
+        their states after each of these tokens.
     only_full
-        Reason why only the policy `full` runs, or "".
+        Reason why the model runs only with the policy `full`; "" if it also runs with other policies.
     rope
-        "M-RoPE" or "interleaved M-RoPE" if a token has several positions, otherwise "".
+        "M-RoPE" or "interleaved M-RoPE" if a token has several positions; "" if it has one.
     """
 
     all: tuple[Layer, ...]
@@ -113,7 +114,7 @@ class Layers:
 
     @property
     def n_row(self) -> int:
-        """Number of rows: KV heads of layers with cells for all tokens."""
+        """Number of rows: the KV heads of all layers that have their own cells for all tokens."""
         return sum(layer.n_head_kv for layer in self.of(Kind.ROWS) if layer.is_owner)
 
     @property
@@ -123,7 +124,7 @@ class Layers:
 
     @property
     def has_index(self) -> bool:
-        """True if the model selects cells by an index."""
+        """True if the model uses an index to select cells."""
         return bool(self.of(Kind.INDEX))
 
     @property
@@ -151,7 +152,7 @@ class Layers:
         return [name for name, is_present in features.items() if is_present]
 
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of one token's keys and values in all rows, and of its index keys.
+        """Return the bytes of one token in all rows: its keys, its values and its keys of an index.
 
         Raises UsageError for a type that does not fit the model's heads.
         """
@@ -166,11 +167,17 @@ class Layers:
         return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of the caches of sliding and recurrent layers. Raises as `cell_bytes` does."""
+        """Return the bytes of the caches of sliding and recurrent layers.
+
+        Raises UsageError: see `cell_bytes`.
+        """
         return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return how many cells fit into n_bytes minus `fixed_bytes`. Raises UsageError as `cell_bytes`."""
+        """Return how many cells fit into n_bytes after `fixed_bytes` are subtracted.
+
+        Raises UsageError: see `cell_bytes`.
+        """
         rest = n_bytes - self.fixed_bytes(n_batch, type_k, type_v)
         cell_bytes = self.cell_bytes(type_k, type_v)
         return max(rest, 0) // cell_bytes if cell_bytes else 0
@@ -180,9 +187,11 @@ class Layers:
     ) -> tuple[int, int]:
         """Return (cells, batch size) of the largest cache that fits into n_bytes.
 
-        The number of cells is a multiple of PAD, or it is n_ctx_train. It is 0 if n_bytes is too small even
-        with a batch of one token. n_batch: maximum batch; a batch takes memory in sliding layers. Raises as
-        `cell_bytes` does.
+        The number of cells is a multiple of PAD, unless it is n_ctx_train. It is 0 if n_bytes is too small
+        for PAD cells and a batch of one token.
+
+        n_batch: maximum batch size. Sliding layers need more memory for larger batches.
+        Raises UsageError: see `cell_bytes`.
         """
         n_ctx_train = min(n_ctx_train, self.most_cells // PAD * PAD or self.most_cells)
         most = -(-n_ctx_train // PAD) * PAD
@@ -192,7 +201,7 @@ class Layers:
             batch = batch_within(n_cell, n_batch)
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
                 return n_cell, batch
-        # the smallest cache, with the largest batch that leaves room for it
+        # at most the smallest cache fits: choose the largest batch that leaves room for it
         n_cell = min(PAD, n_ctx_train)
         for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:
@@ -200,7 +209,7 @@ class Layers:
         return 0, 1
 
     def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of the smallest cache: PAD cells, batches of one token. Raises UsageError."""
+        """Return the bytes of the smallest cache: PAD cells and batches of one token. Raises UsageError."""
         return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:

@@ -17,30 +17,34 @@ if TYPE_CHECKING:
 
 
 def named(name: str | None = None) -> str:
-    """Return the given name, or $KVTOOL_MODEL, or the first name in models.txt. Raises ModelError."""
+    """Return the given name, or else $KVTOOL_MODEL, or else the first name in models.txt.
+
+    Raises ModelError if models.txt is missing or wrong.
+    """
     return name or os.environ.get("KVTOOL_MODEL") or next(iter(registry()))
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
-    """Return the file of a model, downloaded if necessary; for a split model the first part.
+    """Download a model if necessary. Return the path of its file, or of its first part if it is split.
 
-    name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT); default as in `named`.
+    name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT). If it is None, `named`
+    chooses the model.
     progress: called during the download. Raises ModelError.
     """
     return pull(named(name), progress, paths=True)
 
 
 def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
-    """Return the file of a name, a URL or a repository, downloaded if necessary. Raises ModelError.
+    """Download the model with this name, URL or repository if necessary. Return the path of its file.
 
-    paths: True to accept the path of a file as well.
+    paths: True to also accept the path of a file. Raises ModelError.
     """
     entries = registry()
     if name in entries:
         entry = entries[name]
         if entry.here:
             return entry.path
-        # imported here: only a download needs it
+        # imported here, because only a download needs it
         from kvtool.models import download
 
         return download.pull(entry, progress)
@@ -72,7 +76,7 @@ def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
 
 
 def check(path: Path) -> ModelInfo:
-    """Read the header. Raises ModelError for a damaged file and for a model that kvtool cannot run."""
+    """Read a model's header. Raises ModelError for a damaged file and for a model that kvtool cannot run."""
     info = read(path)
     if reason := unsupported(info):
         raise ModelError(reason)

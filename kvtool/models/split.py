@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
-# as in llama.cpp's llama_split_path
+# llama.cpp's llama_split_path makes these names
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts in order, given any of them, or [name] for an unsplit model."""
+    """Return the names of all parts in order, given the name of any part.
+
+    If the model is not split, return [name].
+    """
     match = _PART.fullmatch(name)
     if not match or not 1 <= int(match[2]) <= int(match[3]):
         return [name]
@@ -16,10 +19,13 @@ def part_names(name: str) -> list[str]:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return the files of a model in order, given any of them."""
+    """Return the paths of all parts in order, given the path of any part."""
     return [path.with_name(name) for name in part_names(path.name)]
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part, given any part. llama.cpp is given the first and finds the rest by name."""
+    """Return the path of the first part, given the path of any part.
+
+    llama.cpp needs only the first part: it finds the rest by name.
+    """
     return path.with_name(part_names(path.name)[0])

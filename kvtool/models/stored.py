@@ -1,4 +1,4 @@
-"""The downloaded models: list them, count their bytes, delete them."""
+"""List the downloaded models, count their bytes, and delete them."""
 
 import glob
 import os
@@ -23,7 +23,7 @@ class Stored:
     name
         The model's name for `-m`: a name of models.txt, a URL or a repository.
     files
-        Its files, beginning with the model itself or its first part.
+        Paths of the files. The first is the model itself or its first part.
     is_whole
         True if all files of the model are complete.
     """
@@ -34,22 +34,22 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Size of its files in bytes."""
+        """Size of all files in bytes."""
         total = 0
         for path in self.files:
-            # another process may have removed it
+            # another process may have removed the file
             with suppress(OSError):
                 total += path.stat().st_size
         return total
 
 
 def of_entry(entry: Entry) -> Stored | None:
-    """Return the stored files of an entry of models.txt, or None."""
+    """Return the stored files of an entry of models.txt, or None if there are none."""
     if entry.here:
         return Stored(entry.name, (entry.path,), True)
     if not entry.is_download:
         return None
-    # earlier versions wrote NAME.hf and FILE.part
+    # earlier versions of kvtool wrote NAME.hf and FILE.part
     folders = [models_dir() / f"{entry.name}{suffix}" for suffix in (".part", ".hf")]
     remains = [path for folder in folders for path in sorted(folder.rglob("*"))]
     remains += models_dir().glob(f"{glob.escape(entry.file)}.part*")
@@ -63,15 +63,15 @@ def downloads() -> list[Stored]:
 
 
 def total(stored: Iterable[Stored]) -> int:
-    """Return the bytes of all files; a file that several models share counts once."""
+    """Return the bytes of all files. A file that several models share is counted once."""
     return Stored("", tuple({path.resolve() for model in stored for path in model.files}), True).size
 
 
 def remove(name: str) -> tuple[Stored, int]:
     """Delete a model from the caches. Return the model and the bytes freed. Raises ModelError.
 
-    name: a name of models.txt, a URL, a repository, or the path of a file in a cache. A file outside the
-    caches stays, and so does a file that another model shares.
+    name: a name of models.txt, a URL, a repository, or the path of a file in a cache. Files outside the
+    caches are not deleted. Files that another model also uses are kept.
     """
     model = _find(name)
     n_bytes = 0
@@ -112,7 +112,7 @@ def _find(name: str) -> Stored:
 
 def _of_urls() -> Iterator[Stored]:
     for folder in sorted(web.urls_dir().glob("*")):
-        # skip folders that are not kvtool's, or were removed meanwhile
+        # skip folders that kvtool did not make, and folders that were removed meanwhile
         with suppress(OSError, ModelError):
             url = (folder / web.URL_FILE).read_text(encoding="utf-8")
             if files := sorted(path for path in folder.iterdir() if path.name != web.URL_FILE):
@@ -131,7 +131,10 @@ def _of_hub() -> Iterator[Stored]:
 
 
 def _refs(folder: Path) -> dict[str, str]:
-    """Return a branch or tag for each commit of a repository that has any."""
+    """Return a dict from commits to the name of a branch or tag. Commits without a name are left out.
+
+    folder: a repository's folder.
+    """
     refs = folder / "refs"
     return {
         path.read_text(encoding="utf-8", errors="replace").strip(): path.relative_to(refs).as_posix()
@@ -146,7 +149,8 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # use the file's name: it has no quantization, an earlier file has the same, or it is not a model
+            # use the file's name instead of a quantization: the name has no quantization, an earlier file has
+            # the same quantization, or the file is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)
@@ -154,7 +158,10 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
 
 
 def _in_hub(reference: hub.Reference) -> Stored | None:
-    """Return the cached file that a reference names, or else the remains of interrupted downloads."""
+    """Return the cached file that a reference names, or else the remains of interrupted downloads.
+
+    Return None if the cache has neither.
+    """
     snapshot = hub.snapshot_of(reference)
     known = list(_of_snapshot(snapshot, reference)) if snapshot else []
     if len(known) > 1 and not reference.quant:
@@ -171,20 +178,23 @@ def _in_hub(reference: hub.Reference) -> Stored | None:
 
 def _incomplete(reference: hub.Reference) -> tuple[Path, ...]:
     """Return the remains of interrupted downloads in a repository's folder."""
-    # earlier versions wrote .part
+    # earlier versions of kvtool wrote files that end in .part
     blobs = sorted((reference.folder / "blobs").glob("*"))
     return tuple(path for path in blobs if path.name.endswith((".part", ".part.json", ".incomplete")))
 
 
 def _unlink(path: Path) -> int:
-    """Delete a file and, if it is a link, its target unless another link needs it. Return the bytes freed."""
+    """Delete a file. Return the number of bytes freed.
+
+    If the file is a link, also delete its target, unless another link has the same target.
+    """
     if not path.is_symlink():
         n_bytes = path.stat().st_size
         path.unlink()
         return n_bytes
     target = _target(path)
     path.unlink()
-    # links lead from names to blobs, and from blobs to a blob that repositories share
+    # the name of a file is a link to a blob, which may be a link to a blob that repositories share
     links = (link for link in hub.cache_folder().glob("models--*/**/*") if link.is_symlink())
     is_needed = any(_target(link) == target for link in links)
     return _unlink(target) if target.exists() and not is_needed else 0
@@ -195,7 +205,7 @@ def _target(link: Path) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete a folder in the caches and the folders above it that have no files left."""
+    """Delete a folder of a cache if it has no files left. Do the same with the folders above it."""
     for root in (models_dir(), hub.cache_folder()):
         while root in folder.parents and not _has_files(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -204,6 +214,6 @@ def _tidy(folder: Path) -> None:
 
 def _has_files(folder: Path) -> bool:
     is_repo = folder.name.startswith("models--")
-    # in a repository only these two folders count: the others hold only records about files
+    # only these two folders of a repository contain models; its other folders contain records about files
     folders = (folder / "blobs", folder / "snapshots") if is_repo else (folder,)
     return any(path.is_file() or path.is_symlink() for inside in folders for path in inside.rglob("*"))

@@ -1,7 +1,7 @@
-"""List of architectures that kvtool cannot run, so that no such model is downloaded or loaded in vain.
+"""List of architectures that kvtool cannot run. Their models are refused before they are loaded.
 
-Other architectures work without a change of kvtool if their caches are of known kinds, which llama.cpp
-reports for a loaded model (`kvtool.llama.model.Model.layers`).
+All other architectures work without a change of kvtool if kvtool knows the kinds of their caches. llama.cpp
+reports the kinds after the model is loaded (`kvtool.llama.model.Model.layers`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
-# from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
+# sources: llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
 _NAMES = {
     "all layers are recurrent, so that its memory does not grow and kvtool is not needed": (
         "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7"
@@ -31,7 +31,10 @@ BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.sp
 
 
 def unsupported(info: ModelInfo) -> str | None:
-    """Return the reason why kvtool cannot run this model, or None. `Model.layers` checks it again later."""
+    """Return the reason why kvtool cannot run this model, or None.
+
+    This looks only at the header. `Model.layers` makes further checks after the model is loaded.
+    """
     reason = BY_NAME.get(info.architecture)
     if info.metadata.get(f"{info.architecture}.attention.causal") is False:
         reason = reason or "its tokens attend to later ones"

@@ -1,4 +1,4 @@
-"""Models by URL. Each model has its own folder, named by a digest of the URL of its first file."""
+"""Download models by URL. Each model has its own folder. Its name is a digest of the first file's URL."""
 
 import hashlib
 import re
@@ -20,24 +20,30 @@ def is_url(text: str) -> bool:
 
 
 def urls_dir() -> Path:
-    """Return the folder that holds the folders of all URLs."""
+    """Return the folder that holds the folders of all models downloaded by URL."""
     return models_dir() / "urls"
 
 
 def folder_of(url: str) -> Path:
-    """Return the folder for a model's files: one folder for all parts of a split model. Raises ModelError."""
+    """Return the folder for a model's files. All parts of a split model are in it. Raises ModelError."""
     return urls_dir() / hashlib.sha256(_files(url)[0][0].encode()).hexdigest()[:16]
 
 
 def cached(url: str) -> Path | None:
-    """Return the model's file or first part, None unless all parts are downloaded. Raises ModelError."""
+    """Return the path of the model's file or first part. Raises ModelError.
+
+    Return None unless all parts are downloaded.
+    """
     folder = folder_of(url)
     paths = [folder / name for _, name in _files(url)]
     return paths[0] if all(path.is_file() for path in paths) else None
 
 
 def pull(url: str, progress: Progress | None = None) -> Path:
-    """Download the model's file, or all its parts, unless cached. Return the first. Raises ModelError."""
+    """Download the model's file, or all its parts, unless they are here.
+
+    Return the path of the file or the first part. Raises ModelError.
+    """
     if path := cached(url):
         return path
     folder, files = folder_of(url), _files(url)
@@ -50,7 +56,7 @@ def pull(url: str, progress: Progress | None = None) -> Path:
 
 
 def _files(url: str) -> list[tuple[str, str]]:
-    """Return URL and local file name of each of the model's files. Raises ModelError."""
+    """Return the URL and the local file name of each file of the model. Raises ModelError."""
     parts = urlsplit(url)
     before, _, last = parts.path.rpartition("/")
     name = unquote(last)

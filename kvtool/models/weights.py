@@ -1,4 +1,4 @@
-"""Choice of the weights that lie on a GPU whose memory does not hold all of them."""
+"""Choose the weights to place on a GPU that has not enough memory for all of them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,10 @@ from typing import NamedTuple
 _LAYER = re.compile(r"blk\.(\d+)(\..*)")
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""The pattern of llama.cpp's --cpu-moe: the weights of routed experts. Shared experts have other names."""
+"""Pattern for the names of routed experts' weights, from llama.cpp's --cpu-moe.
+
+Shared experts have other names.
+"""
 
 
 class Weights(NamedTuple):
@@ -17,12 +20,12 @@ class Weights(NamedTuple):
     Attributes
     ----------
     dense
-        Of each layer, without its experts. The last n_mtp layers are those for multi-token prediction (MTP).
+        Size of each layer without its experts. The last `n_mtp` layers are for multi-token prediction (MTP).
     experts
-        Of each layer's experts; 0 in layers without experts.
+        Size of each layer's experts; 0 in layers without experts.
     output
-        Of the tensors after the last layer. Token embeddings count if the output uses them; llama.cpp leaves
-        the embeddings themselves in host memory.
+        Size of the tensors after the last layer. If the model has no output matrix, its output uses a copy of
+        the token embeddings, which is included here. llama.cpp leaves the original in host memory.
     names
         Names of all tensors.
     n_mtp
@@ -37,7 +40,10 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, int], n_layer: int, n_mtp: int = 0) -> "Weights":
-        """Sum up tensors, given by name and size, in n_layer layers, of which the last n_mtp are for MTP."""
+        """Sum up the sizes of tensors by layer. tensors: size by name.
+
+        The model has n_layer layers. The last n_mtp of them are for MTP.
+        """
         dense, experts, output = [0] * n_layer, [0] * n_layer, 0
         for name, n_bytes in tensors.items():
             layer = _LAYER.match(name)
@@ -56,11 +62,11 @@ class Weights(NamedTuple):
 
     @property
     def n_layer(self) -> int:
-        """Number of layers, as llama.cpp counts them: it counts MTP layers even if it does not load them."""
+        """Number of layers. llama.cpp counts MTP layers even if it does not load them."""
         return len(self.dense)
 
     def without_mtp(self) -> "Weights":
-        """Return the weights that are loaded if MTP is off: MTP layers have a size of 0."""
+        """Return the weights that are loaded if MTP is off. The size of MTP layers is 0."""
         n, none = self.n_layer - self.n_mtp, (0,) * self.n_mtp
         return self._replace(dense=self.dense[:n] + none, experts=self.experts[:n] + none)
 
@@ -71,9 +77,9 @@ class PlacedWeights(NamedTuple):
     Attributes
     ----------
     n_gpu_layers
-        Number of last layers on the GPU. The output counts as one layer, after all others.
+        Number of layers on the GPU, counted from the end. The output is counted as the last layer.
     n_cpu_moe
-        Number of first layers whose experts stay in host memory.
+        Number of layers whose experts stay in host memory, counted from the first layer.
     gpu_bytes
         Bytes of weights and cache on the GPU.
     """
@@ -84,18 +90,18 @@ class PlacedWeights(NamedTuple):
 
 
 def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> PlacedWeights:
-    """Place as many weights as fit on the GPU: first layers without their experts, then experts.
+    """Place as many weights as fit on the GPU: first the layers without their experts, then experts.
 
-    Experts come last, because a token uses few of them. Both are placed from the last layer on, as llama.cpp
-    counts them.
+    Experts come last, because a token uses few of them. llama.cpp counts the layers on the GPU from the last
+    layer, so layers and experts are placed in this order.
 
-    cache_bytes: bytes of each layer's cache, which lies where the layer lies.
+    cache_bytes: bytes of each layer's cache, which is always on the same device as the layer.
     free_bytes: bytes of device memory for weights and cache.
     """
     n = weights.n_layer
     dense = [one + other for one, other in zip(weights.dense, cache_bytes, strict=True)]
     n_dense, n_bytes = _fitting([weights.output, *reversed(dense)], free_bytes)
-    # with a layer in host memory, no experts are on the GPU
+    # if a layer does not fit on the GPU, all experts stay in host memory
     n_expert, n_expert_bytes = 0, 0
     if n_dense == n + 1:
         n_expert, n_expert_bytes = _fitting([*reversed(weights.experts)], free_bytes - n_bytes)
@@ -104,6 +110,6 @@ def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Plac
 
 
 def _fitting(sizes: Sequence[int], n_bytes: int) -> tuple[int, int]:
-    """Return how many of the first sizes fit into n_bytes together, and their sum."""
+    """Return how many sizes fit into n_bytes, counted from the first, and the sum of these sizes."""
     sums = [each for each in accumulate(sizes) if each <= n_bytes]
     return len(sums), sums[-1] if sums else 0

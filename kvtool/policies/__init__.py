@@ -78,7 +78,7 @@ def _package(entry: EntryPoint) -> tuple[str, str]:
 
 
 def file_sha256(name: str) -> str | None:
-    """SHA-256 of the policy's file, which may change under the same name; None for built-in policies."""
+    """Return the SHA-256 of a policy's file, because the file may change; None for built-in policies."""
     if name in names():
         return None
     path = name if name.endswith(".py") else sys.modules[load(name).__module__].__file__
@@ -87,7 +87,7 @@ def file_sha256(name: str) -> str | None:
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    # dataclasses and numba find the module by this name, so it must differ between folders
+    # the name must differ between folders, because dataclasses and numba find the module by its name
     folder = hashlib.sha256(os.fsencode(path.resolve().parent)).hexdigest()[:12]
     name = f"kvtool_policy_{path.stem}_{folder}"
     spec = spec_from_file_location(name, path)
@@ -141,7 +141,7 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
 
 
 Adapt = Callable[["Policy"], "Policy"]
-"""Function that adapts a policy to a model, as `Policy.on` does."""
+"""Function that adapts a policy to a model. See `Policy.on`."""
 
 
 class PolicySpec(NamedTuple):
@@ -156,7 +156,7 @@ class PolicySpec(NamedTuple):
     params
         Parameters that the user set, with their values.
     evict_every
-        Tokens from one eviction to the next; None: `slack` chooses by budget.
+        Number of tokens from one eviction to the next. None if `slack` chooses it by the budget.
     """
 
     name: str
@@ -165,13 +165,13 @@ class PolicySpec(NamedTuple):
     evict_every: int | None = None
 
     def slack(self, budget: int) -> int:
-        """Tokens from one eviction to the next: 16 unless given, fewer for a small budget."""
+        """Return the number of tokens between two evictions: by default 16, or fewer in a small budget."""
         return self.evict_every or max(1, min(16, budget // 8))
 
     def fit(self, budget: int, on: Adapt = lambda policy: policy) -> Policy:
-        """Return the policy for a budget in cells. Raises UsageError with the smallest budget that works.
+        """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
 
-        on: adapts the policy to a model; raises ValueError if the budget is too small for it.
+        on: adapts the policy to a model. It raises ValueError if the budget is too small for the model.
         """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
@@ -194,7 +194,7 @@ class PolicySpec(NamedTuple):
             raise UsageError(f"{self.name}: {where(error)}") from error
 
     def smallest_budget(self, n_held: int = 0, on: Adapt = lambda policy: policy) -> int:
-        """Return the smallest budget that works, in cells, if n_held cells are never evicted.
+        """Return the smallest budget, in cells, that works if n_held tokens are never evicted.
 
         on: adapts the policy to a model. Raises UsageError if no budget works.
         """
@@ -217,16 +217,16 @@ class PolicySpec(NamedTuple):
 
         least = max(above, 0) + 1
         largest = least + 999_999
-        # if the largest fails, the fault is not in the budget
+        # if even the largest budget fails, the cause is not the budget
         return next(filter(works, range(least, largest + 1))) if works(largest) else None
 
 
 def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> PolicySpec:
-    """Return a requested policy, by name or file, with typed options. Raises UsageError for unknown names."""
+    """Return the request for a policy by name or file, with options. Raises UsageError for unknown names."""
     kind = load(name)
     return PolicySpec(name, kind, parse_options(name, kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
-    """Return a named policy for a budget in cells. Raises UsageError with the smallest budget that works."""
+    """Return a named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
     return spec(name, evict_every, options).fit(budget)

@@ -7,10 +7,10 @@ from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
 
 _EPSILON = 1e-5
-"""Stochastic greedy examines n / k * ln(1 / epsilon) of n tokens for each of the k that it picks."""
+"""To pick k of n tokens, stochastic greedy examines n / k * ln(1 / epsilon) tokens for each pick."""
 
 _ALPHA, _BETA = 1 / 25, 1.0
-"""phi=power is the inverse of alpha * y**(1 / alpha) + beta * y, with the paper's alpha and beta."""
+"""phi=power is the inverse function of alpha * y**(1 / alpha) + beta * y, with the paper's constants."""
 
 _UNIT = 1 << 14
 """Norm of a key in the state."""
@@ -29,7 +29,7 @@ def seeds(seed: int, step: int, n_row: int) -> np.ndarray:
 
 @kernel("i8(i8, i8, i8)")
 def _hash(seed, pick, draw):
-    """Hash three integers below 2**31 to one below 2**32. No product exceeds 2**63."""
+    """Hash three integers below 2**31 to an integer below 2**32. No product exceeds 2**63."""
     x = seed
     for part in (pick, draw):
         x = (x + part * 0x3C6EF372 + 0x1E3779B9) & 0xFFFFFFFF
@@ -41,13 +41,13 @@ def _hash(seed, pick, draw):
 
 @kernel("f8(f8, b1)")
 def _phi(x, power):
-    """Return log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x, for x >= 0."""
+    """Return phi(x) for x >= 0: log(1 + x), or y with alpha * y**(1 / alpha) + beta * y = x if `power`."""
     if not power:
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # start above the root: either term alone gives a larger y. The function is convex, so Newton's method
-    # then descends to the root
+    # start above the root: each of the two terms alone would need a larger y. The function is convex, so
+    # Newton's method descends from there to the root
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
@@ -59,7 +59,7 @@ def _phi(x, power):
 
 @kernel("f8(f8, b1)")
 def _slope(x, power):
-    """Derivative of phi."""
+    """Return the derivative of phi at x."""
     if not power:
         return 1 / (1 + x)
     return 1 / (_phi(x, True) ** 24 + _BETA)
@@ -76,7 +76,7 @@ def _normalize(key, unit):
 
 @kernel("i4(i2[::1], i2[::1])")
 def _dot(one, other):
-    """Dot product of two keys."""
+    """Return the dot product of two keys."""
     dot = np.int32(0)
     for dim in range(len(one)):
         dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
@@ -85,13 +85,15 @@ def _dot(one, other):
 
 @kernel("i4(i4, i8)")
 def _similarity(dot, cosine):
-    """Similarity in 0.._ONE from the dot product of two keys with cosine c: ReLU(c), (1 + c) / 2 or |c|.
+    """Return the similarity, in 0.._ONE, of two keys with this dot product.
 
-    cosine: index into COSINES. For a key with itself, rounding may give less than _ONE: callers use _ONE.
-    Separate from `_dot`, so that LLVM inlines both into callers' loops, which are then three times as fast.
+    cosine: index into COSINES. For a cosine c, the similarity is ReLU(c), (1 + c) / 2 or |c|. For a key and
+    itself, rounding may give less than _ONE, so callers use _ONE instead. This kernel and `_dot` are two
+    separate kernels, so that LLVM inlines both into the loops of callers. The loops are then three times as
+    fast.
     """
     if cosine == 1:
-        # shift by one bit more: 1 + c is up to 2
+        # shift by one bit more, because 1 + c is up to 2
         return np.int32(min(max(int(dot) + _UNIT * _UNIT + 16, 0) >> 5, _ONE))
     whole = abs(int(dot)) if cosine == 2 else int(dot)
     # _UNIT * _UNIT / _ONE is 2**4
@@ -100,7 +102,7 @@ def _similarity(dot, cosine):
 
 @kernel("i8(i4[::1], i4)")
 def _first(bits, wanted):
-    """Index of the first element equal to wanted."""
+    """Return the index of the first element equal to `wanted`."""
     i = 0
     while bits[i] != wanted:
         i += 1
@@ -109,7 +111,7 @@ def _first(bits, wanted):
 
 @kernel("i8(i4[::1], i8)")
 def _lowest(bits, n):
-    """Index of the smallest of the first n, the first among equals."""
+    """Return the index of the smallest of the first n elements, the first among equals."""
     lowest = np.int32(0x7FFFFFFF)
     for i in range(n):
         lowest = min(lowest, bits[i])
@@ -118,7 +120,7 @@ def _lowest(bits, n):
 
 @kernel("i8(i4[::1], i8)")
 def _highest(bits, n):
-    """Index of the largest of the first n, the first among equals."""
+    """Return the index of the largest of the first n elements, the first among equals."""
     highest = np.int32(-0x7FFFFFFF)
     for i in range(n):
         highest = max(highest, bits[i])
@@ -130,11 +132,11 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], 
 
 @kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
 def measure(pos, keys, cosine, unit, near, nearest, pairs):
-    """Normalise the new keys f32[row, n_new, n_dim], and compare every pair that includes a new key.
+    """Normalise the new keys f32[row, n_new, n_dim], and compare every pair of keys that has a new key.
 
-    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32 and nearest i32[row, n or more] (see
-    `BumbleBee.start`), pairs i32 or u16[row, n or more, n or more] (bits of floats). pairs is not written if
-    it has no rows.
+    pos: i32[row, n]. Writes unit i16[row, n or more, n_dim], the keys; near f32 and nearest i32[row, n or
+    more]; and pairs i32 or u16[row, n or more, n or more], the bits of the similarities as floats.
+    `BumbleBee.start` explains these arrays. pairs is not written if it has no rows.
     """
     n_row, n = pos.shape
     n_old = n - keys.shape[1]
@@ -148,7 +150,7 @@ def measure(pos, keys, cosine, unit, near, nearest, pairs):
                 pair = _similarity(_dot(unit[row, i], unit[row, j]), cosine)
                 value[j] = np.float32(pair) * np.float32(2**-24)
             if half:
-                # a float32 divided by 2**112 has the bits of a float16, followed by 13 more bits
+                # a float32 that is divided by 2**112 has the bits of a float16, followed by 13 more bits
                 for j in range(i):
                     value[j] *= np.float32(2.0**-112)
                 for j in range(i):
@@ -179,10 +181,10 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i8, i4[::1], i4[::1])"
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
 def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
-    """Return the nearest neighbour of a cell among the first n cells that are alive.
+    """Return the nearest neighbour of a cell among the first n cells, without evicted cells.
 
-    alive i32[n]: -1 for live cells, 0 for evicted ones. Writes the bits of the cell's similarities to bits
-    i32[n], as float16 if pairs are float16.
+    alive i32[n]: -1 for live cells, 0 for evicted cells. Writes bits i32[n]: the bits of the cell's
+    similarities, as float16 if `pairs` has float16, otherwise as float32.
     """
     if len(pairs):
         for j in range(n):
@@ -198,9 +200,10 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
 def _loss(mixture, far, mass, total, full, power):
-    """Return the loss of g when a token is evicted.
+    """Return how much g decreases if a token is evicted.
 
-    far: f's loss. mass: the token's attention sum. total: that sum over all tokens. full: phi(total).
+    far: decrease of f. mass: the token's attention sum. total: attention sum of all tokens that are left.
+    full: phi(total).
     """
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest
@@ -214,12 +217,12 @@ _DISCARD = (
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
 def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
-    """Evict tokens with first <= pos < recent until n_keep are left: each time the one that costs g least.
+    """Evict tokens with first <= pos < recent until n_keep are left, each time the token that costs g least.
 
-    pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Updates near and nearest for the
-    kept tokens. phi is concave, so mass times phi's slope is a lower bound of c's loss; near is an upper
-    bound of the nearest neighbour's similarity. The exact loss is computed only if these bounds do not
-    decide.
+    pos: i32[row, n]. unit, mass, pairs, near, nearest: arrays of the state. Writes keep b1[row, n], and
+    updates near and nearest for the kept tokens. Two bounds save time. phi is concave, so mass times the
+    slope of phi is a lower bound of the decrease of c. near is an upper bound of the similarity to the
+    nearest neighbour. The exact decrease is computed only if these bounds do not decide.
     """
     n_row, n = pos.shape
     alive = np.empty(n, np.int32)
@@ -289,9 +292,9 @@ _MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
 def move_pairs(source, pairs):
-    """Move the pairs after a plan, in place: cells i and j get the pair of cells source[i] and source[j].
+    """Move the pairs after a plan, in place: the pair of cells source[i], source[j] moves to cells i, j.
 
-    source i32[row, n_keep]: for each kept cell, the cell that its content comes from.
+    source i32[row, n_keep]: for each cell after the plan, the cell that its content comes from.
     """
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
@@ -322,7 +325,10 @@ def move_pairs(source, pairs):
 
 @kernel("i8(i2[:,::1], i8, i8, i4[::1])")
 def _gain(unit, cosine, cell, cover):
-    """Increase of the sum of cover i32[n] (each cell's similarity to the summary) when a cell is added."""
+    """Return by how much the sum of cover increases if a cell is added to the summary.
+
+    cover i32[n]: similarity of each cell to the summary.
+    """
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
         if j != cell:
@@ -332,7 +338,7 @@ def _gain(unit, cosine, cell, cover):
 
 @kernel("void(i2[:,::1], i8, i8, i4[::1])")
 def _take(unit, cosine, cell, cover):
-    """Add a cell to the summary."""
+    """Add a cell to the summary, by an update of `cover`."""
     for j in range(len(cover)):
         cover[j] = max(cover[j], _similarity(_dot(unit[cell], unit[j]), cosine))
     cover[cell] = _ONE
@@ -340,12 +346,14 @@ def _take(unit, cosine, cell, cover):
 
 @kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, i8, b1, i8[::1], b1[:,::1])")
 def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
-    """Choose n_keep tokens: all before `first` and from `recent` on, then the ones that raise g most.
+    """Choose n_keep tokens: all before `first` and from `recent` on, then the tokens that raise g most.
 
-    pos i32[row, n], order i64[row, n]: cells, oldest first; keys f32[row, n, n_dim], mass f32[row, n], seeds
-    i64[row] -> keep b1[row, n]. A token's gain in f never rises (it is an integer, so rounding cannot raise
-    it either), and mass times phi's slope is an upper bound of its gain in c. A token is examined only if its
-    bound exceeds the best gain so far. Pairs are not stored, so memory does not grow with n * n.
+    pos i32[row, n], order i64[row, n] (the cells, oldest token first), keys f32[row, n, n_dim], mass f32[row,
+    n], seeds i64[row] -> keep b1[row, n].
+
+    A token's gain in f never rises while the summary grows. This is exact, because gains in f are integers.
+    Mass times the slope of phi is an upper bound of a token's gain in c. A token is examined only if the sum
+    of these bounds exceeds the best gain so far. Pairs are not stored, so memory does not grow with n * n.
     """
     n_row, n = pos.shape
     unit = np.empty((n, keys.shape[2]), np.int16)

@@ -1,4 +1,4 @@
-"""Base of the policies that rank tokens by their keys alone."""
+"""Base of the policies that rank tokens only by their keys."""
 
 from dataclasses import dataclass
 from typing import ClassVar

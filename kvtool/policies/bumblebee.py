@@ -1,24 +1,29 @@
 """BumbleBee: keep the tokens that best summarize the row's keys and attention (Kumari et al., COLM 2024).
 
 The objective of a set A of a row's tokens is g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is
-facility location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` give the appendix's two
-other similarities. c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The
-paper's lambda is our mixture; its budget tau_s is the number of kept tokens.
+facility location over the similarities of the keys, which are ReLU(cosine). `-o cosine=shifted` and `-o
+cosine=absolute` give the two other similarities of the appendix. c is phi of the attention summed over A.
+Both f and c are 0 for the empty set and 1 for all tokens. The paper's lambda is our mixture, and its budget
+tau_s is the number of kept tokens.
 
-Streaming, Algorithm 2: evict the token whose removal costs g least, the oldest among equals. All other tokens
-represent themselves, so f loses (1 - the evicted token's similarity to its nearest neighbour) / (number of
-tokens). Offline, Algorithm 1, for a prompt that was decoded whole: add the token that raises g most, the
-newest among equals, by lazy or stochastic greedy (Mirzasoleiman et al. 2015).
+In a stream (Algorithm 2), an eviction removes the token whose removal costs g least, the oldest among equals.
+All other tokens represent themselves, so f loses (1 - s) / (number of tokens), where s is the similarity of
+the evicted token to its nearest neighbour.
 
-With `-o grow=10` an eviction leaves sinks, window and 10 * log(1 + n) other tokens after n tokens of a
-stream: section 7 proposes a summary that grows very slowly. The budget is still the cap: rows fill up to it
-before the next eviction.
+A prompt that was decoded whole is summarized offline (Algorithm 1). The token that raises g most is added,
+the newest among equals, until the summary is full. The search is lazy or stochastic greedy (Mirzasoleiman et
+al. 2015).
 
-Differs from the paper: the first tokens and the newest ones are part of every summary. One decision per KV
-head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room for
-`slack` tokens, one discard at a time; in the paper, for one (--evict-every 1). Greedy is lazy by default; the
-paper's runs were stochastic. Keys are taken before RoPE, which the paper leaves open. They are normalised and
-kept in 16 bits: a cosine is off by about 0.00002 and does not depend on the order of summation.
+With `-o grow=10`, an eviction after n tokens of a stream leaves sinks, window and 10 * log(1 + n) other
+tokens. Section 7 of the paper proposes a summary that grows very slowly. The budget is still the cap, and
+rows fill up to the budget before the next eviction.
+
+Differs from the paper: the first tokens and the newest tokens are part of every summary. Each KV head makes
+one decision, based on the attention summed over its group of query heads; the paper has no grouped queries.
+An eviction discards tokens one at a time until there is room for `slack` tokens; in the paper, for one token
+(--evict-every 1). Greedy is lazy by default, but the paper's runs were stochastic. The paper does not say
+whether keys are taken before RoPE; here they are. Keys are normalised and rounded to 16 bits. A cosine
+therefore has an error of about 0.00002, and does not depend on the order of summation.
 """
 
 from dataclasses import dataclass
@@ -47,22 +52,22 @@ class BumbleBee(Policy):
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
     mixture
-        Weight of the keys' diversity in the objective, 0 to 1; the rest is attention's.
+        Weight of the keys' diversity in the objective, from 0 to 1. Attention has the weight 1 - mixture.
     phi
-        Concave function of the attention: "log" (of 1 + x) or the paper's "power" form.
+        Concave function of the attention: "log", which is log(1 + x), or "power", the paper's power form.
     greedy
         Greedy algorithm for a prompt that was decoded whole: "lazy" or "stochastic".
     seed
         Seed of the stochastic greedy algorithm.
     similarity
-        Storage of similarities: the matrix of all pairs as "f32" or "f16", or only the keys, to "recompute"
-        pairs when needed.
+        How to store similarities. "f32" or "f16": as a matrix of all pairs. "recompute": store only the keys,
+        and compute similarities when they are needed.
     cosine
         Similarity of two keys with cosine c: "relu" (0 where c is negative), "shifted" ((1 + c) / 2) or
         "absolute" (|c|).
     grow
-        Above 0: keep grow * log(1 + tokens in the stream) tokens plus sinks and window, up to the budget. 0:
-        always keep as many as the budget allows.
+        0: keep as many tokens as the budget allows. Above 0: keep sinks, window and grow * log(1 + n) other
+        tokens, up to the budget, where n is the number of tokens in the stream.
     """
 
     budget: int
@@ -91,10 +96,11 @@ class BumbleBee(Policy):
             check_choice(name, getattr(self, name), choices)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.
+        """Return keys i16, attention sum f32, near f32, nearest i32, and in some cases a matrix of all pairs.
 
-        near is the similarity of the nearest neighbour, or an upper bound if that neighbour was evicted.
-        nearest is the neighbour's position, or -1 if it was evicted. The matrix is zero on its diagonal.
+        near is the similarity of a token to its nearest neighbour. If that neighbour was evicted, near is an
+        upper bound. nearest is the neighbour's position, or -1 if the neighbour was evicted. The matrix has
+        the similarities of all pairs, with zeros on its diagonal. It is left out if similarity=recompute.
         """
         shape = n_row, n_cell
         state = (
@@ -143,7 +149,10 @@ class BumbleBee(Policy):
 
 
 def _bits(state: State) -> np.ndarray:
-    """Return the matrix as integers that sort like its floats, i32 or u16[row, cell, cell]; empty if none."""
+    """Return the matrix as integers that sort like its floats: i32 or u16[row, cell, cell].
+
+    The result is empty if the state has no matrix.
+    """
     if len(state) == 4:
         return np.empty((0, 0, 0), np.int32)
     pairs = state[4]

@@ -1,34 +1,38 @@
 """BUZZ: keep sinks, a window, and one token per segment between them (Zhao et al. 2024, arXiv:2410.23079).
 
-Section 3.3. The tokens between sinks and window are the middle. A token of the middle is old if it has
-survived an eviction there, otherwise new. An eviction cuts the middle's new tokens into segments of `stride`
-and keeps the token with the highest attention sum of each segment, the oldest among equals (Algorithm 2). It
-cuts the old tokens into groups of half that length and keeps the first of each group, whatever its attention
-(Algorithm 1). If too many are left, as after a long prompt, it thins the middle again (Remark 2). The paper's
-k, w, T and s are our sinks, window, threshold and stride.
+Section 3.3. The tokens between sinks and window are the middle. A token that has survived an eviction in the
+middle is old, and the other tokens of the middle are new. An eviction cuts the new tokens into segments of
+`stride` tokens. In each segment it keeps the token with the highest attention sum, the oldest among equals
+(Algorithm 2). It cuts the old tokens into groups of half that length, and keeps the first token of each
+group, regardless of attention (Algorithm 1). If too many tokens are left, for example after a long prompt, it
+thins the middle again (Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
 
-An eviction is due when the middle has more than `threshold` tokens: the budget is sinks + window + threshold
-+ 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget; other policies leave all
-but the slack. With `-o kept=true` the requested budget is the number of cells left by an eviction. The real
-budget, up to which rows grow before the next eviction, is then about 2.7 times as large. After a prompt, BUZZ
-then holds as many tokens as other policies, but in a long stream more on average. The middle is sized for its
-steady state, where each eviction leaves as many middle tokens as the one before. With the proportions of
-Theorem 3.1 this number equals the window.
+An eviction is due when the middle has more than `threshold` tokens, so the budget is sinks + window +
+threshold + 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget, but with other
+policies it leaves everything except the slack.
 
-With `-o logn=true` attention logits are multiplied by log_512(n), where n counts the tokens that the query
-has seen (section 3.5, equation 8). In the authors' code, which has it commented out, n is the number of cells
-(`-o logn_n=cells`). The paper's two ablations (section 4.3, Figure 8) are `-o swap=true` and
-`-o local_max=false`.
+With `-o kept=true`, the requested budget is the number of cells that an eviction leaves. Rows grow further
+before the next eviction, up to a real budget that is about 2.7 times as large. BUZZ then holds as many tokens
+as other policies after a prompt, but more on average in a long stream. The sizes are chosen for a steady
+state, in which each eviction leaves the same number of middle tokens. With the proportions of Theorem 3.1,
+this number equals the window.
 
-Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
-grouped queries). The threshold counts old and new tokens together, as in Figure 3, equation 10, Remark 2 and
-the authors' code; lines 7 to 12 of Algorithm 1 count only the new ones. Counting only new tokens would give a
-smaller window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a
-perplexity of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise.
-kept=true is not in the paper. With it, an eviction that leaves too many tokens thins the middle again, from
-its oldest token on, until exactly the requested number is left. This happens after a prompt or step that is
-long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves about 7 %
-less than requested.
+With `-o logn=true`, attention logits are multiplied by log_512(n), where n is the number of tokens that the
+query has seen (section 3.5, equation 8). In the authors' code, this is commented out, and n is the number of
+cells (`-o logn_n=cells`). The paper's two ablations (section 4.3, Figure 8) are `-o swap=true` and `-o
+local_max=false`.
+
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the paper has no grouped queries. The threshold counts old and new tokens together, as in Figure 3,
+equation 10, Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. In the
+same budget, such a threshold gives a smaller window and a longer middle. For 256 cells, the window is 38
+instead of 47 tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens).
+This difference is within the noise.
+
+kept=true is not in the paper. If an eviction then leaves too many tokens, it thins the middle again, from the
+oldest token on, until exactly the requested number of tokens is left. This happens after a prompt or step
+that is long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves
+about 7 % less than requested.
 """
 
 from __future__ import annotations
@@ -53,22 +57,23 @@ class BUZZ(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: window and threshold share the budget by Theorem 3.1; if one is
-        given, the other gets the rest.
+        Newest tokens, never evicted. Default: what the threshold leaves of the budget if a threshold is
+        given; otherwise a share by Theorem 3.1.
     threshold
-        Maximum tokens between sinks and window.
+        Maximum number of tokens between sinks and window.
     stride
-        Tokens in a segment of new tokens. A group of old tokens has half as many.
+        Number of tokens in a segment of new tokens. A group of old tokens has half as many.
     swap
         Swap the two lengths: half the stride for new tokens, the full stride for old ones.
     local_max
-        Keep the token with the highest attention sum of a segment. False: keep the first.
+        Keep the token with the highest attention sum of each segment. If false, keep the first token.
     logn
         Multiply attention logits by log_512(n).
     logn_n
-        Meaning of n: tokens "seen" by the query, or live "cells".
+        Meaning of n: "seen" for the tokens that the query has seen, or "cells" for live cells.
     kept
-        Read the requested budget as the cells left by an eviction. The real budget is then larger.
+        Interpret the requested budget as the number of cells that an eviction leaves. The real budget is then
+        larger.
     """
 
     budget: int
@@ -96,7 +101,7 @@ class BUZZ(Policy):
             raise ValueError(f"stride must be 3 or more (or old tokens are never thinned), got {self.stride}")
         if self.window < 1:
             raise ValueError(f"window must be 1 or more, got {self.window}")
-        # with threshold 1 an eviction may meet one old and one new token, and would keep both
+        # with threshold 1, the middle may have one old and one new token, and an eviction would keep both
         if self.threshold < 2:
             raise ValueError(
                 f"threshold must be 2 or more, got {self.threshold} (the budget of {self.budget} less "
@@ -136,11 +141,11 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """Return the parts of the budget: `rest` is the threshold, `slack` the token being decoded."""
+        """Return the parts of the budget. `rest` is the threshold, and `slack` is the token being decoded."""
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the attention sum f32, and a mark u1: 1 for an old token, 0 for a new one."""
+        """Return the attention sum f32, and a mark u1: 1 for an old token, 0 for a new token."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
 
     def plan(self, view: View, state: State) -> Plan:
@@ -149,7 +154,7 @@ class BUZZ(Policy):
         return self._sampled(view, state)
 
     def compress(self, view: View) -> Plan:
-        """Compress a prompt, which with `kept` may be shorter than the budget."""
+        """Compress a prompt. With `kept`, the prompt may be shorter than the budget."""
         if view.n_kv <= self._n_most:
             return Plan(np.ones(view.pos.shape, np.bool_))
         n_row, n_kv = view.pos.shape
@@ -191,27 +196,28 @@ class BUZZ(Policy):
 
 
 def _strides(stride: int, swap: bool) -> tuple[int, int]:
-    """Return the tokens in a segment of new tokens, and in a group of old ones."""
+    """Return the number of tokens in a segment of new tokens, and in a group of old tokens."""
     small = (stride + 1) // 2
     return (small, stride) if swap else (stride, small)
 
 
 def _threshold(n: int, stride: int, old_stride: int) -> int:
-    """Return the threshold whose steady state is n middle tokens: each eviction leaves n again.
+    """Return the threshold with which an eviction leaves n middle tokens if the eviction before left n.
 
-    Of the n old tokens, one in old_stride stays. For each evicted one, `stride` new ones come and one stays.
+    One in `old_stride` of the n old tokens stays. Each evicted old token must be replaced by a new token.
+    This takes `stride` new tokens, because one of them stays.
     """
     return n - 1 + stride * (n - -(-n // old_stride))
 
 
 def _n_left(threshold: int, stride: int, old_stride: int) -> int:
-    """Return the middle's steady state: the least n with `_threshold` >= threshold."""
+    """Return the number of middle tokens in the steady state: the least n with `_threshold` >= threshold."""
     sizes = range(1, max(threshold, 0) + 2)
     return sizes[bisect_left(sizes, threshold, key=lambda n: _threshold(n, stride, old_stride))]
 
 
 def _best_window(rest: int, stride: int) -> int:
-    """Return the window with window + threshold = rest and threshold / window from equation 6."""
+    """Return the window for which window + threshold = rest and threshold / window follows equation 6."""
     if stride % 2:
         return max(rest * (stride + 1) // (stride * stride + stride + 2), 1)
     return max(rest // max(stride, 1), 1)
@@ -220,9 +226,10 @@ def _best_window(rest: int, stride: int) -> int:
 def _sizes_kept(
     n: int, window: int | None, threshold: int | None, stride: int, old_stride: int
 ) -> tuple[int, int]:
-    """Return window and threshold such that an eviction leaves n cells plus sinks, or raise ValueError.
+    """Return the window and the threshold with which an eviction leaves n cells in addition to the sinks.
 
-    If neither is given, the window is half of n: by Theorem 3.1 it equals the middle's steady state.
+    If neither is given, the window is half of n. By Theorem 3.1, it is as large as the middle's steady state.
+    Raises ValueError for sizes that do not fit together.
     """
     if threshold is not None:
         left = _n_left(threshold, stride, old_stride)
@@ -245,10 +252,11 @@ def _sizes_kept(
 def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, exact, old, keep):
     """Thin the middle of each row: order i64[row, n], pos i32, mass f32[row, n or more] -> keep b1[row, n].
 
-    order: cells, oldest first. At most n_max tokens stay: those before position `first`, the newest `window`
-    (fewer if both do not fit), and of the middle one in `stride` new and one in `old_stride` old tokens. Old
-    tokens precede new ones. Sets old u1[row, n or more] to 1 for the middle tokens that stay. exact: further
-    rounds of thinning begin at the middle's oldest token and stop as soon as the rest fits.
+    order: the cells, oldest token first. At most n_max tokens stay. The tokens before position `first` stay,
+    and the newest `window` tokens, or fewer if there is no room. In the middle, one in `stride` new tokens
+    and one in `old_stride` old tokens stay. Old tokens come before new tokens. Sets old u1[row, n or more] to
+    1 for the middle tokens that stay. exact: if the middle has to be thinned again, begin at its oldest token
+    and stop as soon as the tokens fit.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)

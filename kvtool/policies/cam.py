@@ -1,19 +1,21 @@
 """CaM: StreamingLLM that adds some evicted values to later ones (Zhang et al. 2024, ICML).
 
-The first tokens and the newest stay. The value of an evicted token is divided by `merge` and, with a
-probability, added to the values of the next `merge` kept tokens. The probability is the token's attention
-divided by the mean attention of the kept tokens after it, at most 1. Each KV head draws once per token, by a
-hash of (seed, row, token, step).
+The first tokens and the newest tokens stay. When a token is evicted, a random draw decides whether its value
+is merged. If so, the value is divided by `merge` and added to the values of the next `merge` kept tokens. The
+probability of a merge is the token's attention divided by the mean attention of the kept tokens after it, at
+most 1. Each KV head draws once for each token, with a hash of (seed, row, token, step) as random number.
 
-The authors have three programs (github.com/zyxxmu/cam). The default is the first: the attention of the last
-query. The second takes the sum over all queries, and the mean over the target tokens (score=sum, merge=16,
-denominator=targets). The third takes the sum divided by the steps lived, and the maximum over the kept tokens
-(score=average, denominator=max, merge as large as the window). The denominator matters: with score=sum and
-merge=16, "targets" has a perplexity of 27.7, "mean" 30.6 (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
+The authors have published three programs (github.com/zyxxmu/cam). The defaults follow the first program,
+which uses the attention of the last query. The second program uses the attention summed over all queries, and
+divides it by the mean over the target tokens (score=sum, merge=16, denominator=targets). The third program
+divides the sum by the steps that the token has lived, and by the maximum over the kept tokens (score=average,
+denominator=max, merge as large as the window). The denominator matters: with score=sum and merge=16, the
+perplexity is 27.7 for "targets" and 30.6 for "mean" (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
 
-Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1), and
-tokens evicted together are not merged into each other. If fewer than `merge` tokens follow, each still gets 1
-/ `merge` of the value. A group of query heads draws once, on its summed attention.
+Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
+1). Tokens that are evicted together are not merged into each other. If fewer than `merge` tokens follow an
+evicted token, each of them still gets 1 / `merge` of the value. A group of query heads draws once, for the
+sum of its attention.
 """
 
 from dataclasses import dataclass
@@ -37,11 +39,11 @@ class CaM(Policy):
     merge
         Number of tokens that share an evicted value.
     score
-        The attention that decides: "last" (the newest query's), "sum" (of all queries) or "average" (the sum
-        divided by the steps lived).
+        A token's attention that decides about a merge: "last" (of the newest query), "sum" (over all queries)
+        or "average" (the sum divided by the steps that the token has lived).
     denominator
-        Attention that the score is divided by: "mean" (of the kept tokens after it), "targets" (mean of the
-        tokens that the value is added to) or "max" (of all kept tokens).
+        Number that the score is divided by: "mean" (mean score of the kept tokens after the token), "targets"
+        (mean score of the tokens that the value is added to) or "max" (highest score of all kept tokens).
     seed
         Seed of the draws.
     """
@@ -77,7 +79,8 @@ class CaM(Policy):
         return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
     def plan(self, view: View, state: State) -> Plan:
-        # the choice depends only on positions, so all rows hold the same tokens, in different cells
+        # all rows hold the same tokens, because the choice depends only on positions. The cells of a token
+        # may differ
         order = np.argsort(view.pos, axis=1)
         begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - self.n_keep, 0)
@@ -100,18 +103,19 @@ class CaM(Policy):
             sampled = chance * np.maximum(*largest)[:, None] < score[:, begin:end]
         else:
             after = score[:, end:] if self.denominator == "mean" else score[:, end : end + self.merge]
-            # chance < score / mean without a division by zero
+            # this is chance < score / mean, but without a possible division by zero
             sampled = chance * after.sum(axis=1, keepdims=True) < score[:, begin:end] * after.shape[1]
         return sampled
 
 
 def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
-    """Return the merge that adds weight times each sampled evicted value to the values of all targets.
+    """Return the merge that adds weight * value to all targets, for each evicted value that was sampled.
 
-    evicted i64[row, n_evict], target i64[row, n_target]: cells. sampled b1[row, n_evict].
+    evicted i64[row, n_evict], target i64[row, n_target]: the cells. sampled b1[row, n_evict]: True for the
+    evicted cells whose values are merged.
     """
     n_drawn = sampled.sum(axis=1)
-    # each target's own value is its first source
+    # the first term of each target is the target's own value
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]
     row, dst, src = (np.empty(n_term, np.int32) for _ in range(3))
     part = np.empty(n_term, np.float32)
@@ -122,7 +126,7 @@ def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight:
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
 def _add_sampled(evicted, target, sampled, weight, row_of, dst_of, src_of, weight_of):
-    """Write the terms of a Merge. evicted i64, sampled b1[row, n_evict], target i64[row, n_target]: cells."""
+    """Write the terms of a `Merge`. `_merge` explains evicted, target, sampled and weight."""
     n_term = 0
     for row in range(len(evicted)):
         if not sampled[row].any():

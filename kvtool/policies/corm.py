@@ -1,19 +1,20 @@
 """CORM: keep every token that the newest queries found important (Dai et al. 2024, arXiv:2404.15949).
 
 Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens if its attention is at least 1
-/ t (definition 3.1). A token is evicted if it was important to no query of the last `history` (the paper's
-w). The newest `window` tokens (the paper's r) always stay. Nothing is evicted before there are `history`
-queries. Rows keep different numbers of tokens.
+/ t (definition 3.1). A token stays if it was important to at least one of the last `history` queries (the
+paper's w). Otherwise it is evicted. The newest `window` tokens (the paper's r) always stay. Nothing is
+evicted before there are `history` queries. Rows keep different numbers of tokens.
 
 With grouped query heads, a key is important if it is important to any head of the group, as in the paper
 (section 5.3, LLaMA3-8B-Instruct).
 
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
 
-Differs from the paper: the budget is a cap; the paper has no cap. A row above it keeps the most recently
-important tokens, the newest among equals. Evictions come every `slack` tokens, in the paper at every token
-(--evict-every 1). Sinks are an option. With `-o t=cells`, t counts the live tokens of the longest row;
-otherwise the threshold 1 / t keeps falling in an endless stream.
+Differs from the paper: the budget limits the number of tokens in a row; the paper has no limit. A row with
+too many tokens keeps the tokens that were important most recently, the newest among equals. An eviction comes
+every `slack` tokens; in the paper, at every token (--evict-every 1). Sinks are an option. Another option is
+`-o t=cells`: t is then the number of live tokens in the longest row. Otherwise the threshold 1 / t keeps
+falling in an endless stream.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class CORM(Policy):
         Newest tokens, never evicted. Default: as many as `history`, or half of the kept tokens if that is
         less.
     history
-        Number of queries that count.
+        Number of newest queries that can make a token important.
     t
-        Meaning of t: tokens of the "stream" or live "cells".
+        Meaning of t: "stream" for the tokens of the stream, or "cells" for live cells.
     """
 
     budget: int
@@ -69,7 +70,7 @@ class CORM(Policy):
         return cls(budget, slack, **{"window": window, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the last step i32 at which each token was important; 0: never."""
+        """Return the last step i32 at which each token was important; 0 if there was no such step."""
         return (np.zeros((n_row, n_cell), np.int32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -80,7 +81,7 @@ class CORM(Policy):
         (step,) = state
         keep = np.empty(view.pos.shape, np.bool_)
         first = max(self.sinks, view.pinned)
-        # all tokens count as important before there are `history` queries
+        # before there are `history` queries, all tokens are treated as important
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
         recent = view.next - max(self.window, view.held)
         _keep_important(view.pos, view.live, step, first, recent, oldest, self.n_keep, keep)
@@ -102,9 +103,10 @@ def _rank(pos, step, first, recent):
 def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
     """Choose the cells to keep: pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
-    Tokens at positions before `first` and from `recent` on (the window) stay, then tokens whose step is
-    `oldest` or later as far as n_max has room: the latest steps first, then the newest tokens. If the sinks
-    and the window alone exceed n_max, the oldest tokens of the window are evicted.
+    Tokens at positions before `first` (sinks) and from `recent` on (window) stay. Tokens whose step is
+    `oldest` or later also stay, up to n_max tokens in all. If there are too many of these, later steps win,
+    and among equal steps newer tokens win. If sinks and window alone are more than n_max tokens, the oldest
+    tokens of the window are evicted.
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)

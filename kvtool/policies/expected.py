@@ -1,21 +1,24 @@
 """Expected Attention: keep tokens that later queries may attend to (Devoto et al. 2025, arXiv:2510.00636).
 
-Later queries before RoPE are modelled as normal, with the mean and covariance of the last `queries` queries.
-RoPE's rotations are averaged over the next `ahead` positions. A key's logits are then also normal, with mean
-m and variance v, so the expectation of exp(logit) is exp(m + v / 2). Each head's expectations are normalised
-to sum to 1 over the tokens after the sinks, then averaged over the group. A token's score is this share plus
-`epsilon`, times the norm of its value.
+Later queries, before RoPE, are modelled by a normal distribution with the mean and the covariance of the last
+`queries` queries. RoPE's rotations are averaged over the next `ahead` positions. A key's logits then also
+have a normal distribution, with mean m and variance v, so the expectation of exp(logit) is exp(m + v / 2).
+For each head, the expectations are scaled to sum to 1 over the tokens after the sinks. Their average over the
+group is a token's expected share of attention. The token's score is (share + `epsilon`) * (norm of its
+value).
 
-As in the authors' kvpress (expected_attention_press.py), the queries and keys of sinks do not count, and the
-covariance is of the queries before RoPE.
+Two details follow the authors' kvpress (expected_attention_press.py): the queries and keys of sinks are left
+out, and the covariance is computed before RoPE.
 
-Differs from the paper: the paper takes the queries of the whole prompt; kvpress takes the last ones while it
-generates. Here they are always the last ones. Their number is one to a few times a key's dimension, so they
-take about as much memory as their covariances. The newest tokens stay (`window`); the paper protects none.
-The paper's `epsilon` of 0.02 is more than most shares among a few hundred tokens. With our default of 0.001,
-SmolLM2's perplexity in 256 cells was lower on ten of ten texts, by 7 % on average. The paper compresses a
-prompt once; here the same is done whenever the cache is full. Option: the rows of a layer share its budget as
-in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Differs from the paper: the paper uses the queries of the whole prompt, and kvpress uses the last queries
+while it generates. Here the last queries are always used. Their number is one to a few times a key's
+dimension, so they take about as much memory as their covariances. The newest tokens stay (`window`), but the
+paper does not protect them. The paper's `epsilon` of 0.02 is larger than most shares if there are a few
+hundred tokens. With our default of 0.001, SmolLM2's perplexity in 256 cells was lower on ten of ten texts, by
+7 % on average. The paper compresses a prompt once; kvtool does the same whenever the cache is full.
+
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -36,17 +39,17 @@ class Expected(Ranked):
     window
         Newest tokens, never evicted. Default: 32, or half of the kept tokens if that is less.
     sinks
-        First tokens, never evicted; their queries do not count.
+        First tokens, never evicted. Their queries are left out of the model of later queries.
     queries
-        Newest queries, from which later queries are modelled.
+        Number of newest queries from which later queries are modelled.
     ahead
-        Later positions over which the rotations are averaged.
+        Number of later positions over which the rotations are averaged.
     covariance
-        Use the variance of the logits. False: use only their mean.
+        Use the mean and the variance of the logits. If false, use only the mean.
     lengths
         Multiply scores by the norms of the values.
     epsilon
-        Added to a token's share of attention before the norm is multiplied in.
+        Number that is added to a token's share of attention before it is multiplied by the norm.
     """
 
     budget: int

@@ -15,7 +15,7 @@ from kvtool.policy import Plan, Policy, State, View
 
 @dataclass(frozen=True, slots=True)
 class Full(Policy):
-    """No parameters. slack is 0."""
+    """Policy without parameters. Its slack is 0."""
 
     budget: int
     slack: int

@@ -1,16 +1,18 @@
 """H2O: keep the newest tokens and the heavy hitters (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1).
 
-A heavy hitter is a token whose attention, summed since it was decoded, is high. The paper's `recent` is our
-window. A grace period of g steps for new tokens is a window of g - 1.
+A heavy hitter is a token with a high attention sum. The sum begins when the token is decoded. The paper's
+`recent` is our window. For a grace period of g steps, in which new tokens are not evicted, set the window to
+g - 1.
 
-Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
-grouped queries). The window is never evicted, as in the authors' code. Beyond the context length, which the
-paper does not cover, the sums decay (`decay_beyond=1`: never). Without decay, new tokens could no longer
-overtake old ones; docs/measured.md shows the effect.
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the paper has no grouped queries. The window is never evicted, as in the authors' code. The paper does
+not cover streams that are longer than the context. In such a stream the sums decay, unless `decay_beyond` is
+1. Without decay, the sums of new tokens could no longer exceed the sums of old tokens; docs/measured.md shows
+the effect.
 
-Options from other work: EasyKV divides by the steps a token has lived (`score=mean`) and decays the sums
-(`decay`), TOVA decides once per layer (`per=layer`), llama-recipes uses the group's first head
-(`group=first`). Another option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`;
+Some options come from other work. EasyKV divides the sum by the steps that a token has lived (`score=mean`),
+and decays the sums (`decay`). TOVA decides once per layer (`per=layer`). llama-recipes uses only the first
+head of a group (`group=first`). In Ada-KV the rows of a layer share its budget (`heads=adaptive`; see
 kvtool/policy/ranked.py).
 """
 
@@ -31,17 +33,18 @@ class H2O(Ranked):
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
     score
-        "sum" of a token's attention, or "mean": the sum divided by the steps that the token has lived.
+        "sum": the sum of a token's attention. "mean": this sum divided by the steps that the token has lived.
     per
         Unit that decides: "row", "layer" or "all". The rows of a unit add up their scores and keep the same
         tokens.
     group
-        Reduction of attention over a group's heads: "sum", "mean" (the same order, and stored as "sum"),
-        "max" or "first".
+        Reduction of attention over a group's heads: "sum", "mean", "max" or "first". "mean" gives the same
+        order as "sum", and is stored as "sum".
     decay
-        Factor applied to the sums for every token since the last plan, before the new attention is added.
+        Factor by which the sums are multiplied for every token since the last plan, before the new attention
+        is added.
     decay_beyond
-        Replaces a larger `decay` once the stream is longer than the context. Not used with score=mean.
+        Upper limit of `decay` once the stream is longer than the context. Not used with score=mean.
     """
 
     budget: int

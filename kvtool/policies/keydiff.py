@@ -1,12 +1,13 @@
 """KeyDiff: keep the tokens whose keys differ most from the average (Park et al. 2025, arXiv:2504.15364).
 
-The score is -cos(k, mean of k' / ||k'||) over the live cells k' of the row. The norm of the mean is left out:
-it is the same for all cells.
+The score of a key k is -cos(k, m), where m is the mean of k' / ||k'|| over the keys k' in the row's live
+cells. The code does not divide by the norm of m, because it is the same for all cells.
 
-Differs from the paper: keys are compared before RoPE, where equal keys are equal at every position; the paper
-(and kvpress) compares them after it. The newest tokens and the sinks always stay.
+Differs from the paper: keys are compared before RoPE, so that a key's position makes no difference. The paper
+and kvpress compare keys after RoPE. The newest tokens and the sinks always stay.
 
-Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class KeyDiff(RankedKeys):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Return keys scaled to norm 127, i8[row, n_cell, n_dim]: half the bytes of a key in an f16 cache.
 
-        Integer sums do not depend on their order.
+        Keys are stored as integers, because integer sums do not depend on the order of the cells.
         """
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
@@ -44,7 +45,10 @@ class KeyDiff(RankedKeys):
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus a key's dot product with all keys' sum."""
+    """Compute score f32[row, n]: minus the dot product of each key with the sum of all keys.
+
+    unit i8[row, n or more, n_dim]: the scaled keys.
+    """
     n_row, n = score.shape
     n_dim = unit.shape[2]
     total, wide = np.empty(n_dim, np.int32), np.empty(n_dim, np.float64)

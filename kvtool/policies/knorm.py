@@ -4,9 +4,10 @@ The score is -||k||: keys with a small L2 norm receive the most attention. Keys 
 does not change their norm.
 
 Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
-here the same is done whenever the cache is full.
+kvtool does the same whenever the cache is full.
 
-Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Knorm(RankedKeys):
     paper: ClassVar[str] = "arXiv:2406.11430"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return a score f32 for each cell: -||k||^2, which ranks keys as -||k|| does."""
+        """Return a score f32 for each cell: -||k||^2, which gives the same ranking of keys as -||k||."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -39,7 +40,10 @@ class Knorm(RankedKeys):
 
 @kernel("void(f4[:,:,::1], i8[::1], f4[:,::1])")
 def _shortness(keys, first, score):
-    """Score new keys f32[row, n_new, n_dim], in cells from first i64[row] on -> score f32[row, n or more]."""
+    """Score the new keys: keys f32[row, n_new, n_dim] -> score f32[row, n or more].
+
+    A row's new keys belong to n_new consecutive cells, of which first i64[row] is the first.
+    """
     n_row, n_new, _ = keys.shape
     for row in range(n_row):
         for i in range(n_new):

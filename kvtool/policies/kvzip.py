@@ -1,22 +1,23 @@
 """KVzip: keep the tokens needed to repeat the prompt (Kim et al. 2025, arXiv:2505.23416).
 
-A prompt that is longer than the budget is decoded whole. A reconstruction pass follows: the model gets a
-request to repeat the prompt, then the prompt again as its answer, in chunks of `chunk` tokens. A token's
-score is the highest attention that it gets from any query of its chunk's repetition, over all heads of the
-group. The prompt is compressed once by these scores, which do not depend on later questions about it.
+A prompt that is longer than the budget is decoded whole. Then a reconstruction pass follows: the model gets a
+request to repeat the prompt, and after it the prompt again as the model's answer, in chunks of `chunk`
+tokens. A token's score is the highest attention that it gets from any query of the repeated chunk and any
+head of the group. The prompt is compressed once, by these scores. The scores do not depend on later questions
+about the prompt.
 
-Later tokens have no score and, as in the paper, are not evicted: when the budget is full again, the prompt's
-tokens with the lowest scores are evicted. When no prompt token is left, the oldest tokens are evicted. A
-prompt that fits into the budget is not repeated and has no scores.
+Tokens after the prompt have no score. As in the paper, they are not evicted: when the budget is full again,
+the prompt's tokens with the lowest scores are evicted. Only when no token of the prompt is left, the oldest
+tokens are evicted. A prompt that fits into the budget is not repeated, and its tokens have no scores.
 
 The wording of the request and the 4 sinks come from kvpress.
 
-Differs from the paper: all rows keep the same number of tokens, or the rows of a layer share their budgets
-(`-o heads=adaptive`; kvtool/policy/ranked.py); the paper ranks all rows of all layers together. Attention is
-the model's softmax over the whole cache; for a prompt of several chunks the paper computes it over only the
-chunk and its repetition, to save time. A chunk is shorter if the context has no room for more. Pinned and
-held tokens (a system prompt, the reply header) stay, and are not repeated. The newest token stays (`-o
-window=0`: it competes like any other).
+Differs from the paper: the paper ranks all rows of all layers together. Here all rows keep the same number of
+tokens, or with `-o heads=adaptive` the rows of a layer share their budgets (see kvtool/policy/ranked.py).
+Attention is the model's softmax over the whole cache. To save time, the paper computes the softmax only over
+a chunk and its repetition if the prompt has several chunks. A chunk is shorter than `chunk` if the context
+does not have enough room. Pinned and held tokens (a system prompt, the reply header) stay, and they are not
+repeated. The newest token always stays; with `-o window=0` it competes like any other token.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import numpy as np
 from kvtool.policy import FLOOR, Plan, Ranked, ReconstructionPass, Signal, State, View
 
 _TINY = np.float32(1e-30)
-"""Smallest score: 0 marks a token without a score."""
+"""Smallest score, because 0 marks a token without a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class KVzip(Ranked):
     Attributes
     ----------
     chunk
-        Tokens repeated at a time.
+        Number of tokens that are repeated at a time.
     """
 
     budget: int
@@ -66,7 +67,7 @@ class KVzip(Ranked):
         )
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return scores f32; 0 for a token without a score."""
+        """Return scores f32, with 0 for a token without a score."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:

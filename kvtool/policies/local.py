@@ -13,7 +13,7 @@ from kvtool.policy import Ranked, State, View
 
 @dataclass(frozen=True, slots=True)
 class Local(Ranked):
-    """No parameters: only the window is kept."""
+    """Policy without parameters: only the window is kept."""
 
     budget: int
     slack: int
@@ -21,7 +21,7 @@ class Local(Ranked):
     has_rest: ClassVar[bool] = False
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores, so that the newest tokens stay
+        # all scores are equal, so the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 

@@ -1,7 +1,7 @@
 """Random: keep the newest tokens and a uniformly random choice of the rest.
 
-Baseline that a score must beat. Each plan draws a new choice for every row by a hash of (seed, row, token,
-step), so a stream can be repeated and no state is kept.
+Baseline that a score must beat. Each plan draws a new choice for every row. The random numbers are hashes of
+(seed, row, token, step), so that the policy needs no state, and a repeated stream gives the same choice.
 """
 
 from dataclasses import dataclass

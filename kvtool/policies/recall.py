@@ -1,9 +1,10 @@
 """Recall: keep sinks and a window; each step also attends to an archive of the evicted tokens.
 
-The window is StreamingLLM's. Evicted tokens move to an archive in host memory, in clusters of similar keys.
-Each step attends to the archive in place: exactly to the clusters that matter most to its queries, to the
-remaining clusters by their means. The result enters the model's attention through synthetic cells, one for
-each query head of a row: cells that stand for no token.
+Sinks and window are the same as in StreamingLLM. Evicted tokens move to an archive in host memory, where
+tokens with similar keys form clusters. Each step attends to the archive in place. It attends exactly to the
+clusters that matter most to its queries, and to the remaining clusters by their means. The result enters the
+model's attention through synthetic cells, which do not belong to a token. A row has one synthetic cell for
+each query head.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ class Recall(Ranked):
     Attributes
     ----------
     recalled
-        Only for models whose values are a part of their keys (MLA): archived tokens that a step copies back.
-        Default: half of the budget less the slack, or as many as have room.
+        Only for models whose values are a part of their keys (MLA): number of archived tokens that a step
+        copies back. Default: half of the budget minus the slack, or as many as there is room for.
     chunk
-        Maximum tokens of a step: a prompt is read in steps of this size. All tokens of a step attend exactly
-        to the same archived tokens.
+        Maximum number of tokens of a step. A prompt is read in steps of this size. All tokens of a step
+        attend exactly to the same archived tokens.
     search
         "clusters": a step attends exactly to the clusters that matter most, and to the rest by their means.
-        "all": it attends to each archived token.
+        "all": a step attends exactly to all archived tokens.
     exact
-        With search=clusters: archived tokens that a step attends to exactly. A step of several tokens uses up
-        to five times as many, and twice that in an archive of 131,072 tokens. Default, or if 0: 128 for each
-        query head of a row, between 256 and 1,024 in all.
+        With search=clusters: number of archived tokens that a step attends to exactly. A step of several
+        tokens attends exactly to up to five times as many, and to twice that in an archive of 131,072 tokens.
+        0 or not given: 128 for each query head of a row, but at least 256 and at most 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
@@ -73,7 +74,7 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0 is a placeholder, which `on` replaces by a value that suits the model
+        # 0 is a placeholder; `on` replaces it by a value that suits the model
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
@@ -101,11 +102,11 @@ class Recall(Ranked):
 
     @property
     def _most_recalled(self) -> int:
-        """Maximum for `recalled` that leaves room for the sinks and the newest token."""
+        """Maximum of `recalled`: larger values leave no room for the sinks and the newest token."""
         return self.budget - self.slack - self.sinks - 1
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores, so that the newest tokens stay
+        # all scores are equal, so the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 

@@ -2,24 +2,26 @@
 
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
 queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
-redundancy R is the softmax of the mean cosine of a token's key with all keys of the row. The newest of
-several similar tokens must not count as redundant. So of all tokens whose cosine with a key exceeds
-`threshold`, the newest ones, as many as `similar` says, count this cosine as 0 in their own means. The
-paper's lambda, alpha, beta and T are
-our mixture, window, similar and threshold.
+redundancy R is the softmax of a mean: the mean cosine of the token's key with all keys of the row.
 
-From the authors' code, where the paper leaves it open: the defaults of `kernel` and `similar`; a group's
-attention is that of the head that attends most; the window's tokens are not ranked and not pooled, but they
-count for redundancy.
+If several tokens are similar, the newest must not count as redundant. Therefore some cosines are replaced by
+0. Take a key, and the tokens whose cosine with this key exceeds `threshold`. In the means of the newest
+`similar` of these tokens, the cosine with this key is 0. The paper's lambda, alpha, beta and T are our
+mixture, window, similar and threshold.
 
-Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128); kvtool compresses
-whenever the cache is full, also while it reads a prompt. Keys are compared before RoPE (the authors' code
-compares them after it), rounded to eight bits. The window's queries add up their attention, which is then
-divided by its sum over the tokens before the window. The authors' code first takes the highest logit of a
-group, then normalises each query's attention separately. It also spares the first token if a key has no
-similar keys; kvtool does not.
+The paper leaves some details open. They follow the authors' code: the defaults of `kernel` and `similar`; a
+group's attention is the maximum over its heads; the window's tokens are not ranked and not pooled, but they
+are included in the means for redundancy.
 
-Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128). kvtool compresses
+whenever the cache is full, also while it reads a prompt. Keys are rounded to eight bits, and compared before
+RoPE; the authors' code compares them after RoPE. The attention of the window's queries is added up, then
+divided by its sum over the tokens before the window. The authors' code instead takes the highest logit of a
+group, then normalises the attention of each query separately. If a key has no similar keys, the authors' code
+sets its cosine with the first token to 0 in that token's mean; kvtool does not.
+
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -42,13 +44,13 @@ class RKV(Ranked):
         Newest tokens, never evicted; their queries decide which tokens are important. Default: 8, or half of
         the kept tokens if that is less.
     mixture
-        Weight of importance; the rest is the weight of redundancy.
+        Weight of importance, from 0 to 1. Redundancy has the weight 1 - mixture.
     kernel
-        Tokens that are pooled into one: an odd number, 1 for no pooling.
+        Number of neighbours that are pooled: an odd number, 1 for no pooling.
     threshold
         Cosine above which two keys are similar.
     similar
-        Newest similar tokens whose cosines count as 0.
+        Number of newest similar tokens whose cosines are replaced by 0.
     """
 
     budget: int
@@ -84,7 +86,10 @@ class RKV(Ranked):
         return self.window
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return i8[row, n_cell, n_dim]: keys scaled to norm 127. Integer sums do not depend on the order."""
+        """Return i8[row, n_cell, n_dim]: keys scaled to norm 127.
+
+        Keys are stored as integers, because integer sums do not depend on the order of the cells.
+        """
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
@@ -107,11 +112,12 @@ class RKV(Ranked):
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
     """Compute likeness f64[row, n]: the mean cosine of each key with every other key of the row.
 
-    order i64[row, n]: cells, first the dead ones, whose number is dead i64[row], then the live ones, oldest
-    first. likeness is in this order. unit i8[row, n or more, n_dim]: keys by cell.
+    order i64[row, n]: the dead cells, then the live cells with the oldest token first. dead i64[row]: number
+    of dead cells. likeness is in the order of `order`. unit i8[row, n or more, n_dim]: keys by cell.
 
-    Among the other keys whose dot product with a key exceeds the threshold, the n_spared newest count their
-    cosine with it as 0. Float32 holds dot products exactly: they are integers up to about 127 * 127.
+    For each key, some other keys are similar to it: their dot product with it exceeds the threshold. The
+    n_spared newest of the similar keys use 0 instead of this cosine in their means. Dot products are integers
+    up to about 127 * 127, so float32 holds them exactly.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]
@@ -147,8 +153,8 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
 def _score(order, dead, pos, votes, likeness, recent, reach, mixture, score):
     """Compute score f32[row, n] for tokens before position `recent`.
 
-    order, dead, likeness: as in `_likeness`. pos i32[row, n], votes f32[row, n]: by cell. Sums start at the
-    oldest token, so they do not depend on the order of cells.
+    `_likeness` explains order, dead and likeness. pos i32[row, n] and votes f32[row, n] are by cell. Sums
+    start at the oldest token, so they do not depend on the order of cells.
     """
     n_row, n = order.shape
     for row in range(n_row):

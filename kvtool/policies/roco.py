@@ -1,12 +1,12 @@
 """RoCo: keep the newest tokens, and tokens of high or unsteady attention (Ren & Zhu 2024, arXiv:2402.06262).
 
-The score is a token's mean attention over the steps that it has lived. Tokens whose attention has the highest
-standard deviation are kept; of the rest, those with the lowest mean are evicted.
+A token's score is its mean attention over the steps that it has lived. Tokens whose attention has the highest
+standard deviation are kept. Among the other tokens, the lowest scores are evicted.
 
-Differs from the paper: one decision per KV head, on the sum over its group of query heads (EasyKV, the
-authors' code, takes the group's mean: the same order). Three tenths of the kept tokens, less the window, are
-kept for their high deviation, as in EasyKV while it generates. EasyKV does not evict from the prompt while
-it generates; kvtool does.
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. The number of tokens
+that are kept for their high deviation is three tenths of the kept tokens, minus the window. EasyKV uses this
+number while it generates. EasyKV does not evict from the prompt while it generates, but kvtool does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class RoCo(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 10, or half of the kept tokens less the sinks if that is less.
+        Newest tokens, never evicted. Default: 10, or half of the kept tokens without the sinks if that is
+        less.
     keep_std
-        Number of other tokens kept for the standard deviation of their attention. Default: three tenths of
-        the kept tokens, less the window.
+        Number of other tokens that are kept because the standard deviation of their attention is high.
+        Default: three tenths of the kept tokens, minus the window.
     """
 
     budget: int

@@ -1,17 +1,19 @@
 """Scissorhands: keep the newest and the recently important tokens (Liu et al. 2023, arXiv:2305.17118).
 
-Algorithm 2. A token's attention score is low if a query gives it less than an even share, A < 1 / t with t
-tokens seen. The tokens with the most low scores in the last `history` queries are evicted, the oldest first
-among equals. The paper's r recent tokens are our window, its w queries our history.
+Algorithm 2. A query gives a low score to each token whose attention A is less than an even share: A < 1 / t,
+where t is the number of tokens that the query has seen. The tokens with the most low scores from the last
+`history` queries are evicted, the oldest first among equals. The paper's r recent tokens are our window, and
+its w queries are our history.
 
-Differs from the paper: one decision per KV head; each head of its group counts separately (the paper has no
-grouped queries). Every layer has the same budget. The paper drops half of the cache at once, kvtool drops
-`slack` tokens: on wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells) dropping half (--evict-every 128) gives
-a perplexity of 28.5, dropping 16 tokens gives 26.6. The history has up to 8 parts of equally many queries and
-is forgotten part by part, so it is up to an eighth shorter than requested. All queries between two plans
-count in the same part.
+Differs from the paper: each KV head makes one decision, but each query head of its group gives separate
+scores; the paper has no grouped queries. Every layer has the same budget. The paper drops half of the cache
+at once, but kvtool drops `slack` tokens. On wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells), the
+perplexity is 28.5 if half is dropped (--evict-every 128) and 26.6 if 16 tokens are dropped. The history is
+divided into up to 8 parts with the same number of queries. It is forgotten part by part, so it is up to an
+eighth shorter than requested. All queries between two plans are counted in the same part.
 
-Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class Scissorhands(Ranked):
     window
         Newest tokens, never evicted. Default: the paper's 10, or half of the kept tokens if that is less.
     history
-        Number of queries that count; 400 in the paper.
+        Number of newest queries whose low scores are counted; 400 in the paper.
     """
 
     budget: int
@@ -56,7 +58,7 @@ class Scissorhands(Ranked):
             raise ValueError(f"history must be 1 or more, got {self.history}")
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the number of low scores u2 in each part of the history: at most 16 bytes per cell."""
+        """Return the number of low scores, u2, in each part of the history: at most 16 bytes per cell."""
         return (np.zeros((n_row, n_cell, self._parts()[0]), np.uint16),)
 
     def observe(self, view: View, state: State) -> None:
@@ -72,19 +74,19 @@ class Scissorhands(Ranked):
         return score
 
     def _parts(self) -> tuple[int, int]:
-        """Return the number of parts of the history, at most one per plan, and the queries in each."""
+        """Return the number of parts of the history, at most one per plan, and the queries in each part."""
         n_part = min(_MAX_PARTS, -(-self.history // self.slack))
         return n_part, -(-self.history // n_part)
 
 
 @kernel("void(i4[:,::1], f4[:,::1], i4[::1], i8, i8, i8, i8, u2[:,:,::1])")
 def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
-    """Count the low scores of the last n_new queries, of which the newest is at position next_pos - 1.
+    """Count the low scores of the last n_new queries. The newest of them is at position next_pos - 1.
 
-    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part]. The scores are added
-    to one part of the history, number `part` modulo n_part. The last n_begun parts up to `part` have begun
-    since the last plan, and are cleared first. Counts saturate at 65,535. If the queries can have more scores
-    than that, their scores are scaled down.
+    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part]. The counts are added
+    to one part of the history, which has the index `part` modulo n_part. Before that, the parts that have
+    begun since the last plan are cleared: the last n_begun parts up to `part`. Counts are at most 65,535. If
+    the new queries can give more low scores than that, their counts are scaled down.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]
@@ -100,7 +102,7 @@ def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
 
 @kernel("void(u2[:,:,::1], f4[:,::1])")
 def _minus_sum(low, score):
-    """low u2[row, n or more, n_part] -> score f32[row, n]: minus the sum of the parts."""
+    """Compute score f32[row, n], minus the sum of the parts, from low u2[row, n or more, n_part]."""
     n_row, n = score.shape
     for row in range(n_row):
         for cell in range(n):

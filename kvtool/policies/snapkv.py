@@ -1,13 +1,15 @@
 """SnapKV: keep the newest tokens, and clusters that they attend to (Li et al. 2024, arXiv:2404.14469).
 
-Algorithm 1. The window's queries vote with their attention for the tokens before the window. The votes are
-summed, then pooled over `kernel` neighbours in the order of the stream, so that a token is kept together with
-its neighbours. As in the authors' code, the window's tokens are not pooled, and an average counts missing
-neighbours as zero.
+Algorithm 1. The window's queries vote for the tokens before the window: their attention is their vote. The
+votes for a token are summed, then pooled over `kernel` neighbours in the order of the stream, so that a token
+is kept together with its neighbours. As in the authors' code, the window's tokens are not pooled, and missing
+neighbours have a vote of zero in an average.
 
-Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors' code
-keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever the
-cache is full. Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`;
+Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
+heads; the authors' code has a cache for every query head. The paper compresses a prompt once; kvtool does the
+same whenever the cache is full.
+
+Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
 """
 
@@ -30,9 +32,9 @@ class SnapKV(Ranked):
         Newest tokens, never evicted; their queries vote. Default: 32, or half of the kept tokens if that is
         less.
     kernel
-        Tokens that are pooled into one: an odd number, 1 for no pooling.
+        Number of neighbours that are pooled: an odd number, 1 for no pooling.
     pool
-        "avg" or "max".
+        How votes are pooled: "avg" or "max".
     """
 
     budget: int
@@ -74,8 +76,8 @@ class SnapKV(Ranked):
 def _pool(order, pos, votes, recent, reach, by_max, pooled):
     """Pool the votes of tokens before position `recent`: votes f32[row, n] -> pooled f32[row, n].
 
-    order i64[row, n]: cells, oldest first. pos i32[row, n]. A token's result is the sum (which ranks like the
-    average) or maximum of its vote and the votes of `reach` tokens on either side.
+    order i64[row, n]: cells, oldest first. pos i32[row, n]. A token's result is the sum or the maximum of its
+    vote and the votes of `reach` tokens on each side. The sum ranks tokens in the same order as the average.
     """
     n_row, n = order.shape
     for row in range(n_row):

@@ -1,9 +1,10 @@
 """StreamingLLM: keep the first and the newest tokens (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
 
-The paper's attention sinks are our sinks, its rolling KV cache is our window. `--positions in-cache` gives
-the paper's positions within the cache.
+The paper's attention sinks are our sinks, and its rolling KV cache is our window. `--positions in-cache`
+gives the paper's positions within the cache.
 
-Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1).
+Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
+1).
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class StreamingLLM(Local):
     paper: ClassVar[str] = "arXiv:2309.17453"
 
     def __post_init__(self) -> None:
-        # room for the sinks and at least the newest token
+        # the budget must have room for the sinks and for at least the newest token
         check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
 
 

@@ -1,12 +1,14 @@
 """TOVA: keep the tokens that the newest query attends to most (Oren et al. 2024, arXiv:2401.06104).
 
-The score is the newest query's attention summed over all heads of a layer: the paper's mean, times a
+The score is the newest query's attention, summed over all heads of a layer. This is the paper's mean times a
 constant. Every KV head of the layer keeps the same tokens.
 
-Differs from the paper: the newest token always stays; the paper's competes like any other (`-o window=0`). An
-eviction makes room for `slack` tokens, in the paper for one (--evict-every 1). With `-o per=row` every KV
-head decides separately, on its group of query heads. The rows of a layer may then share its budget as in
-Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
+Differs from the paper: the newest token always stays. In the paper it competes like any other token (`-o
+window=0`). An eviction makes room for `slack` tokens; in the paper, for one token (--evict-every 1).
+
+Options: with `-o per=row`, every KV head decides separately, on the attention of its group of query heads.
+With `-o heads=adaptive` in addition, the rows of a layer share its budget as in Ada-KV (see
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,14 @@
 """WeightedKV: evict keys of low average attention, merge their values (Yuan et al. 2025, arXiv:2503.01330).
 
 Algorithm 1. A token's average is its attention sum divided by the steps that it has lived (the paper's a /
-n). The key of the token with the smallest average is evicted. Its value is merged into the next live token of
-the row, the two weighted by their averages. The merged token keeps its own average.
+n). The token with the smallest average is evicted. Its key is lost, but its value is merged into the value of
+the next live token in the row. The merged value is the mean of both values, weighted by the averages of the
+two tokens. The average of the token that stays does not change.
 
-Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1). All
-averages are taken before the eviction. The evicted tokens are then merged one at a time, the smallest average
-first, so a value may be merged several times. One decision per KV head, on the sum over its group of query
-heads.
+Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
+1). All averages are computed before the eviction. Then the evicted tokens are merged one at a time, the token
+with the smallest average first, so a value may be merged several times. Each KV head makes one decision,
+based on the attention summed over its group of query heads.
 
 On a model with grouped queries, merging gives worse results: lab/papers/merging.md.
 """
@@ -25,7 +26,7 @@ from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""For up to this many evicted cells, a vectorised scan for each neighbour is faster than a sort."""
+"""With at most this many evicted cells, a vectorised scan for each neighbour is faster than a sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ class WeightedKV(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, less the sinks.
+        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, minus the sinks.
     merge
-        Merge the values of evicted keys. False: drop them, the evicting variant of the paper's Figure 4.
+        Merge the values of evicted tokens. If false, drop the values, like the evicting variant in the
+        paper's Figure 4.
     """
 
     budget: int
@@ -49,7 +51,7 @@ class WeightedKV(Ranked):
     reads: ClassVar[Signal] = Signal.ATTENTION
     sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2503.01330"
-    # the newest token stays, as it has no right neighbour to merge into
+    # the newest token must stay, because there is no next token to merge its value into
     least_window: ClassVar[int] = 1
 
     @property
@@ -72,7 +74,7 @@ class WeightedKV(Ranked):
 
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
-    """Merge evicted values into newer tokens: pos i32, average f32, keep b1, all [row, n]."""
+    """Merge evicted values into newer tokens. pos i32, average f32 and keep b1 are [row, n]."""
     n_most = 2 * (keep.size - np.count_nonzero(keep))
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
@@ -82,14 +84,15 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 @kernel("i8(i4[::1], b1[::1], i8[::1])")
 def _line_up(pos, keep, line):
-    """List a row's evicted cells, oldest first, and after each run of them the kept cell that comes next.
+    """List a row's evicted cells, oldest first, and after each run of evicted cells the next kept cell.
 
-    The run's values merge into that cell. pos i32[n], keep b1[n] -> line i64[n + 1]: the list, whose length
-    is returned. The value n, which is not a cell, marks the missing neighbour after the newest token: values
-    merged into it are lost.
+    The values of a run merge into that kept cell. pos i32[n], keep b1[n] -> line i64[n + 1]: the list.
+    Returns the length of the list. After a run that ends with the newest token, there is no kept cell. The
+    list then has the value n, which is not a cell, and the values of this run are lost.
     """
     n = len(pos)
-    # entries: position in the upper 32 bits, cell in the lower, so that the lowest entry is the oldest
+    # in each entry, the position is in the upper 32 bits and the cell in the lower 32 bits, so that the
+    # lowest entry is the oldest token
     never = np.int64(2**63 - 1)
     goes, stays = np.empty(n, np.int64), np.empty(n, np.int64)
     n_gone = 0
@@ -101,7 +104,7 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # the oldest kept token after each evicted one; not used if another evicted token lies between them
+    # for each evicted token, the next kept token; not used if another evicted token is between the two
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):
@@ -148,7 +151,7 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             if cell < n and not keep[row, cell]:
                 goes[n_gone], key[n_gone] = place, score_key(bits[row, cell], pos[row, cell])
                 n_gone += 1
-        # ascending by average; the oldest first among equals
+        # ascending by average, and the oldest first among equals
         order = np.argsort(key[:n_gone], kind="mergesort")
         for i in range(n_gone):
             turn[i] = goes[order[i]]
@@ -159,7 +162,8 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             own_average = average[row, line[turn[i]]]
             total = own_average + (average[row, line[right]] if line[right] < n else np.float32(0))
             into[i], share[i] = right, own_average / total if total > 0 else np.float32(0.5)
-        # backwards, so that the final weight of the token that a value merges into is known already
+        # in reverse order, because the weight of a value depends on the final weight of the token that it
+        # merges into
         for i in range(n_gone - 1, -1, -1):
             weight[turn[i]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]

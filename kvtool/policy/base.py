@@ -29,10 +29,10 @@ class Policy:
     Attributes
     ----------
     budget
-        Maximum cells of a row, including the cell of the token being decoded.
+        Maximum number of cells of a row, including the cell of the token that is being decoded.
     slack
-        Cells that an eviction frees below the budget, and thus tokens until the next eviction. 0 for a policy
-        that never evicts.
+        Number of cells that an eviction frees below the budget. It is also the number of tokens until the
+        next eviction. 0 for a policy that never evicts.
     sinks
         First tokens, never evicted.
     window
@@ -40,26 +40,26 @@ class Policy:
     reads
         Signals that the policy needs.
     n_query
-        Number of last queries that count in `Signal.RECENT` and `Signal.FUTURE`. For RECENT the library keeps
-        this many floats per row and cell, for FUTURE the queries.
+        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, the library
+        stores this many floats for each row and cell. For FUTURE, it stores the queries.
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        Number of first tokens whose queries do not count in `Signal.FUTURE`, unless the stream has only
-        these.
+        Number of first tokens whose queries `Signal.FUTURE` leaves out, unless the stream has no more tokens.
     group
-        Reduction of attention over a group's query heads: "sum", "max", or "first" (the first head's).
+        Reduction of attention over a group's query heads: "sum", "max" or "first" (only the first head).
     logn
-        True if attention logits are multiplied by log_512(t).
+        True if attention logits are multiplied by log_512(t). See `t`.
     t
-        Meaning of t in `logn` and in the signals: tokens of the "stream" or live "cells".
+        Meaning of the number t in `logn` and in the signals: "stream" for the tokens of the stream, or
+        "cells" for live cells.
     paper
         Source of the policy, such as an arXiv id.
     prefill
-        How to read a prompt: "stream" (in batches, with a plan after each) or "whole" (decoded whole, then
-        compressed once).
+        How to read a prompt: "stream" (in batches, with a plan after each batch) or "whole" (decoded whole,
+        then compressed once).
     sums
-        Fields of the view whose sums are the state, for policies without their own `start` and `observe`.
+        Fields of the view to add up in the state. Used by policies that do not define `start` and `observe`.
     merges
         True if plans merge values.
     ragged
@@ -69,14 +69,15 @@ class Policy:
         True if the policy works without a budget: rows keep as many cells as they need. Such a policy is
         ragged.
     has_rest
-        True if the policy chooses among tokens outside sinks and window. False: all but the sinks are window.
+        True if the policy chooses among tokens that are not in sinks or window. False if the window has all
+        tokens except the sinks.
     most_window
         Largest window that `fit` chooses.
     evicts
         False if the policy never evicts: the cache grows until it is full.
     adjustable
-        Parameters that may change during a stream, as when a session is reopened with other values. They
-        affect how steps are computed, not which tokens are kept.
+        Names of parameters that may change during a stream, for example when a session is reopened with other
+        values. Such parameters affect how steps are computed, but not which tokens are kept.
     """
 
     __slots__ = ()
@@ -145,20 +146,21 @@ class Policy:
 
     @property
     def n_asked(self) -> int:
-        """Requested budget. A prompt that is read whole is compressed if it has more tokens than this.
+        """Budget that the user requested. A prompt that is read whole is compressed if it has more tokens.
 
-        It is below `budget` if the user requests the cells left by an eviction, or an average over rows.
+        It is less than `budget` if the user requests the number of cells left by an eviction, or an average
+        over rows.
         """
         return self.budget
 
     @property
     def recall(self) -> Recalls | None:
-        """Settings of recall; None: evicted tokens are lost."""
+        """Settings of recall; None if evicted tokens are lost."""
         return None
 
     @property
     def reconstruction(self) -> ReconstructionPass | None:
-        """Reconstruction pass over a prompt before it is compressed; None: no such pass.
+        """Reconstruction pass over a prompt before it is compressed; None if there is no such pass.
 
         A policy with a reconstruction pass reads prompts whole, and gets signals only from that pass.
         """
@@ -167,18 +169,18 @@ class Policy:
     def on(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
-        has_values: True if values are separate from keys, which synthetic cells require.
+        has_values: True if values are separate from keys. Synthetic cells require this.
         """
         return self
 
     @property
     def n_live(self) -> int:
-        """Maximum live cells of a row: the budget without the cells for recalled tokens."""
+        """Maximum number of live cells of a row: the budget minus the cells for recalled tokens."""
         return self.budget - (self.recall.n_cell if self.recall else 0)
 
     @property
     def exempt(self) -> tuple[int, int]:
-        """Sinks and window: number of first and of newest tokens that are never evicted."""
+        """Number of sinks, and number of window tokens. These tokens are never evicted."""
         return getattr(self, "sinks", 0), getattr(self, "window", 0)
 
     def request(self) -> SignalRequest:
@@ -200,10 +202,10 @@ class Policy:
     def needs_patch(cls) -> bool:
         """True if the policy needs the patched llama.cpp.
 
-        Unpatched llama.cpp does not expose attention, and can only remove a token from all rows at once.
+        Unpatched llama.cpp does not expose attention, and it can remove a token only from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # a policy whose `ragged` depends on a parameter needs the patch anyway, for the signals that it reads
+        # a policy whose `ragged` depends on a parameter needs the patch in any case, because it reads signals
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
 
@@ -216,7 +218,7 @@ class Policy:
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` without a default becomes half of the kept tokens, at most `most_window`.
+        A `window` that has no default becomes half of the kept tokens, but at most `most_window`.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:
@@ -224,10 +226,10 @@ class Policy:
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """Split the budget's cells by use, in parts that add up to it. The policy chooses tokens for `rest`.
+        """Return the number of cells for each use of the budget. The numbers add up to the budget.
 
-        pinned: number of first tokens that are never evicted. The part `pinned` counts only those after the
-        sinks.
+        The policy chooses the tokens of `rest`. pinned: number of first tokens that are never evicted. The
+        sinks among them are not included in the result's `pinned`, because they are in `sinks`.
         """
         sinks, window = self.exempt
         window = window if self.has_rest else self.n_keep
@@ -242,15 +244,15 @@ class Policy:
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in self.sums)
 
     def observe(self, view: View, state: State) -> None:
-        """Add the signals to state[..][:, :view.n_kv]. The engine calls it before every plan."""
+        """Add the signals to state[..][:, :view.n_kv]. The engine calls this method before every plan."""
         for name, total in zip(self.sums, state, strict=False):
             total[:, : view.n_kv] += getattr(view, name)
 
     def plan(self, view: View, state: State) -> Plan:
-        """Choose the cells to keep: fewer than the budget in every row, the same number in all rows.
+        """Choose the cells to keep: fewer than the budget in every row, and the same number in all rows.
 
-        The engine calls it when view.n_kv >= budget. It may write to state[..][:, :view.n_kv], but not to the
-        view.
+        The engine calls this method when view.n_kv >= budget. The method may write to state[..][:,
+        :view.n_kv], but not to the view.
         """
         raise NotImplementedError
 
@@ -276,7 +278,7 @@ class Policy:
 
 
 def split_budget(budget: int, slack: int, sinks: int, window: int, pinned: int) -> dict[str, int]:
-    """Split a budget in cells into sinks, pinned tokens, window, rest and slack, as in `protected`."""
+    """Split a budget in cells into sinks, pinned tokens, window, rest and slack. See `protected`."""
     first = max(sinks, pinned)
     window = min(window, budget - slack - first)
     rest = budget - slack - first - window

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
-    """Raise ValueError unless budget - slack cells, which an eviction leaves, have room for sinks and window.
+    """Raise ValueError unless the budget - slack cells left by an eviction have room for sinks and window.
 
     least: smallest window that works.
     """
@@ -49,7 +49,8 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
 def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise TypeError or ValueError unless the array is dtype[row, n_cell or more], contiguous and writeable.
 
-    shape: (rows, n_cell). Kernels check nothing: with fewer columns they would read out of bounds.
+    shape: (rows, n_cell). Kernels do not check their arguments, and with too few columns they would read out
+    of bounds.
     """
     n_row, n_cell = shape
     if not isinstance(array, np.ndarray):

@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """New values of kept cells: V[row, dst] becomes the sum of weight * V[row, src] over its terms.
+    """New values of kept cells: V[row, dst] becomes the sum of weight * V[row, src] over all its terms.
 
-    The terms of one (row, dst) are adjacent. All sources are read before any value is written. Keys do not
-    change. Cells have the view's indices.
+    Terms with the same (row, dst) are adjacent. All sources are read before any value is written. Keys do not
+    change. Indices of cells are the same as in the view.
 
     Attributes
     ----------
@@ -33,9 +33,10 @@ class Plan:
     Attributes
     ----------
     keep
-        b1[row, n_kv]: True for the cells to keep, the same number in every row unless the policy is ragged.
+        b1[row, n_kv]: True for the cells to keep. Unless the policy is ragged, every row keeps the same
+        number.
     merge
-        New values for kept cells; None: no value changes.
+        New values for kept cells; None if no value changes.
     """
 
     keep: np.ndarray
@@ -43,6 +44,6 @@ class Plan:
 
 
 def true_cells(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and cell of each True in b1[row, cell], row by row. Five times as fast as np.nonzero."""
+    """Return row and cell of each True in b1[row, cell], in order. Five times as fast as np.nonzero."""
     row, cell = np.divmod(np.flatnonzero(mask), mask.shape[1])
     return row, cell

@@ -1,18 +1,19 @@
 """Policies that rank: keep sinks, window, and the highest scores of the rest.
 
-With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
-arXiv:2407.11550): a layer keeps its highest scores, whichever row they belong to. Each row keeps at least
-`floor` (the paper's alpha) of its equal share. The budget is then the average over rows.
+With `heads=adaptive`, the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
+arXiv:2407.11550). A layer keeps the highest scores of all its rows together, so some rows keep more tokens
+than others. Each row keeps at least `floor` (the paper's alpha) times an equal share. The budget is then an
+average over rows.
 
-With `layers=adaptive` the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). In addition
-to its protected tokens, a layer gets cells in proportion to the entropy of its scores, divided by the maximum
-possible entropy.
+With `layers=adaptive`, the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). Each layer
+keeps its protected tokens. The remaining cells are divided among the layers in proportion to an entropy: the
+entropy of the layer's scores, divided by the maximum possible entropy.
 
-Differs from the paper: the floor is a share of all kept cells, protected ones included, as in kvpress, whose
-code the paper's author has reviewed. The authors' code gives each row `floor` times an equal share, plus
-(1 - `floor`) times its share by need. LAVa's own score is attention times the largest value norm of a row;
-here the policy's scores decide. A row never holds more than twice the budget. The papers compress a prompt
-once; here the same is done every `slack` tokens of a stream.
+Differs from the papers: the floor is a share of all kept cells, including protected cells. kvpress does the
+same, and an author of Ada-KV has reviewed its code. The code of Ada-KV's authors gives each row `floor` times
+an equal share, plus (1 - `floor`) times the row's share by need. LAVa's scores are attention times the
+largest value norm of a row; here they are the policy's scores. A row never holds more than twice the budget.
+The papers compress a prompt once; kvtool does the same every `slack` tokens of a stream.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Minimum cells of a row that shares budgets, as a part of the cells that it would have alone."""
+"""Default of `floor`: minimum cells of a row that shares its budget, as a fraction of an equal share."""
 
 _F32 = np.dtype(np.float32)
 
 _MOST = 2
-"""Maximum cells of a row that shares budgets, as a multiple of the cells that it would have alone."""
+"""Maximum cells of a row that shares its budget, as a multiple of an equal share."""
 
 
 class Ranked(Policy):
-    """Base of policies that define only `scores`: keep sinks, window, and the highest scores of the rest.
+    """Base of policies that define only `scores`. Keeps sinks, window, and the highest scores of the rest.
 
-    Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. A policy
-    with fields `heads` and `floor` lets the rows of a layer share their budgets; a field `layers` lets the
-    layers share. The scores of a layer must then be comparable, and with `layers` also not negative. `scores`
-    must handle rows with fewer live cells than n_kv. With a field `per`, heads=adaptive needs per=row.
+    The dataclass's fields `sinks` and `window` are the numbers of sinks and of window tokens. Without such a
+    field, the number is 0. If a policy has the fields `heads` and `floor`, the rows of a layer can share
+    their budgets. If it has the field `layers`, the layers can share theirs. Such a policy has to meet some
+    conditions. The scores of all rows of a layer must be comparable. With `layers`, scores must not be
+    negative. `scores` must handle rows with fewer live cells than n_kv. If the policy has a field `per`,
+    heads=adaptive needs per=row.
 
     Attributes
     ----------
@@ -55,7 +58,8 @@ class Ranked(Policy):
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
         by need.
     layers
-        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
+        "equal": each layer keeps the same number of tokens. "adaptive": layers share their budgets, and a
+        layer gets more if its scores are spread more evenly.
     floor
         Minimum share of its budget that each row keeps with heads=adaptive.
     """
@@ -64,7 +68,7 @@ class Ranked(Policy):
 
     least_window: ClassVar[int] = 0
 
-    # values for policies without these fields
+    # values of policies that do not have these fields
     heads: str = "equal"
     layers: str = "equal"
     floor: float = FLOOR
@@ -90,7 +94,7 @@ class Ranked(Policy):
 
     @property
     def n_keep(self) -> int:
-        """Number of cells that an eviction leaves in a row; the average if rows share budgets."""
+        """Number of cells that an eviction leaves in a row; if rows share budgets, their average."""
         return self.n_asked - self.slack if self.ragged else super().n_keep
 
     @classmethod
@@ -114,7 +118,7 @@ class Ranked(Policy):
         return Plan(self.highest(view, self.scores(view, state)))
 
     def highest(self, view: View, scores: np.ndarray) -> np.ndarray:
-        """Return keep b1[row, n_kv] of an eviction by these scores."""
+        """Return keep b1[row, n_kv]: the cells that an eviction leaves if these scores decide."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
         check_cells("the score", scores, view.pos.shape, _F32)
@@ -128,7 +132,7 @@ class Ranked(Policy):
         return keep
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
-        """Return n_keep i64[row]: tokens that each row keeps; the average if the rows of its layer share."""
+        """Return n_keep i64[row]: tokens that each row keeps; if the rows of a layer share, their average."""
         if self.layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
         entropy = np.empty(len(view.pos))
@@ -139,10 +143,10 @@ class Ranked(Policy):
 
 
 def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
-    """Return i64[n]: integers in proportion to the weights, rounded down, each capped by `most`.
+    """Return i64[n]: integers in proportion to the weights, rounded down, and each at most `most`.
 
-    weight: f64[n], 0 or more. most: i64[n]. total: sum of the integers before rounding down. The excess over
-    a cap is shared among the rest.
+    weight: f64[n], 0 or more. most: i64[n]. total: sum of the integers before they are rounded down. If
+    `most` limits an integer, the excess is shared among the other integers.
     """
     share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
     while True:
@@ -156,8 +160,8 @@ def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:
     """Return positions (first, recent): tokens before `first` and from `recent` on must stay.
 
-    Pinned tokens count as sinks, held tokens as the window. The window shrinks if both do not fit into n_keep
-    cells. Raises TypeError for anything but integers.
+    Pinned tokens count as sinks, and held tokens count as window. The window shrinks if sinks and window
+    together do not fit into n_keep cells. Raises TypeError if an argument is not an integer.
     """
     for name, value in (("n_keep", n_keep), ("sinks", sinks), ("window", window)):
         check_whole(name, value)
@@ -168,8 +172,8 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
 def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:
     """Return keep b1[row, n_kv] of n_keep cells: the protected tokens, and the highest scores of the rest.
 
-    score: f32[row, n_kv or more]. Among equal scores the newer token stays. Raises TypeError or ValueError
-    for another type or shape.
+    score: f32[row, n_kv or more]. Among equal scores the newer token stays. Raises TypeError or ValueError if
+    the score has another type or shape.
     """
     check_cells("the score", score, view.pos.shape, _F32)
     first, recent = protected(view, n_keep, sinks, window)
@@ -182,7 +186,8 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     """Return f32[row, n_kv or more]: each token's score, summed over the rows that decide together.
 
     score: f32[row, n_kv or more]. per: "row" (no sum), "layer" (the rows of a layer) or "all". Rows that
-    decide together must hold the same tokens. Raises TypeError or ValueError for another type or shape.
+    decide together must hold the same tokens. Raises TypeError or ValueError if the score has another type or
+    shape.
     """
     check_choice("per", per, ("row", "layer", "all"))
     check_cells("the score", score, view.pos.shape, _F32)
@@ -191,7 +196,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     n_rows = np.diff(first_rows, append=len(view.layer))
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
-        # usually the rows that decide together hold the same tokens in the same cells: no sort is needed
+        # no sort is needed in the usual case: the rows hold the same tokens in the same cells
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
     # positions in a row are distinct, so the sort need not be stable
     order = np.argsort(view.pos, axis=1)

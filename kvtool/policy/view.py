@@ -13,31 +13,39 @@ from kvtool.policy.checks import check_choice, check_whole
 class Signal(IntFlag):
     """Statistic of a step's attention A[head, query, cell] that the engine reads for each row.
 
-    A row's group is the set of query heads that share its KV head. A key is important to a query that has
-    seen t tokens, itself included, if A >= 1 / t. The numbers match the patched library's C API.
+    A row's group is the set of query heads that share the row's KV head. A key is important to a query if the
+    attention A to the key is at least 1 / t. t is the number of tokens that the query has seen, including its
+    own token. The values of the flags match the patched library's C API.
     """
 
     NONE = 0
     ATTENTION = 1
-    """Attention sum: over the group and the queries since the last plan."""
+    """Attention sum: attention summed over the group and over the queries since the last plan."""
     LAST = 2
-    """Last attention: of the newest query, summed over the group."""
+    """Last attention: attention of the newest query, summed over the group."""
     RECENT = 4
-    """Recent attention: summed over the group and the last `n_query` queries of the stream."""
+    """Recent attention: attention summed over the group and over the last `n_query` queries of the stream."""
     SQUARES = 8
-    """Squares: each query's attention is summed over the group and squared; the sum since the last plan."""
+    """Squares: each query's attention is summed over the group, then squared.
+
+    The squares are summed over the queries since the last plan.
+    """
     HITS = 16
-    """Hits: number of pairs (query since the last plan, head of the group) that found the key important."""
+    """Hits: number of pairs (query since the last plan, head of the group) to which the key was important."""
     IMPORTANT = 32
-    """Last important step: tokens seen by the latest query that found the key important; 0: no query did."""
+    """Last important step: the number of tokens that a query had seen, 0 if there is no such query.
+
+    The query is the latest query to which the key was important.
+    """
     HIGHEST = 64
-    """Highest attention: of any query since the last plan and any head of the group."""
+    """Highest attention: maximum over the queries since the last plan and over the heads of the group."""
     KEYS = 128
-    """Keys before RoPE, of the cells that are new since the last plan."""
+    """Keys before RoPE, for the cells that are new since the last plan."""
     FUTURE = 256
-    """Future logits: mean and variance over the last `n_query` queries, as if they came next. Each query's
-    logits are averaged over the next `n_future` positions. Soft caps and distance biases (ALiBi) are left
-    out.
+    """Future logits: mean and variance over the last `n_query` queries, as if these queries came next.
+
+    Each query's logits are averaged over the next `n_future` positions. Soft caps and distance biases (ALiBi)
+    are left out.
     """
     VALUE_NORMS = 512
     """Norms of values: the Euclidean norm of each cell's value; 1 if values are part of the keys (MLA)."""
@@ -49,13 +57,14 @@ class SignalSpec(NamedTuple):
     Attributes
     ----------
     fields
-        Fields of `View` that hold it.
+        Fields of `View` that hold the signal.
     reduction
-        Reduction over queries by which llama.cpp's graph computes f32[row, cell]: "sum" or "max". None: the
-        engine computes the signal when it reads it.
+        Reduction over queries, "sum" or "max", with which llama.cpp's graph computes f32[row, cell]. None if
+        the engine computes the signal at the time when it is read.
     scope
-        Queries that count: all since the last "plan", the "newest" one, or the last "n_query". "cache": the
-        signal depends on no query, only on cached keys or values.
+        Queries that the signal covers. "plan": all queries since the last plan. "newest": the newest query.
+        "n_query": the last `n_query` queries. "cache": no queries, because the signal depends only on cached
+        keys or values.
     uses_t
         True if the signal depends on t, the number of tokens that a query has seen.
     cell_axis
@@ -84,11 +93,11 @@ SIGNALS = {
 """The table of all signals. The patch's probes.cpp has the same reductions."""
 
 PER_CELL = {signal: spec.fields[0] for signal, spec in SIGNALS.items() if spec.reduction}
-"""Fields of a view for the signals that llama.cpp's graph keeps as f32[row, cell]."""
+"""Field of the view for each signal that llama.cpp's graph stores as f32[row, cell]."""
 
 
 def signals_where(condition: Callable[[SignalSpec], bool]) -> Signal:
-    """Return the signals whose row of `SIGNALS` fulfils the condition."""
+    """Return the signals whose entry in `SIGNALS` fulfils the condition."""
     chosen = Signal.NONE
     for signal, spec in SIGNALS.items():
         if condition(spec):
@@ -106,15 +115,17 @@ class Recalls:
     Attributes
     ----------
     n_cell
-        Cells of each row that a query sees in addition to the live ones. They are synthetic, one for each
-        query head of a row: attention to them is attention to the archive. If values are part of the keys
-        (MLA), they are copies of the archived tokens that get the most attention.
+        Number of cells of each row that a query sees in addition to the live cells. These cells are
+        synthetic, one for each query head of the row: attention to them is attention to the archive. If
+        values are part of the keys (MLA), the cells are instead copies of the archived tokens that get the
+        most attention.
     chunk
-        Maximum tokens of a step. Each token has its own synthetic cells; copies of archived tokens serve all
-        tokens of the step.
+        Maximum tokens of a step. Each token has its own synthetic cells. Copies of archived tokens are shared
+        by all tokens of the step.
     n_exact
-        Archived tokens of a row that a step attends to exactly, in whole clusters. Other tokens are
-        represented by their cluster's mean. 0: all tokens are attended to exactly.
+        Number of archived tokens of a row that a step attends to exactly. They are chosen in whole clusters.
+        The tokens of other clusters are represented by the cluster's mean. 0 if a step attends to all tokens
+        exactly.
     """
 
     n_cell: int
@@ -122,18 +133,18 @@ class Recalls:
     n_exact: int = 0
 
     def n_filled(self, made: bool) -> int:
-        """Maximum number of cells of each row that a step fills. made: True if they are synthetic."""
+        """Maximum number of cells of each row that a step fills. made: True if the cells are synthetic."""
         return self.n_cell * self.chunk if made else self.n_cell
 
 
 @dataclass(frozen=True, slots=True)
 class ReconstructionPass:
-    """Reconstruction pass: a prompt read whole is read again, in chunks, before it is compressed.
+    """Reconstruction pass: a prompt that was read whole is read again in chunks before it is compressed.
 
     The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
-    reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass: a
-    token's signals come from the queries of its own chunk's repetition. Pinned and held tokens are not
-    repeated and have zeros.
+    reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass. A
+    token's signals come from the queries of the chunk that repeats the token. Pinned and held tokens are not
+    repeated, so their signals are zero.
 
     Attributes
     ----------
@@ -142,7 +153,7 @@ class ReconstructionPass:
     later
         Request before each later chunk, followed by the last tokens of the previous chunk.
     close
-        Text between request and chunk if there is no reply header.
+        Text between the request and the chunk if there is no reply header.
     n_chunk
         Maximum tokens of a chunk. Chunks are shorter if the context has no room for this many more tokens.
     n_lead
@@ -165,21 +176,21 @@ class SignalRequest:
     signals
         Signals that the engine reads after a step.
     n_query
-        Number of last queries that count in `Signal.RECENT` and `Signal.FUTURE`. For RECENT the library keeps
-        this many floats per row and cell, for FUTURE the queries.
+        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, the library
+        stores this many floats for each row and cell. For FUTURE, it stores the queries.
     group
         Reduction of attention over a group's query heads: "sum", "max" or "first".
     t
-        Meaning of t in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
+        Meaning of the number t in `Signal.HITS`, `Signal.IMPORTANT` and `log_n`: "stream" for the tokens of
+        the stream, or "cells" for live cells.
     log_n
         True to multiply attention logits by log_512(t).
     recall
-        Settings of recall; None: no recall.
+        Settings of recall; None without recall.
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        Number of first tokens whose queries do not count in `Signal.FUTURE`, unless the stream has only
-        these.
+        Number of first tokens whose queries `Signal.FUTURE` leaves out, unless the stream has no more tokens.
 
     Raises ValueError or TypeError for a field out of its range.
     """
@@ -207,12 +218,12 @@ class SignalRequest:
 
     @property
     def needs_t(self) -> bool:
-        """True if llama.cpp computes with t, so that the engine must set t before each step."""
+        """True if llama.cpp uses t, so that the engine must set t before each step."""
         return self.log_n or bool(self.signals & _USE_T)
 
 
 _ABSENT = cast("np.ndarray", None)
-"""None: the value of a signal that the policy does not read. Typed as the array that other policies read."""
+"""None, the value of a signal that the policy does not read. Type checkers take it for an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,27 +241,27 @@ class View:
     next
         Position of the next token. The token at position p has lived next - p steps.
     pinned
-        Tokens with pos < pinned must stay (a chat's system prompt).
+        Number of first tokens that must stay (a chat's system prompt): the tokens with pos < pinned.
     n_new
-        Tokens since the last plan; they occupy the last live cells.
+        Number of tokens since the last plan. They are in the last live cells.
     live
-        i32[row]: number of live cells of each row, for a ragged policy; they come before the other cells.
-        None: all n_kv cells are live.
+        i32[row]: number of live cells of each row, for a ragged policy. Live cells come before the other
+        cells. None if all n_kv cells are live.
     held
         Number of newest tokens that must stay (the chat template's reply header).
     n_ctx
-        Context length, which original positions cannot exceed; 0: unknown.
+        Context length, which original positions cannot exceed; 0 if it is unknown.
     n_head
-        i32[row]: query heads of each row's group, for a policy that reads HITS or FUTURE.
+        i32[row]: number of query heads in each row's group, for a policy that reads HITS or FUTURE.
     attn, last, recent, squares, hits, highest
         f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES, HITS and HIGHEST.
     important
         i32[row, n_kv]: the signal IMPORTANT.
     keys
-        f32[row, n_new, n_dim]: the signal KEYS. Zero beyond a layer's own head dimension.
+        f32[row, n_new, n_dim]: the signal KEYS. If a layer's keys are shorter than n_dim, the rest is zero.
     future_mean, future_variance
-        f32[row, head, n_kv]: the signal FUTURE, for each head of a row's group. Zero for heads that a smaller
-        group does not have.
+        f32[row, head, n_kv]: the signal FUTURE, for each head of a row's group. If a row has a smaller group
+        than other rows, the values of the missing heads are zero.
     value_norms
         f32[row, n_kv]: the signal VALUE_NORMS.
     """
@@ -278,12 +289,12 @@ class View:
 
     @property
     def n_kv(self) -> int:
-        """Live cells of every row; of the longest row if rows are ragged."""
+        """Number of live cells of a row; if rows are ragged, of the longest row."""
         return int(self.pos.shape[1])
 
     @property
     def new_cells(self) -> np.ndarray:
-        """i64[row]: index of the first cell whose key is in `keys`; the others follow it."""
+        """i64[row]: index of the first cell whose key is in `keys`. The cells of the next keys follow it."""
         live = np.full(len(self.pos), self.n_kv) if self.live is None else self.live
         first: np.ndarray = np.maximum(live.astype(np.int64) - self.keys.shape[1], 0)
         return first

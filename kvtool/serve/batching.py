@@ -1,4 +1,4 @@
-"""Sharing the processor between slots: time slices, and joint steps of the slots that write answers."""
+"""Share the processor between slots: they get time slices. Slots that write answers decode in joint steps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from kvtool.llama.context import Context
 from kvtool.llama.joint import JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
-"""A time slice ends after SLICE_STEPS steps, or after the step in which SLICE_S seconds run out."""
+"""A time slice ends after SLICE_STEPS steps, or after the step during which SLICE_S seconds have passed."""
 
 FIRST_SLICE_S, N_SHORT = 2.0, 256
-"""A request's first time slice may take FIRST_SLICE_S seconds if at most N_SHORT of its tokens are unread.
+"""If at most N_SHORT tokens of a request are unread, its first time slice may take FIRST_SLICE_S seconds.
 
-A short prompt is thus read at once. A long prompt gets usual slices, so that other requests wait less.
+In this way a short prompt is read in one slice. A long prompt gets slices of the usual length, so that other
+requests wait less.
 """
 
 
 def _locked() -> threading.Lock:
-    """Return a locked lock, which another thread will release."""
+    """Return a lock that is already locked. Another thread will release it."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class ComputeLock:
-    """A lock held by the one thread that computes. Other threads get it in the order in which they came.
+    """A lock for computing. One thread holds it; other threads get it in the order in which they came.
 
-    The members of a `StepBatcher` share a time slice: until it ends, they pass the lock to each other.
+    The members of a `StepBatcher` share a time slice. Until the slice ends, they pass the lock to each other.
     """
 
     def __init__(self) -> None:
@@ -76,14 +77,17 @@ class ComputeLock:
                 self._is_held = False
 
     def await_step(self, mine: threading.Lock) -> None:
-        """Let others compute until another member calls `resume` with `mine`, this member's lock."""
+        """Let other threads compute until another member calls `resume` with `mine`.
+
+        mine: the lock of the member that calls this method.
+        """
         self.release()
         mine.acquire()
         if not self._is_shared:
             self._begin_slice(is_shared=True)
 
     def resume(self, others: list[threading.Lock]) -> None:
-        """Let other members of a finished joint step continue. Called by the member that decoded it."""
+        """Let the other members of a joint step continue. The member that decoded the step calls this."""
         with self._lock:
             self._resumed.extend(others)
         if not self._is_shared:
@@ -91,9 +95,9 @@ class ComputeLock:
         self._n_step += 1
 
     def step(self, n_left: int = 0) -> None:
-        """Count a step that is about to begin. If the time slice is over, let waiting threads compute first.
+        """Count a step. Call this before the step: if the time slice is over, waiting threads compute first.
 
-        n_left: number of the prompt's unread tokens.
+        n_left: number of tokens of the prompt that are unread.
         """
         self._n_step += 1
         is_short = self._is_first and 0 < n_left <= N_SHORT
@@ -107,7 +111,7 @@ class ComputeLock:
 
 @dataclass(eq=False)
 class _DueStep:
-    """A member's next step. The member waits until it is decoded."""
+    """The next step of a member, which waits until the step is decoded."""
 
     part: Part
     lock: threading.Lock = field(default_factory=_locked)
@@ -115,20 +119,20 @@ class _DueStep:
 
 
 class StepBatcher:
-    """Joins steps: the next tokens of all engines that are writing answers are decoded together.
+    """Decodes the next tokens of all engines that write answers in one joint step.
 
-    These engines are the members. Each waits until all have their next tokens; the last one decodes for all.
-    As everywhere, a thread computes only while it holds the lock.
+    These engines are called members. A member with new tokens waits until all members have new tokens. The
+    last member then decodes the tokens of all members. A thread computes only while it holds the lock.
 
     Parameters
     ----------
     lock
-        Held by each thread that calls a method.
+        Each thread that calls a method must hold this lock.
     n_max
         Maximum number of members.
     say
-        Called with one line if the model cannot decode joint steps, or memory is short. Members then take
-        turns like other threads.
+        Called with one line if joint steps are impossible, because the model does not support them or memory
+        is short. Members then take turns like other threads.
 
     Attributes
     ----------
@@ -142,8 +146,8 @@ class StepBatcher:
         self._waiting: list[_DueStep] = []
         self._joint: JointContext | None = None
         self._is_joint = n_max > 1
-        # a single thread decodes all joint steps: llama.cpp starts workers for each thread that decodes, and
-        # idle workers slow down busy ones
+        # decode all joint steps in the same thread: llama.cpp starts workers for each thread that decodes,
+        # and idle workers slow down busy workers
         self._thread = ThreadPoolExecutor(1, "joint-steps")
 
     def close(self) -> None:
@@ -155,17 +159,20 @@ class StepBatcher:
 
     @property
     def is_several(self) -> bool:
-        """True if a step decodes the tokens of several members. No member drafts tokens then."""
+        """True if a step decodes the tokens of several members. Then members do not use draft tokens."""
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Count a step, except a joint one, which `resume` counts. n_left: as in `ComputeLock.step`."""
+        """Count a step. Joint steps are not counted here, because `resume` counts them.
+
+        n_left: see `ComputeLock.step`.
+        """
         if engine.joint_decoder is None or not self.is_several:
             self._lock.step(n_left)
 
     @contextmanager
     def writing(self, engine: Engine) -> Iterator[None]:
-        """Make an engine a member for the block."""
+        """Make an engine a member while the block runs."""
         self.n += 1
         engine.joint_decoder = self
         try:
@@ -191,13 +198,13 @@ class StepBatcher:
             raise mine.error
 
     def _decode_all(self, mine: _DueStep | None = None) -> None:
-        """Decode for all waiting members, and let all except `mine` continue."""
+        """Decode the steps of all waiting members. Let all members except `mine` continue."""
         waiting, self._waiting = self._waiting, []
         self._thread.submit(self._decode, waiting).result()
         self._lock.resume([step.lock for step in waiting if step is not mine])
 
     def _decode(self, waiting: list[_DueStep]) -> None:
-        # a member that was alone when its step began may have draft tokens: decode its step separately
+        # a step that began with a single member may have draft tokens, so decode it separately
         single = [step for step in waiting if len(step.part.tokens) == 1]
         if len(single) > 1 and self._decode_joint([step.part for step in single]):
             waiting = [step for step in waiting if step not in single]
@@ -209,18 +216,18 @@ class StepBatcher:
                 step.error = error
 
     def _decode_joint(self, parts: list[Part]) -> bool:
-        """Decode the parts in one step. Returns False if that is impossible; nothing is decoded then."""
+        """Decode the parts in one step. If this is impossible, decode nothing and return False."""
         if not self._joint:
             try:
                 self._joint = JointContext(parts[0].context, self._n_max, self._n_max)
             except KvtoolError as error:
-                # try only once: each further try would fail as well
+                # try this only once, because every further try would also fail
                 self._is_joint = False
                 self._say(f"answers are written one after the other: {error}")
                 return False
         try:
             self._joint.decode(parts)
         except KvtoolError:
-            # decode them one by one, so that only the part at fault fails
+            # the caller then decodes the parts one by one, so that only the faulty part fails
             return False
         return True

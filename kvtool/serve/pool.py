@@ -1,4 +1,4 @@
-"""The slots of a server: engines on one model, each with its own chat, which take turns to compute."""
+"""The slots of a server. All slots use the same model. Each has its own chat, and slots take turns."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.slot import Slot
 
 STEP_S = 0.5
-"""Target seconds of a step that reads a prompt. Other requests wait that long for their turn."""
+"""Intended time of a step that reads a prompt, in seconds. Other requests wait this long for their turn."""
 
 
 class SlotPool:
-    """Answers as many requests at once as there are slots.
+    """Answers as many requests at the same time as there are slots.
 
     Parameters
     ----------
     lock
-        Held by the thread that computes. The slots' engines call its `step`.
+        The thread that computes holds this lock. The slots' engines call the lock's `step`.
     first
         The first slot.
     make_slot
-        Returns another slot. Called if a request comes while all slots are busy.
+        Makes another slot. Called if there is a request while all slots are busy.
     n_max
         Maximum number of slots.
     say
@@ -37,7 +37,8 @@ class SlotPool:
     slots
         The slots that were made.
     cache_bytes
-        Initial bytes of all slots' caches. Kept here for other threads, which must not call an engine.
+        Bytes of the caches of all slots when they were made. They are stored here for other threads, which
+        must not call an engine.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SlotPool:
         self.n_max = n_max
         self.cache_bytes = 0
         self._lock, self._make_slot, self._say = lock, make_slot, say
-        # free slots; the most recently used one is the last
+        # free slots; the most recently used slot is the last
         self._free = [first]
         self._room = threading.Semaphore(n_max)
         self._add(first)
@@ -64,7 +65,7 @@ class SlotPool:
             slot.engine.chunk_size = ChunkSize(STEP_S)
 
     def run(self, jobs: JobQueue) -> None:
-        """Answer jobs until the queue is closed. If one fails, only its client gets an error."""
+        """Answer jobs until the queue is closed. If a job fails, only the job's client gets an error."""
         while True:
             self._room.acquire()
             if not (job := jobs.get()):
@@ -74,18 +75,18 @@ class SlotPool:
                 self._end(jobs, job)
                 continue
             slot = self._slot_for(job)
-            # each answer has a new thread: llama.cpp's workers end with it, and idle workers would slow down
-            # the other slots
+            # start a new thread for each answer: llama.cpp's workers end with the thread, and idle workers
+            # would slow down the other slots
             threading.Thread(target=self._answer, args=(jobs, slot, job), name="slot", daemon=True).start()
         for _ in range(self.n_max - 1):
             self._room.acquire()
 
     def _answer(self, jobs: JobQueue, slot: Slot, job: Job) -> None:
-        """Answer a job in its own thread, for which `run` has acquired the lock."""
+        """Answer a job in its own thread. `run` has acquired the lock for this thread."""
         try:
             queue.answer(job, slot.answer)
         finally:
-            # free the slot before `_end` releases the lock, so that the client's next request finds it free
+            # free the slot before `_end` releases the lock, so that the client's next request can use it
             self._free.append(slot)
             self._end(jobs, job)
 
@@ -95,9 +96,10 @@ class SlotPool:
         self._room.release()
 
     def _slot_for(self, job: Job) -> Slot:
-        """Take the free slot whose stream shares most with the request; among equals the least recently used.
+        """Take the free slot whose stream has the most tokens in common with the request.
 
-        The caller holds the lock; it is released while this waits for a slot.
+        If several slots have equally many, take the least recently used slot. The caller holds the lock. The
+        lock is released while this method waits for a slot.
         """
         if not self._free:
             try:
@@ -107,8 +109,8 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # leave one permit per slot in `_room`. All slots are busy, and this job also holds a permit:
-                # the last acquire waits until a slot is free
+                # reduce the permits of `_room` to one per slot. All slots are busy, and this job also holds a
+                # permit, so the last acquire waits until a slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

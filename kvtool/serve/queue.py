@@ -1,4 +1,4 @@
-"""Jobs: requests that are waiting for a slot, or are being answered by one."""
+"""Jobs. A job is a request that waits for a slot, or that a slot is answering."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from kvtool.serve.api.errors import ApiError, internal_error
 
 Event = dict[str, Any]
-"""Progress of a job. "kind" is "reading", "read", "piece", "end" or "error"."""
+"""An event about a job. "kind" is "reading", "read", "piece", "end" or "error"."""
 
 MOST_EVENTS = 2**14
-"""Maximum number of unsent events. At this number the job is cancelled: its client has stopped reading."""
+"""If there are this many unsent events, the client has stopped reading, and the job is cancelled."""
 
 
 class Job:
@@ -31,12 +31,12 @@ class Job:
     Attributes
     ----------
     counts
-        Number of the prompt's tokens ("n_prompt") and of its cached tokens ("n_cached"). None until they
-        are known.
+        Number of tokens of the prompt ("n_prompt"), and how many of them were cached ("n_cached"). None until
+        they are known.
     end
-        The last event, after it was sent to the client. None before.
+        The last event. None until it was sent to the client.
     error
-        The error that cut a stream after it had begun. None without one.
+        The error that ended a stream after the stream had begun, or None.
     is_cancelled
         True if the client has left. The engine checks it before each step.
     """
@@ -52,13 +52,13 @@ class Job:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def next_event(self, *skipped: str) -> Event:
-        """Return the next event whose kind is not skipped. The last one is of kind "end" or "error"."""
+        """Return the next event whose kind is not in `skipped`. The last event is an "end" or an "error"."""
         while (event := await self._events.get())["kind"] in skipped:
             pass
         return event
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Add an event; called by the engine's thread. Cancels the job if nobody reads its events."""
+        """Add an event. The engine's thread calls this. If nobody reads the events, the job is cancelled."""
         if self.is_cancelled:
             return
         if self._events.qsize() >= MOST_EVENTS:
@@ -67,12 +67,12 @@ class Job:
         self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **values})
 
     def cancel(self) -> None:
-        """Stop the job at its next step: the client has left."""
+        """Stop the job before its next step, because the client has left."""
         self.is_cancelled = True
 
 
 class JobQueue:
-    """Waiting jobs. Clients take turns; the jobs of one client keep their order.
+    """The waiting jobs. Clients take turns. The jobs of one client keep their order.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class JobQueue:
     Attributes
     ----------
     running
-        Jobs that were taken out and have not ended.
+        Jobs that were taken out of the queue and have not ended.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -126,7 +126,7 @@ class JobQueue:
                 if self._by_client:
                     client, jobs = self._by_client.popitem(last=False)
                     job = jobs.popleft()
-                    # the client's other jobs wait until each other client had a turn
+                    # put the client's other jobs at the end, so that each other client has a turn first
                     if jobs:
                         self._by_client[client] = jobs
                     if not job.is_cancelled:
@@ -142,7 +142,7 @@ class JobQueue:
             self.running.remove(job)
 
     def close(self) -> None:
-        """Let `get` return None, and end all jobs with an error. Running ones stop after their step."""
+        """End all jobs with an error, and let `get` return None. Running jobs stop after their step."""
         with self._changed:
             self._is_closed = True
             for job in chain(self.running, *self._by_client.values()):
@@ -163,5 +163,5 @@ def answer(job: Job, handler: Callable[[Job], None]) -> None:
     except ApiError as error:
         job.emit("error", error=job.request.places.in_error(error))
     except Exception as error:  # noqa: BLE001
-        # a bug in kvtool must not let the client wait forever
+        # this is a bug in kvtool; report it, so that the client does not wait forever
         job.emit("error", error=internal_error(error))

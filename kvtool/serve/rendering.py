@@ -1,4 +1,4 @@
-"""Rendering of chats: the model's chat template turns messages and tools into tokens."""
+"""Render chats: turn messages and tools into tokens with the model's chat template."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
-"""Maximum number of renderings that are kept, one for each set of template variables."""
+"""Maximum number of `Rendering`s that are kept. There is one for each set of template variables."""
 
 
 class Renderings:
-    """One `Rendering` of the model for each combination of template variables in requests."""
+    """Makes a `Rendering` for each set of template variables that requests have, and keeps it."""
 
     def __init__(self, model: Model, template: Template) -> None:
         self._model, self._template = model, template
@@ -45,9 +45,9 @@ class Renderings:
         return Efforts.of(self._template)
 
     def of(self, options: ThinkingOptions) -> tuple[Rendering, list[str]]:
-        """Return the rendering for these options, and a remark on each option that the template lacks.
+        """Return the rendering for these options. Also return a remark on each option without effect.
 
-        Raises ApiError as `template_for` does.
+        Raises ApiError. See `template_for`.
         """
         sets_effort = options.effort is not None or options.budget is not None
         template, remarks = self._template, list[str]()
@@ -61,16 +61,19 @@ class Renderings:
         return self._by_variables[key], remarks
 
     def _past(self, template: Template) -> str:
-        """Return the template's variables as a key for `History`; "" if they do not change earlier turns."""
+        """Return the variables of the template as a key for `History`.
+
+        The key is "" if the variables do not change how earlier turns are rendered.
+        """
         is_known = template.variables.keys() <= NAMES
         same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
 
 
 def _earlier_turns(template: Template) -> list[str | None]:
-    """Render small chats whose earlier turns have a thought, or a tool call and its result.
+    """Render small chats whose earlier turns have a thought, or a tool call with its result.
 
-    The text of a chat that the template cannot render is None.
+    If the template cannot render a chat, None is returned instead of its text.
     """
     user: Message = {"role": "user", "content": "."}
     reply = {"content": "Hm.", "reasoning_content": "Hm?"}
@@ -90,14 +93,14 @@ def _earlier_turns(template: Template) -> list[str | None]:
 
 
 class EarlierReply(NamedTuple):
-    """A reply as the template will render it in later requests.
+    """A reply in the form in which the template will render it in later requests.
 
     Attributes
     ----------
     message
-        Message to add to `History`.
+        The message to add to `History`.
     start
-        Text between `Header.kept` and the reply. None if it is unknown.
+        The text between `Header.kept` and the reply. None if this text is unknown.
     """
 
     message: Message
@@ -110,11 +113,11 @@ class Rendering:
     Attributes
     ----------
     template
-        The template with the variables of a request.
+        The template, with the variables of a request.
     past
-        Key of these variables. Stored chats of one key are not continued under another.
+        Key of these variables. A stored chat is continued only by requests with the same key.
     format
-        Syntax in which the model writes tool calls.
+        The syntax in which the model writes tool calls.
     """
 
     def __init__(self, model: Model, template: Template, past: str = "") -> None:
@@ -124,37 +127,37 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # text of the template's header, if `with_begun` has replaced it by another one; otherwise ""
+        # if `with_begun` has replaced the header: the text of the template's own header; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
     @cached_property
     def header(self) -> Header:
-        """Header of replies."""
+        """The header that the template writes before a reply."""
         return Header.of(self._model, self.template)
 
     def with_begun(self, begun: str) -> Rendering:
-        """Return a rendering for replies that begin with this text."""
+        """Return a rendering for replies that begin with the text `begun`."""
         other = copy(self)
         other._last, other._replaced = None, self.header.kept + self.header.left_out
         other.header = self.header.with_begun(self._model, self.template, begun)
         return other
 
     def _ended(self, text: str) -> str:
-        """Add the beginning of the reply, if there is one, to a rendered chat."""
+        """Add the given beginning of the reply, if there is one, to the end of a rendered chat."""
         if not self._replaced:
             return text
-        # after a tool's result there may be no header
+        # some templates write no header after a tool's result
         header = self.header.kept + self.header.left_out if text.endswith(self._replaced) else ""
         begun = {"role": "assistant", "content": self.header.begun}
         content: str = self.template.marked(begun)["content"]
         return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """Return the tokens i32[n] of a whole chat, and how many belong to the system prompt and tools.
+        """Return the tokens i32[n] of a whole chat, and how many of them are the system prompt and tools.
 
-        A second call in a row with the same list and tools reuses the tokens: callers never change a list.
-        Raises ApiError for a message that the template cannot render.
+        If the last call had the same list and the same tools, its result is returned again. This works
+        because callers never change a list. Raises ApiError if the template cannot render a message.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -162,16 +165,16 @@ class Rendering:
         return last[2]
 
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
-        """Return the digests of a chat's beginnings, as the template renders them."""
+        """Return the `History` of a chat. It has digests of the beginnings of the chat, after rendering."""
         return History(name, tools, self._with_starts(messages, tools), self.past)
 
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
-        """Return the reply to these messages as the template will render it in later requests.
+        """Return the reply to these messages, in the form that it will have in later requests.
 
-        To find out, the chat is rendered with placeholders after the reply: results of its calls or, without
-        calls, a user's message.
+        To find this form, the chat is rendered with placeholders after the reply. The placeholders are
+        results of the reply's calls, or a user's message if there are no calls.
 
-        reply: has its thought as "reasoning_content" if the client will send it back.
+        reply: the reply. It has its thought as "reasoning_content" if the client will send the thought back.
         """
         calls = reply.get("tool_calls", ())
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "."} for call in calls]
@@ -182,17 +185,18 @@ class Rendering:
         return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Return the messages, with `_with_start` applied to each reply that the template shows."""
+        """Return the messages, in which `_with_start` is applied to each reply that the template shows."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with its thought in the field START, unless that is the `_usual_start`.
+        """Return the reply with its thought in the field START. If this is the `_usual_start`, leave it out.
 
-        region: the text between this reply and the one before, which may contain the thought.
+        region: the text between the previous reply and this reply. It may contain the thought.
         """
         start = self._thought_in(region)
-        # clients strip white space from thoughts: reduce it, so that equal thoughts have equal digests
+        # clients strip white space from thoughts, so normalize it, or equal thoughts would have different
+        # digests
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
 
     @cached_property
@@ -200,12 +204,12 @@ class Rendering:
         return self._thought_in(self.template.earlier_start or "")
 
     def _behind_header(self, region: str) -> str | None:
-        """Return the part of a text after the last occurrence of `Header.kept`; None if there is none."""
+        """Return the part of a text after the last `Header.kept`, or None if the text does not have it."""
         at = region.rfind(self.header.kept) if self.header.kept else -1
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the text after `Header.kept`; without that header, the thought at the end, or ""."""
+        """Return the text after `Header.kept`. Without this header, return the thought at the end, or ""."""
         if (start := self._behind_header(region)) is not None:
             return start
         opening, end, _ = self.template.tags
@@ -216,10 +220,11 @@ class Rendering:
         return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
 
     def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
-        """Return the text between each reply and the reply before it, by the reply's message index.
+        """Return, for each reply, the text between the previous reply and this reply.
 
-        The text includes the reply's thought if the template shows it. Replies that the template omits are
-        missing. Empty if the model does not think, or the template cannot render the chat.
+        The keys are the indexes of the replies in `messages`. The text includes the thought of the reply if
+        the template shows the thought. Replies that the template leaves out are missing. The result is empty
+        if the model does not think, or if the template cannot render the chat.
         """
         replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not (replies and self.template.has_thoughts):
@@ -247,13 +252,13 @@ class Rendering:
         return prefix_tokens(self._model, whole, len(self._prefix(whole, prepared, shown_tools)))
 
     def _text(self, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Render what `_prepared` returned. Raises ModelError."""
+        """Render the result of `_prepared`. Raises ModelError."""
         return self._bare.render(prepared, tools=shown_tools)
 
     def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Return the beginning that all chats with this system prompt and these tools share."""
+        """Return the beginning of the text that all chats with this system prompt and these tools have."""
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
-        # a template may show tools after the first message; then only the system prompt is shared
+        # if a template shows tools after the first message, chats share only the system prompt
         for listed in (shown_tools, None) if shown_tools else (None,):
             if system or listed:
                 prefix = system_prefix(self._bare, system, listed)
@@ -291,7 +296,7 @@ class Rendering:
         return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
-        """Return the text after a reply's calls, for a template that shows their results in the reply."""
+        """Return the text after a reply's calls. For templates that show results of calls in the reply."""
         name = f"kvtool_{secrets.token_hex(8)}"
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
@@ -302,7 +307,7 @@ class Rendering:
         return text
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
-        """Return the rules that the answer must fit, or None, and remarks on them. Raises ApiError."""
+        """Return the rules for the answer, or None if there are no rules, and remarks. Raises ApiError."""
         output_format = request.output_format
         call_rules = CallRules(Vocabulary.of(self._model), self.format)
         if request.choice.kind == "required":
@@ -314,13 +319,16 @@ class Rendering:
         if not output_format:
             return None, []
         rules, remarks = output_format.rules()
-        # a grammar is for the whole reply, calls included
+        # a grammar applies to the whole reply, including calls
         if request.choice.kind == "none" or output_format.kind == "grammar":
             return rules, remarks
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Mark messages and tools for `_bare`. Without a native format, list tools in the system prompt."""
+        """Mark messages and tools for `_bare`. Return the messages, and the tools that the template shows.
+
+        If the template has no native format for tools, the tools are listed in the system prompt.
+        """
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"

@@ -1,4 +1,4 @@
-"""The message of a reply, built piece by piece: thought, text and tool calls."""
+"""Build the message of a reply (thought, text and tool calls) piece by piece."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Reply:
     Attributes
     ----------
     message
-        The whole message, as a client gets it.
+        The whole message, in the form in which a client gets it.
     n_thought
-        Number of tokens of the thought, without its tags. A token with text of the thought and a tag counts.
+        Number of tokens of the thought, without its tags. A token that has both text of the thought and a
+        part of a tag is included.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
@@ -34,13 +35,13 @@ class Reply:
         self._parser = parser
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.n_thought = 0
-        # number of tokens before the thought: those of its start tag
+        # number of tokens before the thought, which are the tokens of its start tag
         self._n_before = 0
 
     def feed(self, piece: str, n_written: int = 0) -> list[Delta]:
-        """Return the deltas of a piece. Each has one field of the message.
+        """Return the deltas of a piece. Each delta has one field of the message.
 
-        n_written: number of the reply's tokens up to the end of this piece.
+        n_written: number of tokens of the reply up to the end of this piece.
         """
         if not self._splitter:
             return list(self._deltas([(False, piece)]))
@@ -48,12 +49,12 @@ class Reply:
         parts = [*self._splitter.feed(piece)]
         self._count(parts, n_written)
         if not (had_thought or self.n_thought):
-            # the piece ends before the thought, or with its start tag
+            # the piece ends before the text of the thought: with the start tag, or before it
             self._n_before = n_written
         return list(self._deltas(parts))
 
     def end(self, n_written: int = 0) -> list[Delta]:
-        """End the reply, and return the deltas of text that was held back. n_written: as in `feed`."""
+        """End the reply. Return the deltas of text that was held back. n_written: see `feed`."""
         parts = [*self._splitter.end()] if self._splitter else []
         self._count(parts, n_written)
         deltas = list(self._deltas(parts))
@@ -62,7 +63,7 @@ class Reply:
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:
-        """Return the deltas of a prompt that the reply repeats."""
+        """Return the deltas of the prompt if the reply has to repeat it."""
         return [self._add("content", text)] if text else []
 
     def finish(self, is_cut: bool) -> str:
@@ -70,9 +71,10 @@ class Reply:
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"
 
     def _count(self, parts: Iterable[tuple[bool, str]], n_written: int) -> None:
-        """Set `n_thought` to the tokens after the start tag, if these parts have text of the thought.
+        """If the parts have text of the thought, set `n_thought` to the number of tokens after the start tag.
 
-        Text that may begin the end tag is held back: its tokens count only if it proves to be thought.
+        Text that may be the beginning of the end tag is held back. Its tokens are counted only after it
+        turned out to be part of the thought.
         """
         if any(is_thought for is_thought, _ in parts):
             self.n_thought = n_written - self._n_before
@@ -100,7 +102,7 @@ class Reply:
 
     def _text(self, text: str) -> Iterator[Delta]:
         if self._splitter and self._splitter.had_thought and not self.message["content"]:
-            # line breaks after the thought come from the template, and are not part of the text
+            # remove line breaks after the thought, because they come from the template
             text = text.lstrip("\n")
         if text:
             yield self._add("content", text)

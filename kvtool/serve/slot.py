@@ -1,4 +1,4 @@
-"""A slot: an engine that answers requests. It continues from the stored beginning of a chat."""
+"""A slot is an engine that answers requests. It continues after the beginning of a chat that is stored."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
 
 N_OUTPUT = 16
-"""Maximum tokens of a step that returns each token's logits, for log-probabilities of a prompt."""
+"""Maximum number of tokens of a step in which logits of all tokens are needed, for scoring a prompt."""
 
 
 class Slot:
-    """An engine that answers requests, one after another.
+    """An engine that answers requests, one after the other.
 
     Parameters
     ----------
     writer
         Reads prompts and writes answers with the slot's engine.
     template
-        The model's chat template. None if it has none; chats are then refused.
+        The model's chat template, or None if the model has no template. Without one, chats are refused.
     chats
         The stored chats.
     overflow
-        "forget" to let the policy evict, or "error" to refuse a chat longer than the context.
+        "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
     meta
-        Returns values to save in a session's JSON, in addition to those of `Conversation.save`.
+        Returns values that are saved in a session's JSON, in addition to the values of `Conversation.save`.
     pins
-        True if a chat's system prompt and tools are pinned even if an archive keeps them.
+        True to pin the system prompt and the tools of a chat even if an archive keeps them.
     batcher
         Decodes joint steps with other slots. None if this is the only slot.
     """
@@ -92,11 +92,11 @@ class Slot:
             self._resumer = Resumer(conversation, rendering, chats, meta, pins)
         self._logprobs: list[dict[str, Any]] = []
         self._offsets = Offsets()
-        # remarks on fields of the request that are not followed exactly; the answer lists them
+        # remarks on fields of the request that do not have their exact effect; the answer lists the remarks
         self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
-        """Answer a job's request: emit the events of its answer. Raises ApiError."""
+        """Answer the request of a job, and emit the events of the answer. Raises ApiError."""
         with self._api_errors():
             if isinstance(job.request, ChatRequest):
                 self._chat(job, job.request)
@@ -104,18 +104,18 @@ class Slot:
                 self._text(job, job.request)
 
     def n_shared(self, request: Request) -> int:
-        """Return how many tokens of a request the engine holds and can continue from."""
+        """Return how many tokens of a request the engine holds, up to a place where it can continue."""
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
             self._resumer.use(self._rendering(request)[0])
             return self._resumer.n_shared(request.messages, _offered(request))
         except (ApiError, KvtoolError, RecursionError):
-            # the answer will report the error
+            # ignore the error here, because the answer will report it
             return 0
 
     def count(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a chat's prompt. Any thread may call it. Raises ApiError."""
+        """Return the number of tokens of a chat's prompt. Any thread may call this. Raises ApiError."""
         with self._api_errors():
             self._chats_resumer()
             rendering, _ = self._rendering(request)
@@ -129,7 +129,7 @@ class Slot:
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
-        """Turn the errors of a block into ApiError."""
+        """Turn errors that are raised in the block into ApiError."""
         try:
             yield
         except UsageError as error:
@@ -160,7 +160,8 @@ class Slot:
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._start(job, request, conversation.shown | marks, rules)
         if request.begun:
-            # call this before anything is read: it raises if a grammar forbids the given beginning
+            # do this before anything is read, because it raises an error if a grammar forbids the given
+            # beginning
             conversation.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
@@ -175,7 +176,7 @@ class Slot:
         if self.writer.stop or not conversation.read_prompt(tokens):
             return
         if self.engine.checkpoints.are_small:
-            # the client may send another reply back
+            # keep the state before the reply, because the client may send back another reply
             self.engine.checkpoints.take()
         counts = {
             "n_prompt": n_prompt,
@@ -189,13 +190,13 @@ class Slot:
         reply = Reply(splitter, parser)
         pieces = conversation.write(self._room(request), may_change=rendering.template.has_thoughts)
         finish = self._write(job, request, pieces, reply, counts)
-        # the message as the client will send it back
+        # the message in the form in which the client will send it back
         message = dict(reply.message)
         message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the stream has a call that the client did not get: no later request can continue the stream
+            # the stream has a call that the client did not get, so later requests cannot continue the stream
             resumer.leave()
         else:
             resumer.keep(history, request.messages, message, tools)
@@ -231,9 +232,12 @@ class Slot:
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Return a function to call after each step; it lists log-probabilities of the tokens i32[n]."""
+        """Return a function that is called after each step and lists the log-probabilities of its tokens.
+
+        tokens: i32[n], the tokens of the prompt. text: the prompt's text.
+        """
         model = self.model
-        # offsets count from the client's text: a BOS token or space that the tokenizer adds comes before it
+        # offsets start at the client's text; a BOS token or space that the tokenizer adds is before this text
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)
@@ -248,19 +252,19 @@ class Slot:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # also list the end token: programs that score a prompt drop the last entry, which they take for
-            # the answer's only token
+            # also list the end token: programs that score a prompt drop the last entry, because they expect
+            # it to be the only token of the answer
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
-        """List a token's log-probability. special: True if control tokens are part of the text."""
+        """Add a token's log-probability to the list. special: True if control tokens are part of the text."""
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
     def _write(
         self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
     ) -> str:
-        """Write the reply, with an event for each piece. Returns OpenAI's finish reason."""
+        """Write the reply, and emit an event for each piece. Returns OpenAI's finish reason."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
@@ -270,7 +274,7 @@ class Slot:
                     deltas = reply.feed(piece, self.writer.n_written)
                     job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
         except StreamEnd:
-            # the cache is full: the answer ends here
+            # the answer ends here, because the cache is full
             if not self.writer.n_written:
                 raise
             is_full = True
@@ -288,9 +292,9 @@ class Slot:
     def _start(
         self, job: Job, request: Request, shown: frozenset[int] = frozenset(), rules: Rules | None = None
     ) -> None:
-        """Set the request's sampler, and stop the writer once the client has left. Raises ApiError.
+        """Prepare the writer for a request. If the client leaves, the writer stops. Raises ApiError.
 
-        shown: as in `Writer`. rules: rules that the answer must fit; None for the server's grammar or schema.
+        shown: see `Writer.shown`. rules: rules for the answer, or None for the server's grammar or schema.
         """
         settings = request.sampling
         if rules and request.ignores_end:
@@ -328,7 +332,7 @@ class Slot:
         stop_if_cancelled()
 
     def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Return the log-probabilities that were listed since the last call."""
+        """Return the log-probabilities that were added to the list since the last call."""
         records, self._logprobs = self._logprobs, []
         return records
 
@@ -338,7 +342,7 @@ class Slot:
             raise _too_long(self.engine, n)
 
     def _room(self, request: Request) -> int | None:
-        """Return the maximum number of tokens of the answer; None for no limit."""
+        """Return the maximum number of tokens of the answer, or None if there is no limit."""
         n_left = self.engine.n_ctx - self._n_request if self._is_bounded else None
         return min((n for n in (request.n_max, n_left) if n is not None), default=None)
 
@@ -348,7 +352,7 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Emit the last event: the message, why it ended, and how much of the stream is held."""
+        """Emit the last event: the message, the reason why it ended, and how much of the stream is held."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
@@ -366,7 +370,7 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
-    """Return a parser for calls of these tools, or None if there are no tools."""
+    """Return a parser for calls of tools, or None if there are no tools."""
     rules: Literal["", "call", "or"] = (
         "or" if request.output_format and request.output_format.kind != "grammar" else ""
     )
@@ -375,13 +379,13 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return the tools in the prompt. Deferred ones are left out; the model may still call them."""
+    """Return the tools that the prompt lists. Deferred tools are not listed, but may still be called."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]
 
 
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
-    """Return the tokens i32[n] of a prompt. Raises ApiError for tokens not in the vocabulary."""
+    """Return the tokens i32[n] of a prompt. Raises ApiError if a token is not in the vocabulary."""
     if isinstance(prompt, str):
         return model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
     if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
@@ -395,7 +399,7 @@ def text_of(model: Model, tokens: list[int]) -> str:
 
 
 def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
-    """Return the error for a request of n tokens, which does not fit in the context."""
+    """Return the error for a request of n tokens that does not fit in the context. why: the message."""
     return ApiError(
         why or f"the request has {n} tokens, and the context is {engine.n_ctx}",
         kind="exceed_context_size_error",
@@ -405,7 +409,10 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 
 
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
-    """Return how much of a stream is held, and the share of rows with each of the last n_share tokens."""
+    """Return how much of a stream is held.
+
+    If n_share is not 0, also return, for each of the last n_share tokens, the share of rows that hold it.
+    """
     engine = writer.engine
     held: dict[str, Any] = {
         "tokens": engine.n_past,

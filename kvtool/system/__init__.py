@@ -1,1 +1,1 @@
-"""Functions of the operating system that kvtool uses."""
+"""Functions for files, memory, the CPU, signals and texts from outside."""

@@ -1,4 +1,4 @@
-"""Named arrays as bytes: before the bytes of each array, a line with its name, dtype and shape."""
+"""Named arrays as bytes. Before the bytes of each array, there is a line with its name, dtype and shape."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 _ALIGN = 64
 
 _LONGEST = 256
-"""Maximum bytes of a line."""
+"""Maximum length of a line, in bytes."""
 
 
 def parts_of(name: str, array: np.ndarray, at: int) -> Iterator[memoryview]:
-    """Yield the bytes of a named array in parts.
+    """Yield the bytes of a named array in parts: first its line, then its data.
 
-    at: offset of the first part, which decides how long the line is: the array is aligned for every dtype.
+    at: offset of the first part. Spaces are added to the line, so that the data is aligned for every dtype.
     """
     array = np.ascontiguousarray(array)
     line = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
@@ -25,9 +25,9 @@ def parts_of(name: str, array: np.ndarray, at: int) -> Iterator[memoryview]:
 
 
 def arrays_in(data: Any, at: int = 0) -> dict[str, np.ndarray]:
-    """Return the arrays in data from this offset on, as views. Raises ValueError for other bytes.
+    """Return the arrays in `data`, starting at offset `at`. The arrays are views of `data`.
 
-    data: bytes, in an object with the buffer protocol.
+    data: bytes, as an object with the buffer protocol. Raises ValueError if the bytes are not named arrays.
     """
     view = memoryview(data)
     arrays: dict[str, np.ndarray] = {}

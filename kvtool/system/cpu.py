@@ -1,4 +1,4 @@
-"""The CPU: its features, its name and its cores. Imports the standard library only."""
+"""Features, name and cores of the CPU. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def cpu_features() -> str:
-    """CPU features that a native build may use. A CPU without them may hit an illegal instruction."""
+    """Return the CPU features that a native build may use.
+
+    If a CPU lacks one of them, such a build may crash with an illegal instruction.
+    """
     features = [platform.machine()]
     if sys.platform == "darwin":
         import subprocess
@@ -23,8 +26,8 @@ def cpu_features() -> str:
         )
         features.append(sysctl.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        # only the first core: Linux generates the text while it is read, which takes long for hundreds of
-        # cores
+        # read only the text of the first core: Linux generates the text while it is read, which takes long
+        # for hundreds of cores
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
         features += sorted(set(flags.partition(":")[2].split()))
@@ -34,7 +37,7 @@ def cpu_features() -> str:
 
 
 def cpu_name() -> str:
-    """Name of the CPU; "unknown" if the system does not report it."""
+    """Return the name of the CPU, or "unknown" if the system does not report it."""
     if sys.platform == "darwin":
         import subprocess
 
@@ -50,7 +53,10 @@ def cpu_name() -> str:
 
 
 def default_threads() -> int:
-    """Number of threads: one per core that this process may use, since two on a core slow each other down."""
+    """Return the number of cores that this process may use.
+
+    There is one thread per core, because two threads on one core slow each other down.
+    """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
         shared = (_CPUS / "smt" / "active").read_text().strip() == "1"
@@ -59,7 +65,8 @@ def default_threads() -> int:
     if not shared:
         return len(cpus)
     try:
-        # the CPUs of one core have equal lists; taskset may have left the process only one of them
+        # count different lists, because CPUs of the same core have equal lists; with taskset, the process may
+        # have only one of a core's CPUs
         return len({(_CPUS / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in cpus})
     except OSError:
         return max(len(cpus) // 2, 1)

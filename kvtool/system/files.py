@@ -15,19 +15,20 @@ from typing import BinaryIO, cast
 from kvtool.system.paths import cache_dir
 
 LOCK = ".lock"
-"""Suffix of the name of a file's lock, and name of a folder's lock."""
+"""The lock of a file has the file's name with this suffix. The lock of a folder has this name."""
 
 
 PART = ".kvtool.part"
-"""Suffix of a file that is being written. It is not just .part, which other programs use."""
+"""Suffix of a file that is being written. It is longer than .part, because other programs use .part."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which replaces the file at `path` once all of it is on the disk.
+    """Open a new file. After the block, when it is completely on the disk, it replaces the file at `path`.
 
-    The new file keeps the old file's permissions. If `path` is a link, its target is replaced. Leftovers of a
-    killed process are overwritten. Raises OSError, leaving the old file unchanged.
+    The new file gets the permissions of the old file. If `path` is a link, its target is replaced. If a
+    killed process left a partial new file, this partial file is overwritten. Raises OSError; then the old
+    file is unchanged.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(path.name + PART)
@@ -47,7 +48,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync a folder, so that a new name reaches the disk."""
+    """Sync a folder, so that the new name of a file is on the disk."""
     if os.name == "posix":
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -57,14 +58,14 @@ def _sync_folder(path: Path) -> None:
 
 
 def free_disk_bytes(path: str) -> int:
-    """Free bytes of the disk that holds, or will hold, a file. Raises OSError."""
+    """Return the free bytes of the disk on which a file is or will be. Raises OSError."""
     return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
 def create(path: Path, like: Path) -> FileIO:
-    """Open an empty, unbuffered file, with the permissions of `like` if that file exists.
+    """Open an empty, unbuffered file. If the file exists, it is truncated. Raises OSError.
 
-    Truncates an existing file. Raises OSError.
+    The file gets the permissions of the file `like`, if `like` exists.
     """
     file = path.open("w+b", buffering=0)
     try:
@@ -78,12 +79,15 @@ def create(path: Path, like: Path) -> FileIO:
 
 
 def temporary(buffering: int = -1) -> BinaryIO:
-    """Open a file without a name, on the disk of the cache folder. Raises OSError."""
+    """Open a file that has no name. It is on the disk of the cache folder. Raises OSError."""
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=buffering, dir=spare_folder()))
 
 
 def spare_folder() -> Path | None:
-    """Folder for temporary files: the cache folder, as /tmp may be in memory. None if it is not writable."""
+    """Return the cache folder as a folder for temporary files, or None if it cannot be written.
+
+    /tmp is not used, because it may be in memory.
+    """
     folder = cache_dir()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +95,16 @@ def spare_folder() -> Path | None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all data to an unbuffered file, whose `write` may take only a part. Raises OSError."""
+    """Write all data to an unbuffered file. One call of `write` may write only a part. Raises OSError."""
     while data:
         data = data[file.write(data) :]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file, or raise OSError and leave the old file. Devices and pipes are written directly."""
+    """Replace a file. Devices and pipes are not replaced but written directly.
+
+    Raises OSError; then the old file is unchanged.
+    """
     if path.exists() and not path.is_file():
         with path.open("wb") as device:
             device.write(data)
@@ -107,9 +114,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Log:
-    """Text file to which whole entries are appended. A part that was written before an error is removed.
+    """Text file to which whole entries are appended. Raises OSError if the file cannot be opened.
 
-    Raises OSError if the file cannot be opened.
+    If there is an error while an entry is written, the part that was already written is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +127,7 @@ class Log:
     def append(self, text: str) -> None:
         """Append an entry. Raises OSError."""
         data = text.encode("utf-8", "replace")
-        # a pipe cannot be truncated
+        # remember the end, to remove a partial entry; a pipe cannot be truncated
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
         try:
             write_all(self._file, data)
@@ -135,11 +142,13 @@ class Log:
 
 
 def set_aside(path: Path, *suffixes: str) -> Path:
-    """Give files second names, and return the new name of `path`: the first free of PATH.1, PATH.2, ...
+    """Give files a second name each. Return the second name of `path`, which is PATH.1, PATH.2, ...
 
-    suffixes: each file PATH + suffix that exists gets a second name. The default is "", which is PATH itself.
-    A number n is taken if a file is named PATH.n, or PATH.n + one of the suffixes. Raises OSError; then no
-    file has a second name.
+    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. By default there is
+    only the suffix "", which means PATH itself.
+
+    n is the first number for which PATH.n does not exist, with or without one of the suffixes. Raises
+    OSError; then the files have no second names.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)
@@ -164,9 +173,9 @@ def set_aside(path: Path, *suffixes: str) -> Path:
 
 
 def second_name(path: Path, spare: Path) -> Path:
-    """Give a file a second name, which must be free, and return it. Raises OSError.
+    """Give a file the second name `spare`, and return this name. Raises OSError, also if the name exists.
 
-    Makes a hard link if the file system has them, otherwise a copy.
+    The second name is a hard link. If the file system has no hard links, it is a copy.
     """
     try:
         os.link(path, spare)
@@ -180,19 +189,20 @@ def second_name(path: Path, spare: Path) -> Path:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock, which the operating system releases when the process dies.
+    """Hold a lock during the block. If the process dies, the operating system releases the lock.
 
-    `path` is the lock file; it is removed at the end. Without `wait`, raises BlockingIOError if another
-    process holds the lock. Raises OSError for a file that is not empty: it is not a lock.
+    path: the lock file, which is removed at the end. wait: True to wait if another process holds the lock.
+    False to raise BlockingIOError in this case. Raises OSError if the file is not empty, because then it is
+    not a lock.
     """
-    # imported here: it takes 30 ms and 1.4 MB, and most chats need no lock
+    # imported here, because the import takes 30 ms and 1.4 MB, and most chats need no lock
     from filelock import FileLock, Timeout
 
     if not path.parent.is_dir():
-        # filelock would create the folder
+        # without this check, filelock would create the folder
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     if path.is_file() and path.stat().st_size:
-        # filelock would empty it
+        # without this check, filelock would empty the file
         raise OSError(errno.EINVAL, f"{path.name} is not a lock of kvtool; rename it", str(path))
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:
@@ -202,8 +212,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        # filelock 4 leaves the file on Unix. Removing it is safe while the lock is held: since 3.24 a waiting
-        # process that gets a lock on a removed file tries again (its _finalize_locked_fd).
+        # Remove the file, because filelock 4 does not do this on Unix. This is safe while the lock is held:
+        # if a waiting process gets a lock on a removed file, it tries again (its _finalize_locked_fd, since
+        # 3.24).
         if os.name == "posix":
             with suppress(OSError):
                 path.unlink()
@@ -211,7 +222,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """True if another process holds the lock with this file. Raises OSError."""
+    """True if another process holds the lock whose file is `path`. Raises OSError."""
     try:
         if path.exists():
             with locked(path, wait=False):

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C at each stage. It imports only the standard library."""
+"""Functions that set how a program reacts to Ctrl-C. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 EXIT_CODE = 128 + 2
-"""Exit code that a shell shows for a program killed by an interrupt."""
+"""Exit code that a shell reports for a program that was killed by SIGINT."""
 
 
 def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> None:
-    """Signal handler: end the process immediately, with one line.
+    """End the process immediately, with one line. This is a signal handler.
 
-    For stages without unfinished work, such as imports and loading a model. An exception would not work: in a
-    ctypes callback it is printed and then ignored, and a bare except swallows it.
+    Use it while there is no unfinished work, for example during imports or while a model is loaded. An
+    exception would not always end the process: in a ctypes callback, exceptions are printed and then ignored,
+    and a bare except clause also ignores them.
     """
     _say(message)
     os._exit(exit_code)
@@ -28,7 +29,7 @@ def _say(message: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
-        # use the original stderr: a progress bar replaces sys.stderr, and redraws itself below output there
+        # use the original stderr, because a progress bar replaces sys.stderr and redraws itself after output
         err = sys.__stderr__ or sys.stderr
         # print below the ^C, and show the cursor, which a progress bar may have hidden
         before = "\x1b[?25h\n" if err.isatty() else ""
@@ -37,7 +38,10 @@ def _say(message: str) -> None:
 
 
 def end_by(number: int) -> None:
-    """End the process with one line. The exit code is 130 for SIGINT; any other signal kills the process."""
+    """End the process with one line after a signal.
+
+    For SIGINT, the exit code is 130. Any other signal is raised again and kills the process.
+    """
     if number == signal.SIGINT:
         end()
     _say("stopped")
@@ -57,9 +61,9 @@ def raises() -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Context in which Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
+    """Inside the block, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
 
-    Affects only the main thread, which receives Ctrl-C.
+    In other threads than the main thread this does nothing, because only the main thread receives Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,13 +73,13 @@ def raising() -> Iterator[None]:
 
 
 def ending(message: Callable[[], str]) -> AbstractContextManager[None]:
-    """Context in which Ctrl-C ends the process with this line. For work whose files are always complete."""
+    """Inside the block, Ctrl-C ends the process with a line. For work whose files are always complete."""
     return _handled(lambda *_: end(message=message()))
 
 
 @contextmanager
 def _handled(handler: Callable[..., object]) -> Iterator[None]:
-    """Context in which this handler receives Ctrl-C."""
+    """Inside the block, `handler` is called at Ctrl-C."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -85,9 +89,10 @@ def _handled(handler: Callable[..., object]) -> Iterator[None]:
 
 @contextmanager
 def notifying(notify: Callable[[], None]) -> Iterator[None]:
-    """Context in which Ctrl-C also calls `notify` immediately, from another thread.
+    """Inside the block, Ctrl-C also calls `notify` immediately, from another thread.
 
-    A signal handler runs only when C code returns, and a step of llama.cpp can take seconds.
+    A signal handler alone would be late: Python runs it only after C code returns, and a step of llama.cpp
+    can take seconds.
     """
     import socket
 
@@ -113,11 +118,12 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def hanging_up(writer: Any) -> Iterator[Callable[[], bool]]:
-    """Context in which a closed terminal (SIGHUP) stops the writer after its current step.
+    """Inside the block, closing the terminal (SIGHUP) stops the writer after its current step.
 
-    The block can then save the text. At its end SIGHUP is raised again, and ends the process. Does nothing
-    where the signal is ignored, or does not exist (Windows). Yields a function that returns True if the
-    terminal was closed.
+    The block can then save the text. After the block, SIGHUP is raised again and ends the process. Yields a
+    function that returns True if the terminal was closed.
+
+    If SIGHUP is ignored or does not exist (Windows), this does nothing.
     """
     number, came = getattr(signal, "SIGHUP", None), False
     if number is None or signal.getsignal(number) == signal.SIG_IGN:
@@ -138,7 +144,7 @@ def hanging_up(writer: Any) -> Iterator[Callable[[], bool]]:
 
 
 def stops(writer: Any) -> None:
-    """Make Ctrl-C stop the writer after its current step; a second Ctrl-C ends the process."""
+    """Make Ctrl-C stop the writer after its current step. A second Ctrl-C ends the process."""
 
     def stop(*_: object) -> None:
         writer.stop = True

@@ -1,4 +1,4 @@
-"""Memory of this process and machine, from the operating system's counters."""
+"""Memory of this process and of this machine, as the operating system reports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def peak_rss_bytes() -> int | None:
-    """Peak resident memory in bytes; None if the system does not report it."""
+    """Return the peak resident memory of this process in bytes, or None if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -18,7 +18,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def rss_bytes() -> int | None:
-    """Current resident memory in bytes; None if the system does not report it."""
+    """Return the resident memory of this process in bytes, or None if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             n_page = int(file.read().split()[1])
@@ -30,7 +30,7 @@ def rss_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Give freed memory, which the C library keeps for later use, back to the system. Needs glibc."""
+    """Return freed memory to the system. Otherwise the C library keeps it for later use. Needs glibc."""
     import ctypes
 
     with suppress(OSError, AttributeError):
@@ -38,7 +38,7 @@ def give_back() -> None:
 
 
 def free_bytes() -> int:
-    """Available memory in bytes; half of the total if the system does not report it."""
+    """Return the available memory of this machine in bytes, or half of all memory if it is not reported."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -48,7 +48,7 @@ def free_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Total memory in bytes; 8 GiB if the system does not report it."""
+    """Return the total memory of this machine in bytes, or 8 GiB if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -13,26 +13,26 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def checkout() -> Path | None:
-    """Checkout that kvtool runs from; None if it was installed from a wheel."""
+    """Return the root of the checkout from which kvtool runs. None if kvtool was installed from a wheel."""
     root = _PACKAGE.parent
     return root if (root / "patches" / "UPSTREAM").is_file() else None
 
 
 def build_command() -> str:
-    """Command that builds llama.cpp."""
+    """Return the command that builds llama.cpp."""
     return "make setup" if checkout() else "kvtool build"
 
 
 def extra_command(extra: str) -> str:
-    """Command that installs the packages of an extra."""
+    """Return the command that installs the packages of an extra of kvtool."""
     root = checkout()
     return f"pip install '{root}[{extra}]'" if root else f"pip install 'kvtool[{extra}]'"
 
 
 def cache_dir() -> Path:
-    """Per-user cache folder: $KVTOOL_CACHE, or the platform's default.
+    """Return the user's cache folder: $KVTOOL_CACHE, or else the platform's default.
 
-    Written without platformdirs, because make calls it before anything is installed.
+    This does not use platformdirs, because make calls it before anything is installed.
     """
     if chosen := os.environ.get("KVTOOL_CACHE"):
         return Path(chosen).expanduser().absolute()
@@ -46,28 +46,29 @@ def cache_dir() -> Path:
 
 
 def kernel_files() -> list[Path]:
-    """Files that define kernels."""
+    """Return the files that define kernels."""
     files = (path for name in ("kernels", "engine", "policies") for path in (_PACKAGE / name).glob("*.py"))
     return sorted(path for path in files if b"\n@kernel(" in path.read_bytes())
 
 
 def kernel_dir() -> Path:
-    """Folder of the current kernels; its name depends on their sources, the CPU and this checkout.
+    """Return the folder of the compiled kernels.
 
-    All sources count: numba notices changes in a kernel's file, but not in the files of kernels that the
-    kernel calls.
+    Its name depends on the sources of all kernels, on the CPU and on the path of this checkout. If one source
+    changes, all kernels are compiled again in a new folder. This is necessary because numba notices a change
+    in a kernel's own file, but not in the files of kernels that the kernel calls.
     """
     digest = hashlib.sha256()
     for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.*")}):
         digest.update(path.read_bytes())
-    # numba's index contains the folder of the sources: each checkout needs its own kernels
+    # each checkout needs its own kernels, because numba's index contains the folder of the sources
     digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
-    # numba does not distinguish kernels with bounds checks from kernels without
+    # kernels with bounds checks need another folder, because numba's cache does not distinguish them
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
 
 
 def kernel_library() -> Path:
-    """Shared library of the current kernels, built by kvtool/build/kernels.py."""
+    """Return the path of the kernels' shared library, which kvtool/build/kernels.py builds."""
     return kernel_dir() / "kernels.so"

@@ -1,4 +1,4 @@
-"""Texts and names from outside: always UTF-8, whatever the locale, with lines that end with LF."""
+"""Read texts and names from outside. They are UTF-8 in every locale, and their lines end with LF."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from kvtool.errors import InputError, UsageError
 
 _CONVERT = "convert it first, for example with iconv"
 _BLOCK = 2**16
-"""Bytes to read to check that a file is text."""
+"""At first, this many bytes are read, to check that a file is text."""
 
 
 def with_lf(text: str) -> str:
-    """Convert every CRLF and other CR to LF, as Python does when it reads a text file."""
+    """Convert every CRLF and every other CR to LF, as Python does when it reads a text file."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8 bytes for a model, remove a byte order mark, and convert line ends to LF.
-
-    Raises UnicodeDecodeError.
-    """
+    """Decode UTF-8. Remove a byte order mark, and convert line ends to LF. Raises UnicodeDecodeError."""
     return with_lf(data.decode("utf-8-sig"))
 
 
@@ -34,19 +31,19 @@ def utf8(flag: str, text: str | None) -> str | None:
     if text is None:
         return None
     try:
-        # with an ASCII locale, characters that are not ASCII arrive as undecoded bytes
+        # decode again: in an ASCII locale, Python leaves characters that are not ASCII as undecoded bytes
         return with_lf(text.encode("utf-8", "surrogateescape").decode())
     except UnicodeDecodeError:
         raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
 
 
 def shown(text: object) -> str:
-    """Return a text or path with U+FFFD for bytes that are not UTF-8."""
+    """Return a text or path in which U+FFFD replaces all bytes that are not UTF-8."""
     return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Encode a value as ASCII JSON, with U+FFFD for bytes of a path that are not UTF-8."""
+    """Encode a value as ASCII JSON. U+FFFD replaces bytes of a path that are not UTF-8."""
     import json
 
     return json.dumps(_cleaned(value), indent=indent)
@@ -61,7 +58,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def read_stdin() -> str:
-    """Read all of stdin without the last line breaks; "" at a terminal. Raises InputError."""
+    """Read all of stdin. Line breaks at the end are removed. "" if stdin is a terminal. Raises InputError."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
@@ -79,21 +76,21 @@ def stdin_lines() -> Iterator[str]:
             text = decoded(line) if number == 1 else with_lf(line.decode())
         except UnicodeDecodeError as error:
             raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None
-        # a CR inside the line also ends a line
+        # split again, because a CR inside the line also ends a line
         yield from text.removesuffix("\n").split("\n")
 
 
 class TextSource:
-    """A text in a file, in a named pipe or on stdin, read from its start only as far as needed.
+    """A text from a file, a named pipe or stdin. Only as much of it as necessary is read.
 
     Attributes
     ----------
     name
-        Name in messages.
+        Name of the text in messages.
     is_whole
-        True once all of it was read.
+        True if the whole text has been read.
 
-    Raises InputError unless it can be read and begins with text in UTF-8.
+    Raises InputError if the text cannot be read, or if its first bytes are not text in UTF-8.
     """
 
     def __init__(self, file: str) -> None:
@@ -113,9 +110,10 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Read until at least n_bytes are held (None: to the end), and return the text of all bytes held.
+        """Read until there are at least n_bytes bytes, and return the text of all bytes that were read.
 
-        An incomplete character at the end is left out. Raises InputError.
+        n_bytes: number of bytes, or None to read the whole text. If the last character is incomplete, it is
+        left out. Raises InputError.
         """
         try:
             missing = -1 if n_bytes is None else max(n_bytes - len(self._data), 0)
@@ -143,7 +141,7 @@ class TextSource:
 
 
 def is_stdin(file: str) -> bool:
-    """Return True for the names of stdin, which must be read through one buffer."""
+    """Return True if `file` is one of the names of stdin, which has to be read through a single buffer."""
     return file in ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
@@ -152,11 +150,11 @@ def exists(name: str) -> bool:
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
-        # for example a name that is too long
+        # the name is not possible, for example too long
         return False
 
 
 def read_text(file: str) -> str:
-    """Return the text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
+    """Return the text of a file, or of stdin for "-". Raises InputError if it is not text in UTF-8."""
     with closing(TextSource(file)) as source:
         return source.start()

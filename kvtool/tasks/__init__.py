@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _SHARED = ("__init__", "task", "reader", "results", "haystack", "data", "metrics", "shared")
-"""Files here that are not tasks."""
+"""Files of this folder that are not tasks."""
 
 
 def names() -> list[str]:

@@ -1,15 +1,24 @@
 """choice: multiple choice; the likeliest answer must be the right one, after 0 to 5 solved examples.
 
 Prompts come from lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
-Winogrande, with an empty line between examples. The prompt is read once, and each choice is scored after it.
+Winogrande. Examples are separated by an empty line. The prompt is read once, and then each choice is scored
+as its continuation.
 
-acc: 1 if the choice with the highest log-probability is right. acc_norm: the same with the log-probability
-per byte of the choice (UTF-8, without the space before it); the harness counts characters, which is the same
-for ASCII. For Winogrande the text after the blank is scored; all choices share it, so both scores are equal.
+acc: 1 if the choice with the highest log-probability is right.
 
-Layouts: LLM-Adapters' ({"instruction": "... Answer1: ... Answer2: ...", "answer": "answer2"}; Solution1,
-Option1, "The options: A ) ..."), COPA ({"p", "a1", "a2", "asks-for", "most-plausible-alternative"}), RTE
-({"sentence1", "sentence2", "label"}, 0 is entailment).
+acc_norm: 1 if the choice with the highest log-probability per byte is right. The bytes are counted in
+UTF-8, without the space before the choice. The harness counts characters instead, which is the same for
+ASCII.
+
+For Winogrande, the text after the blank is scored instead of the choice. This text is the same for all
+choices, so both scores are equal.
+
+Layouts:
+
+- LLM-Adapters: {"instruction": "... Answer1: ... Answer2: ...", "answer": "answer2"}. The instruction may
+  also have Solution1, Option1 or "The options: A ) ...".
+- COPA: {"p", "a1", "a2", "asks-for", "most-plausible-alternative"}.
+- RTE: {"sentence1", "sentence2", "label"}. The label 0 means entailment.
 """
 
 from __future__ import annotations
@@ -45,9 +54,9 @@ class ChoiceTask(Task):
     Attributes
     ----------
     shots
-        Solved examples before each question, 0 to 5; sampled for each question.
+        Number of solved examples before each question, 0 to 5. They are sampled again for each question.
     train
-        File of the examples; if empty, the file of the question.
+        File from which the examples are taken. If empty, they are taken from the file of the question.
     seed
         Seed of random choices.
     """
@@ -80,7 +89,7 @@ class ChoiceTask(Task):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
-        # limit of the answer's tokens: one for each byte, and one for the space before it
+        # an answer has at most one token for each byte, and one for the space before it
         reader.read(
             item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
         )
@@ -110,7 +119,7 @@ def _questions(path: Path) -> list[Item]:
 
 
 def _item(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
-    """Build a question. prompt, ending: text before and after the choice. right: index of the right one."""
+    """Build a question. prompt, ending: text before and after the choice. right: index of the answer."""
     if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
         raise ValueError(f"answer {right + 1} of {len(choices)} choices")
     return Item("", prompt, [choices[right]], choices, {"ending": ending} if ending else {})
@@ -143,7 +152,7 @@ def _question(record: Record) -> Item:
         if not blank:
             raise ValueError("no blank in the sentence")
         return _item(before.strip(), choices, right, ending.rstrip())
-    # as in the harness, OpenBookQA's questions are not marked as questions: they are beginnings of sentences
+    # OpenBookQA's questions are beginnings of sentences, so the harness does not mark them as questions
     prompt = question.strip() if match["choices"].startswith("Answer") else _as_question(question)
     return _item(prompt, choices, right)
 

@@ -35,7 +35,7 @@ def read(path: Path) -> list[Any]:
     if text.lstrip().startswith("["):
         records: list[Any] = _parsed(text, str(path))
         return records
-    # not splitlines, which also splits at line breaks that strings in JSON may contain
+    # splitlines would also split at other line breaks, which strings in JSON may contain
     lines = enumerate(text.split("\n"), 1)
     return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
@@ -43,10 +43,11 @@ def read(path: Path) -> list[Any]:
 def parse_each(
     files: Sequence[Path], task: str, parse: Callable[[Record], T]
 ) -> Iterator[tuple[Path, int, T]]:
-    """Yield for every record its file, its number there from 1 on, and the result of `parse`.
+    """Yield (file, number, result of `parse`) for every record. Numbers in a file start at 1.
 
-    task: name for messages. parse: raises an ordinary error (KeyError, ValueError, ...) for an unknown
-    layout. Raises InputError for that error, and for a file without records.
+    task: name of the task in error messages. parse: function that raises an ordinary error (KeyError,
+    ValueError, ...) if the layout of a record is unknown. Raises InputError in this case, and if a file has
+    no records.
     """
     for path in files:
         records = read(path)
@@ -68,7 +69,10 @@ def stem(path: Path) -> str:
 
 
 def few_shot(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
-    """Sample n of `others` as solved examples. what: their name, for the InputError if there are fewer."""
+    """Sample n of `others` as solved examples. Raises InputError if there are fewer than n.
+
+    what: word for the examples in the error message.
+    """
     if len(others) < n:
         raise InputError(f"{n} shots need {n} other {what}, there are {len(others)}")
     return random.Random(seed).sample(others, n)
@@ -82,7 +86,7 @@ def text(value: Any) -> str:
 
 
 def texts(value: Any) -> list[str]:
-    """Return the value as a list; it must be a string or a list of strings. Raises TypeError."""
+    """Return the value as a list of strings. It must be a string or a list of strings. Raises TypeError."""
     return [text(part) for part in ([value] if isinstance(value, str) else list(value))]
 
 
@@ -90,7 +94,7 @@ def _parsed(line: str, where: str) -> Any:
     try:
         record = json.loads(line)
         if "\\ud" in line.lower():
-            # half of a surrogate pair becomes a question mark: models cannot read it
+            # replace half of a surrogate pair by a question mark: models cannot read it
             record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None

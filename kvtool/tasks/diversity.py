@@ -1,12 +1,18 @@
 """diversity: several samples of each prompt; they should be as diverse as with the full cache.
 
-self_bleu: mean BLEU of each sample of a prompt against the other samples (Zhu et al. 2018, arXiv:1802.01886),
-0 to 100; higher means more similar. full_self_bleu: the same for samples from the full cache, with the same
-seeds. distance: the absolute difference of the two. BUZZ (arXiv:2410.23079, section 4.2.3, Figure 7) calls a
-policy better if its distance is smaller.
+self_bleu: the mean BLEU of a prompt's samples, each compared with the other samples (Zhu et al. 2018,
+arXiv:1802.01886). It is between 0 and 100. The higher it is, the more similar are the samples.
 
-Layouts: {"prompt"}; MT-Bench's {"turns": [...]}, whose first turn is used; a text that asks for its own
-summary, as HELM's ({"article"}).
+full_self_bleu: self_bleu of samples from the full cache, with the same seeds.
+
+distance: the absolute difference between self_bleu and full_self_bleu. BUZZ (arXiv:2410.23079, section 4.2.3,
+Figure 7) calls a policy better if its distance is smaller.
+
+Layouts:
+
+- {"prompt"}.
+- MT-Bench: {"turns": [...]}. Only the first turn is used.
+- HELM: {"article"}, a text that ends with an instruction to summarize it.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ class Diversity(RecordTask):
     Attributes
     ----------
     samples
-        Samples of each prompt.
+        Number of samples of each prompt.
     n_max
         Maximum tokens of a sample.
     temp
@@ -38,7 +44,7 @@ class Diversity(RecordTask):
     top_p
         top-p of the sampler.
     seed
-        Seed of the first sample; later samples count up from it.
+        Seed of the first sample. Each later sample has the next higher seed.
     """
 
     samples: int = 5

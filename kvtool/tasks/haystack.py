@@ -1,4 +1,4 @@
-"""Base of needle and passkey: a fact hidden in filler at a given depth of a prompt of a given length."""
+"""Base class of needle and passkey, which hide a fact at a given depth in a prompt of a given length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END = re.compile(r"(?<=[.!?])\s+")
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""Filler if no files are given, from passkey's paper."""
+"""Filler from passkey's paper, used if no files are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Haystack(Task):
     lengths
         Lengths of the prompts in tokens.
     depths
-        Positions of the fact: 0 is the start, 1 the end.
+        Positions of the fact in the filler: 0 is the start, 1 is the end.
     repeats
-        Prompts for each length and depth, each with different filler.
+        Number of prompts for each length and depth. Each has different filler.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -55,7 +55,7 @@ class Haystack(Task):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """Seed of all random choices; the last parameter of each task."""
+        """Seed of all random choices. It is the last parameter of each task."""
 
     @abstractmethod
     def parts(self, rng: random.Random) -> tuple[str, str, str, Sequence[str]]:
@@ -73,7 +73,7 @@ class Haystack(Task):
         return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        # uncut, because the fact may be in the middle
+        # do not cut the prompt: the fact may be in its middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
         has_all = all(word.lower() in output.lower() for word in item.references)
@@ -81,7 +81,10 @@ class Haystack(Task):
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """Return the sentences of text files and of .txt files in folders. Raises InputError if there is none."""
+    """Return the sentences of text files, and of .txt files in folders.
+
+    Raises InputError if there are no sentences.
+    """
     all_sentences = [sentence for text in texts_of(files) for sentence in sentences(text)]
     if not all_sentences:
         raise InputError(f"no text in {', '.join(map(str, files))}")
@@ -100,7 +103,7 @@ def texts_of(files: Sequence[Path]) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, each on one line. A sentence ends with . ? or !"""
+    """Split a text into sentences, and replace line breaks by spaces. A sentence ends with . ? or !"""
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if part]
 
@@ -115,11 +118,11 @@ def hide(
     start: str,
     end: str,
 ) -> str:
-    """Build a prompt of start, filler with the fact, and end: as many tokens as fit into `length`.
+    """Build a prompt from `start`, the filler with the fact, and `end`. It has at most `length` tokens.
 
-    The filler begins at a random sentence and starts over at its end. The fact is put between two sentences,
-    as close as possible to the fraction `depth` of the filler's tokens. Raises InputError if not even the
-    fact fits.
+    The prompt has as much filler as fits. The filler begins at a random sentence. After its last sentence it
+    starts again with the first. The fact is put between two sentences, as close as possible to the fraction
+    `depth` of the filler's tokens. Raises InputError if the fact does not fit even without filler.
     """
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
@@ -129,7 +132,7 @@ def hide(
     ends = [0]
     while True:
         sentence = filler[(first + len(chosen)) % len(filler)]
-        # tokenized with the space before it, as in the prompt
+        # the prompt has a space before each sentence
         end_of_this = ends[-1] + len(model.tokenize(f" {sentence}"))
         if end_of_this > room:
             break

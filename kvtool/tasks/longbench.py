@@ -1,18 +1,24 @@
 """longbench: the 21 tasks of LongBench with its prompts and metrics.
 
-Bai et al. 2023 (arXiv:2308.14508), code of THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py).
-Prompts, maximum lengths of answers and metrics come from there, and so do these rules: few-shot and code
-tasks are plain text even with a chat model; the middle of a prompt that is too long is cut out; for trec,
-triviaqa, samsum and lsht only the first line of an answer counts; the best score over the right answers
-counts. Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset), and for
-English, Chinese and all tasks the mean over six categories, each the mean of its tasks. Code tasks
-count in both languages.
+LongBench is by Bai et al. 2023 (arXiv:2308.14508). Prompts, maximum lengths of answers and metrics are taken
+from its code, THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py), and also these rules:
 
-Differs: the chat template counts when a prompt is cut to --max-prompt, while LongBench adds it afterwards;
-the first token of an answer to samsum may be a line break.
+- Few-shot and code tasks are plain text, even with a chat model.
+- If a prompt is too long, its middle is cut out.
+- For trec, triviaqa, samsum and lsht, only the first line of an answer is scored.
+- If there are several right answers, the highest score is used.
 
-Layouts: LongBench's ({"input", "context", "answers", "all_classes", "dataset"}), or with the whole prompt
-({"prompt", "answers", "all_classes", "task"}), as in MiniLongBench.
+Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset). It also reports an
+average for English, for Chinese and for all tasks. An average is the mean of six categories, and a category
+is the mean of its tasks. Code tasks are part of both languages.
+
+Two things differ. The length to which a prompt is cut (--max-prompt) includes the chat template, while
+LongBench adds the template afterwards. The first token of an answer to samsum may be a line break.
+
+Layouts:
+
+- LongBench: {"input", "context", "answers", "all_classes", "dataset"}.
+- MiniLongBench, which has the whole prompt: {"prompt", "answers", "all_classes", "task"}.
 """
 
 from __future__ import annotations
@@ -43,13 +49,13 @@ class Dataset:
     n_max
         Maximum tokens of an answer.
     metric
-        Score of an output against a reference; `classification` also gets the classes.
+        Function that scores an output against a reference. `classification` also gets the classes.
     prompt
         Template with {context} and {input}.
     as_it_is
         True if the prompt is plain text even with a chat model.
     first_line
-        True if only the first line of an answer counts.
+        True if only the first line of an answer is scored.
     """
 
     n_max: int
@@ -62,7 +68,7 @@ class Dataset:
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 PARTS = {name: Dataset(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
-"""Tasks, read from longbench.json: the prompts are data, as in LongBench's config/*.json."""
+"""Tasks by name, read from longbench.json. LongBench also keeps the prompts in JSON files (config/*.json)."""
 
 CATEGORIES = {
     "single-document questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -80,7 +86,7 @@ LANGUAGES = {
     "ZH": _CHINESE | frozenset(CATEGORIES["code"]),
     "all": frozenset(PARTS),
 }
-"""Tasks of each average."""
+"""Tasks that each average includes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class LongBench(RecordTask):
     Attributes
     ----------
     only
-        Names of the tasks to run; empty: all tasks in the files.
+        Names of the tasks to run. If empty, all tasks in the files are run.
     """
 
     only: tuple[str, ...] = ()
@@ -134,7 +140,7 @@ class LongBench(RecordTask):
         return ScoredAnswer(output, {"score": metrics.best(metric, counted, item.references)})
 
     def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
-        """LongBench's averages for each language, over the categories that have items."""
+        """Return LongBench's average for each language, over the categories that have items."""
         values: dict[str, list[float]] = defaultdict(list)
         for record in finished:
             if "score" in record["scores"]:
@@ -142,7 +148,7 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             datasets = values.keys() & parts
-            # code tasks count in both languages, but a language needs other tasks for an average
+            # code tasks are part of both languages, but a language with only code tasks gets no average
             if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
                 categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

@@ -1,4 +1,4 @@
-"""Scores of a model's output against a right answer, by their original definitions."""
+"""Scores that compare a model's output with a right answer. They follow their original definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Metric = Callable[[str, str], float]
 
 
 def best(metric: Metric, output: str, references: Sequence[str]) -> float:
-    """Highest score over the references; 0 without references."""
+    """Return the highest score over the references, or 0 if `references` is empty."""
     return max((metric(output, reference) for reference in references), default=0.0)
 
 
@@ -42,12 +42,15 @@ def exact_match(output: str, reference: str) -> float:
 
 
 def f1(output: str, reference: str) -> float:
-    """SQuAD's F1 (1.1) of the normalized words; 0 if either has none."""
+    """SQuAD's F1 (evaluation script 1.1) of the normalized words. 0 if either text has no words."""
     return f1_of(normalized(output).split(), normalized(reference).split())
 
 
 def subspan(output: str, reference: str) -> float:
-    """Lost in the Middle's "best subspan EM": 1 if the output contains the reference, both normalized."""
+    """Lost in the Middle's "best subspan EM": 1 if the output contains the reference.
+
+    Both are normalized first.
+    """
     return float(normalized(reference) in normalized(output))
 
 
@@ -58,16 +61,16 @@ def f1_of(output: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def rouge(output: str, reference: str) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L by the rouge-score package: f-measures, words stemmed (Porter)."""
+    """f-measures of ROUGE-1, ROUGE-2 and ROUGE-L from the rouge-score package, with Porter's stemmer."""
     scores = _rouge_scorer().score(reference, output)
     return {name: float(scores[name].fmeasure) for name in ("rouge1", "rouge2", "rougeL")}
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """Similarity of texts, 0 to 100: mean BLEU-4 of each text with all other texts as its references.
+    """Similarity of texts, 0 to 100: the mean BLEU-4 of all texts (Zhu et al. 2018, arXiv:1802.01886).
 
-    Zhu et al. 2018 (arXiv:1802.01886). BLEU is sacrebleu's sentence BLEU: tokenizer 13a, exponential
-    smoothing of zero counts, and only orders that the text is long enough for.
+    The references of a text are all other texts. BLEU is sacrebleu's sentence BLEU with tokenizer 13a and
+    exponential smoothing of zero counts. n-grams that are longer than the text are left out.
     """
     import sacrebleu
 
@@ -78,31 +81,33 @@ def self_bleu(texts: Sequence[str]) -> float:
 
 
 def f1_zh(output: str, reference: str) -> float:
-    """LongBench's F1 of Chinese texts: words by jieba, without punctuation."""
+    """LongBench's F1 for Chinese texts: jieba finds the words, and punctuation is removed."""
     return f1_of(_words_zh(output), _words_zh(reference))
 
 
 def rouge_l(output: str, reference: str) -> float:
-    """LongBench's ROUGE-L: f-measure of the rouge package, without stemming; 0 if the package fails."""
+    """LongBench's ROUGE-L: the f-measure of the rouge package without stemming. 0 if the package fails."""
     from rouge import Rouge
 
     try:
         return float(Rouge().get_scores([output], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
-        # an empty text, or a sentence too long for the package's recursion
+        # the text is empty, or a sentence is too long for the package's recursion
         return 0.0
 
 
 def rouge_l_zh(output: str, reference: str) -> float:
-    """LongBench's ROUGE-L of Chinese texts: words by jieba, with spaces between them."""
+    """LongBench's ROUGE-L for Chinese texts: jieba finds the words, and spaces are put between them."""
     return rouge_l(*(" ".join(_jieba().cut(text, cut_all=False)) for text in (output, reference)))
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """LongBench's classification score: 1 / n if the output names n classes and the right one, otherwise 0.
+    """LongBench's classification score.
 
-    A class whose name is part of the right class's name does not count. As in LongBench, if two such classes
-    follow each other, only the first is left out.
+    It is 1 / n if the output names n classes and one of them is the right class, otherwise 0.
+
+    A class whose name is part of the right class's name is not counted. But if two such classes follow each
+    other in the list, the second is counted, because LongBench does so.
     """
     named = [name for name in classes if name in output]
     at = 0
@@ -114,13 +119,13 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
 
 
 def share_of_numbers(output: str, right: str) -> float:
-    """LongBench's score for counts: the share of the numbers in the output that are right."""
+    """LongBench's score for counts: the share of the output's numbers that are right."""
     numbers = re.findall(r"\d+", output)
     return numbers.count(right) / len(numbers) if numbers else 0.0
 
 
 def retrieval(output: str, reference: str) -> float:
-    """LongBench's score for "Paragraph N" (Chinese 段落N): the share of the output's numbers that are N."""
+    """LongBench's score for "Paragraph N" (in Chinese 段落N): the share of N in the output's numbers."""
     match = re.search(r"(?:Paragraph |段落)(\d+)", reference)
     return share_of_numbers(output, match[1]) if match else 0.0
 
@@ -128,8 +133,8 @@ def retrieval(output: str, reference: str) -> float:
 def code_similarity(output: str, reference: str) -> float:
     """LongBench's code score: similarity of the reference and the output's first line of code.
 
-    Lines with a comment or a code fence do not count. LongBench uses fuzzywuzzy's ratio, which without
-    python-Levenshtein (LongBench does not install it) is difflib's in whole percents.
+    Lines with a comment or a code fence are skipped. LongBench uses fuzzywuzzy's ratio, and does not install
+    python-Levenshtein. The ratio is then difflib's, in whole percents.
     """
     lines = output.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")

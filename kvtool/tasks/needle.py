@@ -1,7 +1,8 @@
 """needle: a sentence is hidden in a long text; the answer must contain its keywords.
 
-From Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs", with his needle, question and instruction.
-Differs: no second model judges the answer; it must contain every keyword.
+The task is from Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs". The needle, the question and
+the instruction are the same. One thing differs: no second model judges the answer. Instead, the answer must
+contain every keyword.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Needle(Haystack):
     needle
         The hidden sentence.
     question
-        The question that it answers.
+        The question that the hidden sentence answers.
     keywords
-        Words that the answer must contain, ignoring case.
+        Words that the answer must contain. The case is ignored.
     seed
         Seed of all random choices.
     """

@@ -1,7 +1,8 @@
 """passkey: a number is hidden in a long text; the answer must contain it.
 
-From Mohtashami and Jaggi 2023 (arXiv:2305.16300, appendix): an instruction, filler, the sentence with the
-key, filler, and the question. Differs: if files are given, their text is the filler.
+The prompt is from Mohtashami and Jaggi 2023 (arXiv:2305.16300, appendix): an instruction, filler, the
+sentence with the key, filler, and the question. One thing differs: if files are given, their text is the
+filler.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Passkey(Haystack):
     Attributes
     ----------
     digits
-        Digits of the key.
+        Number of digits of the key.
     seed
         Seed of all random choices.
     """

@@ -1,17 +1,23 @@
 """qa: a question about documents; scored by F1, exact match and the right answer's likelihood.
 
 Prompts have the form of Lost in the Middle (Liu et al. 2023, arXiv:2307.03172): an instruction, numbered
-documents, the question, "Answer:". As there, only the first line of an answer counts.
+documents, the question, and "Answer:". As in Lost in the Middle, only the first line of an answer is scored.
 
-f1, em: SQuAD's (Rajpurkar et al. 2016, evaluation script 1.1), the highest over the right answers.
-subspan_em: Lost in the Middle's accuracy: the output contains a right answer, both normalized.
-logp: log-probability per token of the likeliest right answer, in nats.
+f1, em: SQuAD's F1 and exact match (Rajpurkar et al. 2016, evaluation script 1.1). If there are several right
+answers, the highest score is used.
 
-Layouts: Lost in the Middle ({"question", "answers", "ctxs": [{"title", "text"}]}); HotpotQA
-({"question", "answer", "paragraphs": [{"title", "text"}]}, or as published "context": [[title, [sentence,
-...]], ...]); LongBench ({"input", "context", "answers"}); LoCoMo ({"conversation": {"session_1_date_time",
-"session_1": [{"speaker", "text"}], ...}, "qa": [{"question", "answer", "category"}]}). LoCoMo's
-questions without an answer (category 5) are left out.
+subspan_em: Lost in the Middle's accuracy: 1 if the output contains a right answer. Both are normalized first.
+
+logp: log-probability per token of the most likely right answer, in nats.
+
+Layouts:
+
+- Lost in the Middle: {"question", "answers", "ctxs": [{"title", "text"}]}.
+- HotpotQA: {"question", "answer", "paragraphs": [{"title", "text"}]}. The published file has
+  "context": [[title, [sentence, ...]], ...] instead of paragraphs.
+- LongBench: {"input", "context", "answers"}.
+- LoCoMo: {"conversation": {"session_1_date_time", "session_1": [{"speaker", "text"}], ...},
+  "qa": [{"question", "answer", "category"}]}. Questions without an answer (category 5) are left out.
 """
 
 from __future__ import annotations
@@ -71,11 +77,11 @@ class QA(RecordTask):
         return [replace(item, id=f"-{i}") for i, item in enumerate(items, 1)] if len(items) > 1 else items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        # limit of an answer's tokens: one for each byte, and one for the space before it
+        # an answer has at most one token for each byte, and one for the space before it
         n_right = max(len(reference.encode()) for reference in item.references) + 1
         reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
         logp = {}
-        # the model writes first, before a right answer is in the cache
+        # let the model write first, because the right answers are not yet in the cache
         with reader.going_back() as back:
             output = reader.write(self.n_max, stop=["\n"]).strip()
             for reference in item.references if self.likelihood else ():
@@ -107,7 +113,7 @@ def _of_documents(record: Record) -> Item:
 def _of_dialogue(record: Record) -> Iterator[Item]:
     dialogue = record["conversation"]
     sessions = []
-    # session_1, session_2, ... with their dates
+    # sessions are named session_1, session_2, ...
     for number in range(1, 1 + sum(name.startswith("session_") for name in dialogue)):
         if turns := dialogue.get(f"session_{number}"):
             lines = [f"{turn['speaker']}: {turn['text']}" for turn in turns]
@@ -118,7 +124,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
-            # in the file, an answer that is a year is a number
+            # if the answer is a year, the file has a number
             answers = _answers(str(question["answer"]))
             yield Item("", prompt, answers, about={"category": question.get("category")})
 

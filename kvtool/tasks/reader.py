@@ -1,4 +1,4 @@
-"""Read prompts under a policy, and write or score answers. Every task uses the engine through this file."""
+"""Read prompts with a policy, and write or score answers. Every task uses the engine through this file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtool.policy import Policy
 from kvtool.tasks.shared import Shared
 
 N_OUTPUT = 64
-"""Maximum tokens of an answer scored in one batch."""
+"""Maximum number of tokens of an answer that are scored in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Likelihood:
     Attributes
     ----------
     logp
-        Sum of the log-probabilities of its tokens, in nats.
+        Sum of the log-probabilities of the text's tokens, in nats.
     n
-        Number of its tokens.
+        Number of tokens of the text.
     greedy
-        True if each token was the likeliest one.
+        True if each token was the most likely token.
     """
 
     logp: float
@@ -47,39 +47,46 @@ class Likelihood:
 
 
 def n_held(model: Model, template: Template | None) -> int:
-    """Number of tokens before an answer that are never evicted: the chat template's reply header."""
+    """Number of tokens of the chat template's reply header. An answer begins after these tokens.
+
+    They are never evicted. The number is 0 without a template.
+    """
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
 
 
 class Reader:
-    """Read with one engine at a time. A new policy needs a new engine: budgets may depend on the prompt.
+    """Read prompts with one engine at a time.
+
+    Budgets may depend on the prompt. If a prompt needs another policy or budget, a new engine is created.
 
     Parameters
     ----------
     policy_for
-        Function that returns the policy, given the numbers of tokens of a prompt and of its answer.
+        Function of the numbers of tokens of a prompt and its answer. It returns the policy.
     template
-        Chat template for prompts that are a user's turn; None for plain text.
+        Chat template, if prompts are a user's turn. None if prompts are plain text.
     n_prompt
-        Maximum tokens of a prompt. The middle of a longer one is cut out, as in LongBench. Default: the
-        trained context, which is also the maximum without evictions.
+        Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. The default is
+        the trained context. If the policy never evicts, the maximum cannot be larger than that.
     full_for
-        Like policy_for, for the policy that keeps everything; None if policy_for returns that policy.
+        Function like policy_for that returns the policy that keeps everything. None if policy_for returns
+        that policy.
     sampling, seed
-        Settings and seed of the sampler for answers. Default: always the most likely token.
+        Settings and seed of the sampler for answers. By default, the most likely token is always chosen.
 
     Attributes
     ----------
     n_read
-        Number of tokens of the last prompt that were read.
+        Number of tokens that were read of the last prompt.
     is_cut
         True if the middle of the last prompt was cut out.
     shared
-        Reads prompts once for several readers; None: each reader reads them itself.
+        Reads each prompt once for several readers. If None, this reader reads its prompts itself.
     while_reading
-        Called before each step of a prompt with two numbers: its tokens that are read, and all its tokens.
+        Function that is called before each step of reading a prompt. Its arguments are the number of tokens
+        read so far and the number of all tokens of the prompt.
     full
-        Reader with the policy that keeps everything; the reader itself if that is its policy.
+        Reader with the policy that keeps everything. It is this reader if `full_for` is None.
     """
 
     def __init__(
@@ -125,8 +132,9 @@ class Reader:
     def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
         """Read a prompt into an empty cache. An answer of up to n_answer tokens follows.
 
-        as_it_is: read it as plain text, without the template. uncut: never cut out its middle. Raises
-        InputError if it does not fit in a cache that keeps everything, and Engine's errors.
+        as_it_is: True to read the prompt as plain text, without the template. uncut: True to never cut out
+        its middle. Raises InputError if the policy keeps everything and the prompt does not fit in the cache.
+        Also raises Engine's errors.
         """
         template = None if as_it_is else self.template
         self.is_cut = False
@@ -135,14 +143,14 @@ class Reader:
         self._read(tokens)
 
     def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
-        """Read a prompt as `read` does, uncut, and the beginning of its answer.
+        """Read a prompt without cutting it, and then the beginning of its answer.
 
-        Returns the number of tokens that were read first. Raises the same as `read`.
+        Return the number of tokens that were read first. Raises the errors of `read`.
 
-        question: end of the prompt, read after the rest. With `--prefill whole`, an eviction then happens
-        before the question is known. "": read the prompt at once.
+        question: the end of the prompt, which is read after the rest. With `--prefill whole`, an eviction
+        then happens before the question is known. If it is "", the prompt is read at once.
 
-        opening: beginning of the answer; after plain text it follows a space.
+        opening: the beginning of the answer. If the prompt is plain text, a space is put before it.
         """
         self.is_cut = False
         tokens = self._whole(prompt, self.template, opening)
@@ -151,12 +159,12 @@ class Reader:
             first = self._whole(prompt.removesuffix(question), self.template)
             n = min(len(first), n_first)
             differs = first[:n] != tokens[:n]
-            # a token across the boundary counts as part of the question
+            # a token that spans the boundary is read with the question
             n_first = int(differs.argmax()) if differs.any() else n
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # hold no tokens yet: the first part does not end with a reply header
+            # hold no tokens yet, because the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
             self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
@@ -167,15 +175,18 @@ class Reader:
         return n_first
 
     def start(self) -> None:
-        """Empty the cache; turns follow. A budget in percent is a share of the context, not of a prompt."""
+        """Empty the cache, before the first turn is read.
+
+        A budget in percent is a share of the context, not of a prompt.
+        """
         n_ctx = min(self.settings.n_ctx or self.model.n_ctx_train, self.model.n_ctx_train)
         self._empty(self._policy_for(n_ctx, 0), self.template)
         self._turns = []
 
     def read_turn(self, text: str) -> None:
-        """Read a user's turn after everything since `start`. An answer follows.
+        """Read a user's turn, up to the place where the answer begins. The cache keeps all since `start`.
 
-        Without a template the turn is formatted as in StreamingLLM, with USER and ASSISTANT. Raises Engine's
+        Without a template, the turn has the format of StreamingLLM, with USER and ASSISTANT. Raises Engine's
         errors.
         """
         is_first = self.engine.n_past == 0
@@ -192,22 +203,22 @@ class Reader:
         self._read(tokens)
 
     def following(self, text: str) -> str:
-        """Return a text in the form that follows a prompt: after a plain prompt it starts with a space."""
+        """Strip a text that follows a prompt. If the prompt is plain text, put a space before the text."""
         return text.strip() if self.template else f" {text.strip()}"
 
     def write(self, n_max: int, stop: Sequence[str] = ()) -> str:
-        """Write an answer, up to the end of the model's turn, n_max tokens, or one of the stop strings.
+        """Write an answer. It ends with the model's turn, before a stop string, or after n_max tokens.
 
-        A stop string does not count within the white space at the start of the text.
+        Stop strings in the white space at the start of the text are ignored.
         """
         return self._write(Sampler(self.model, self._sampling, seed=self._seed), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
-        """Sample a text, up to the end of the model's turn or n_max tokens."""
+        """Sample a text. It ends with the model's turn or after n_max tokens."""
         return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
-        """Likelihood of the text as continuation. Decodes its tokens, with evictions when they are due."""
+        """Decode a text, with evictions when they are due, and return its likelihood as a continuation."""
         tokens = self._after_text(text)
         if not len(tokens):
             raise InputError("an answer without tokens has no likelihood")
@@ -228,13 +239,13 @@ class Reader:
 
         def back() -> None:
             self.engine.restore(saved)
-            # copied to the place where the sampler reads logits
+            # copy the logits to the place where the sampler reads them
             self._last_logits()[:] = logits
 
         yield back
 
     def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Logits f32[n, n_vocab], batch by batch: after the prompt, and after each token."""
+        """Yield logits f32[n, n_vocab]: first the logits after the prompt, then the logits of each batch."""
         yield self._last_logits()
         for _ in self.engine.steps(tokens):
             yield self.engine.context.logits()
@@ -259,7 +270,10 @@ class Reader:
             self._engine = None
 
     def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
-        """Empty the cache for n tokens. Raises InputError if they do not fit and the policy never evicts."""
+        """Empty the cache, before a prompt of n tokens is read.
+
+        Raises InputError if the prompt does not fit and the policy never evicts.
+        """
         policy = self._policy_for(n, n_answer)
         if policy.slack == 0 and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")
@@ -286,21 +300,21 @@ class Reader:
         before, n = self.engine.n_past, len(tokens)
 
         def stopped() -> bool:
-            # n_past may grow by more: kvzip's reconstruction pass repeats the prompt in the cache
+            # n_past may grow by more than n, because kvzip's reconstruction pass repeats the prompt
             self.while_reading(n_before + min(self.engine.n_past - before, n), n_all)
             return False
 
         self.engine.read(tokens, stopped=stopped, cached=cached)
 
     def _after_text(self, text: str) -> np.ndarray:
-        """Tokenize a text that follows another one, without the tokenizer's additional space: i32[n]."""
+        """Tokenize a text that follows another text. Return i32[n], without the space that tokenizers add."""
         stand_in, whole = self.model.tokenize("."), self.model.tokenize(f".{text}")
         if text.startswith(" ") and np.array_equal(whole[: len(stand_in)], stand_in):
             return whole[len(stand_in) :]
         return self.model.tokenize(text)
 
     def _tokens(self, prompt: str, n_answer: int, template: Template | None) -> np.ndarray:
-        """Tokenize the prompt, and cut out the middle of one that is too long: i32[n]."""
+        """Tokenize the prompt. If it is too long, cut out its middle. Return i32[n]."""
         n_most = self.n_prompt
         if not self._is_beyond:
             n_most = min(n_most, self.model.n_ctx_train - n_answer)
@@ -309,7 +323,7 @@ class Reader:
         if self.is_cut:
             inner = self.model.tokenize(prompt)
             n_kept = len(inner) - (len(whole) - n_most)
-            # tokenizing again may give more tokens than before
+            # try again if needed, because the shortened text may have more tokens than expected
             while len(whole) > n_most and n_kept > 0:
                 ends = inner[: n_kept - n_kept // 2], inner[len(inner) - n_kept // 2 :]
                 whole = self._whole("".join(map(self._text, ends)), template)
@@ -321,7 +335,7 @@ class Reader:
         return whole
 
     def _whole(self, prompt: str, template: Template | None, opening: str = "") -> np.ndarray:
-        """Tokenize a prompt and the beginning of its answer: i32[n]."""
+        """Tokenize a prompt and the beginning of its answer. Return i32[n]."""
         if template is None:
             return self.model.tokenize(f"{prompt} {opening}" if opening else prompt, start=True)
         text = template.render([{"role": "user", "content": prompt}]) + escaped(opening)

@@ -1,4 +1,4 @@
-"""Records of a task's items, written immediately, and the means of their scores."""
+"""Records of a task's items, and means of their scores. Each record is written as soon as it exists."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Mean:
     mean
         The mean.
     low
-        Lower end of its 95 % interval.
+        Lower end of the 95 % interval of the mean.
     high
-        Upper end.
+        Upper end of this interval.
     n
         Number of items.
     """
@@ -48,13 +48,15 @@ class TaskResults:
     Parameters
     ----------
     about
-        Fields that all records share, which distinguish them from records of other evaluations in the file.
+        Fields that all records share. They distinguish these records from records of other evaluations in
+        the same file.
     items
         Items in the task's order.
     path
-        File to append to, whose existing records are not measured again; None keeps records in memory.
+        File to which records are appended. Items that already have a record in it are not asked again. If
+        None, records are only kept in memory.
     one_stream
-        True to ignore and replace an incomplete set of records.
+        True to ignore an incomplete set of records in the file, and to replace it.
 
     Raises
     ------
@@ -88,9 +90,9 @@ class TaskResults:
         return [self._found[key] for key in self._items if key in self._found]
 
     def measure(self, task: Task, reader: Reader) -> Iterator[Record]:
-        """Run the missing items. Yields each record after writing it. Raises KvtoolError and OSError.
+        """Ask the items that have no record yet. Yield each record after it was written.
 
-        An item that does not fit gets a record with an error and no scores.
+        If an item does not fit, its record has an error and no scores. Raises KvtoolError and OSError.
         """
         if self._half_done and self.path:
             records.rewrite(
@@ -126,7 +128,7 @@ class TaskResults:
             yield record
 
     def _what(self, item: Item) -> dict[str, Any]:
-        """Key of an item's record. The hash distinguishes items of different files that have the same id."""
+        """Fields that identify an item's record. The hash is needed if two files have equal ids."""
         parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return {**self.about, "id": item.id, "item_sha256": digest}
@@ -150,11 +152,11 @@ def scores(finished: Sequence[Record]) -> dict[str, list[float]]:
 
 
 Groups = dict[tuple[Any, ...], dict[str, Mean]]
-"""Means of groups of records, by the values that a group shares."""
+"""Means of each group of records. The keys are the values that the records of a group have in common."""
 
 
 def broken_down(finished: Sequence[Record], by: Sequence[str]) -> Groups:
-    """Means of each group of records with the same values under these names, sorted by the values."""
+    """Group the records by the values of the fields `by`. Return each group's means, sorted by value."""
     groups = defaultdict(list)
     for record in finished:
         groups[tuple(record[name] for name in by)].append(record)

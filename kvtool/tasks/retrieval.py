@@ -1,14 +1,14 @@
-"""retrieval: the question asks for one key of a JSON object; the answer must contain its value.
+"""retrieval: the question names one key of a JSON object; the answer must contain its value.
 
-Prompts and scoring are Lost in the Middle's (Liu et al. 2023, arXiv:2307.03172, section 3), also a task of
-RULER (arXiv:2404.06654). Keys and values are random and all pairs look alike: before the question no token
-shows that it will matter.
+Prompts and scoring come from Lost in the Middle (Liu et al. 2023, arXiv:2307.03172, section 3). The task is
+also part of RULER (arXiv:2404.06654). Keys and values are random, and all pairs look the same. Before the
+question is read, nothing shows which tokens will be needed.
 
-found: the output contains the value.
+found: 1 if the output contains the value, otherwise 0.
 logp: log-probability per token of the value, in nats.
 
-Layout: {"ordered_kv_records": [[key, value], ...], "key", "value"}. Differs: a prompt may contain fewer pairs
-than the file has.
+Layout: {"ordered_kv_records": [[key, value], ...], "key", "value"}. One thing differs from Lost in the
+Middle: a prompt may contain fewer pairs than the record has.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Retrieval(RecordTask):
     Attributes
     ----------
     pairs
-        Number of pairs in a prompt: the requested pair, at its relative place, and the first other pairs. 0:
-        all pairs in the file.
+        Number of pairs in a prompt; 0 for all pairs of the record. The requested pair keeps its relative
+        place. The rest are the first of the other pairs.
     n_max
         Maximum tokens of an answer.
     """
@@ -66,7 +66,7 @@ class Retrieval(RecordTask):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         (value,) = item.references
-        # uncut, because the pair may be in the middle
+        # do not cut the prompt: the pair may be in its middle
         reader.read(item.prompt, max(self.n_max, len(value.encode()) + 2), uncut=True)
         with reader.going_back() as back:
             output = reader.write(self.n_max)

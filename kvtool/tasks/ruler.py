@@ -1,20 +1,24 @@
-"""ruler: RULER's thirteen tasks: hidden facts, variables, frequent words, documents; scored by its matching.
+"""ruler: RULER's thirteen tasks: hidden facts, variables, frequent words, documents; scored by matching.
 
-From Hsieh et al. 2024 (arXiv:2404.06654), with the prompts, numbers and limits of NVIDIA/RULER's
-scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as `lengths` allows; a length counts the
-prompt, the answer's beginning and the maximum tokens of an answer, but not the chat template.
+The tasks are from Hsieh et al. 2024 (arXiv:2404.06654). Their prompts, numbers and limits are those in
+NVIDIA/RULER's scripts/synthetic.yaml and scripts/data/synthetic. Each text is as long as `lengths` allows. A
+length includes the prompt, the answer's beginning and the longest possible answer, but not the chat template.
 
-string_match: share of the right answers that are in the output, ignoring case (RULER's string_match_all); for
-qa_1 and qa_2, 1 if any of the right answers is in the output (string_match_part).
+string_match: the share of the right answers that are in the output, ignoring case (RULER's string_match_all).
+For qa_1 and qa_2, it is 1 if any of the right answers is in the output (RULER's string_match_part).
 
-question=known: the prompt is read at once. question=after: the text is read first, then the question, as in
-kvpress's benchmark. The answer's beginning (RULER's answer prefix) follows in the reply.
+With question=known, the prompt is read at once. With question=after, the text is read first and then the
+question, as in kvpress's benchmark. The answer's beginning (RULER's answer prefix) is read after that, as the
+start of the reply.
 
-Differs from RULER: a text is fitted for each sample, not once for all; random numbers are Python's, so
-samples differ from RULER's; sentences of essays end with . ? or !, while RULER splits them with NLTK;
-questions about documents are drawn from the whole file, while RULER takes the first ones; word lists have at
-most wonderwords' 8,500 words (RULER has more for lengths beyond 100,000 tokens). A solved example is plain
-text inside the turn.
+Differences to RULER:
+
+- The length of the text is fitted for each sample. RULER fits it once for all samples.
+- Random numbers come from Python, so samples differ from RULER's.
+- Sentences of essays end with . ? or !, while RULER splits essays with NLTK.
+- Questions about documents are drawn from the whole file, while RULER takes the first questions.
+- Word lists have at most wonderwords' 8,500 words. RULER has more words for lengths beyond 100,000 tokens.
+- A solved example is plain text inside the turn.
 """
 
 from __future__ import annotations
@@ -73,19 +77,19 @@ class Ruler(Task):
     Attributes
     ----------
     tasks
-        Names of RULER's tasks; empty: all thirteen.
+        Names of RULER's tasks to run. If empty, all thirteen are run.
     lengths
         Maximum tokens of a prompt and its answer together.
     repeats
-        Samples of each task and length; RULER has 500.
+        Number of samples of each task and length. RULER has 500.
     question
-        Time of the question: "known" reads it with the text, "after" reads it after the text.
+        "known" to read the question together with the text, or "after" to read it after the text.
     essays
-        Folder of texts: Paul Graham's essays.
+        Folder of texts. RULER uses Paul Graham's essays.
     squad
-        SQuAD's questions, dev-v2.0.json.
+        File with SQuAD's questions, dev-v2.0.json.
     hotpotqa
-        HotpotQA's questions, hotpot_dev_distractor_v1.json.
+        File with HotpotQA's questions, hotpot_dev_distractor_v1.json.
     seed
         Seed of all random choices.
     """
@@ -127,7 +131,7 @@ class Ruler(Task):
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Return samples of all parts in turn, so that the first n items have about equally many of each."""
+        """Return samples of all parts in turn: the first n items have about equally many of each part."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
@@ -155,7 +159,10 @@ class Ruler(Task):
         return ScoredAnswer(output, {"string_match": score}, {"first_tokens": n_first})
 
     def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
-        """RULER's averages: for each length, the mean of several parts' means."""
+        """Return RULER's averages: for each length, the mean of the parts' means.
+
+        A length with only one part has no average.
+        """
         values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in finished:
             if "string_match" in record["scores"]:
@@ -168,7 +175,10 @@ class Ruler(Task):
 
 
 def string_match(output: str, references: Sequence[str], *, is_any: bool) -> float:
-    """RULER's score: share of the references that are in the output; with is_any, 1 if any of them is."""
+    """RULER's score: the share of the references that are in the output.
+
+    is_any: True to return 1 if any reference is in the output, else 0.
+    """
     text = _CONTROL.sub("\n", output).strip().lower()
     is_in_output = [reference.lower() in text for reference in references]
     return float(any(is_in_output)) if is_any else fmean(is_in_output)

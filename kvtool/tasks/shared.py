@@ -1,4 +1,4 @@
-"""Read each prompt once, for readers with several policies and budgets."""
+"""Read each prompt only once, although several readers with different policies or budgets use it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class _Watch(Policy):
 class Shared:
     """Cache of the last prompt that was read.
 
-    settings: the readers' settings, so that each reader gets the cells that it would have computed itself.
+    settings: the settings of the readers. With the same settings, a reader gets the cells that it would have
+    computed itself.
     """
 
     def __init__(self, model: Model, settings: Settings) -> None:
@@ -41,9 +42,10 @@ class Shared:
         self._last: CachedPrompt | None = None
 
     def whole(self, tokens: np.ndarray) -> CachedPrompt | None:
-        """Read the prompt i32[n]. If it begins with the whole last prompt, reads only the rest.
+        """Read the prompt i32[n], and return a copy of its cache.
 
-        Returns None for an empty prompt and for one longer than the context. Raises Engine's errors.
+        If the prompt begins with the whole last prompt, only the rest is read. Return None if the prompt is
+        empty or does not fit in the context. Raises Engine's errors.
         """
         n_ctx = min(self._settings.n_ctx or self._model.n_ctx_train, self._model.n_ctx_train)
         if not 0 < len(tokens) < n_ctx:
@@ -56,7 +58,7 @@ class Shared:
                 if last and last.fits(engine.cache, tokens[: len(last.tokens)]):
                     n = last.put(engine.cache)
                     engine.signals.restore(last.signals, 0)
-                # free the old cache first, or both would be in memory
+                # free the old cache first: otherwise both caches would be in memory
                 last = None
                 engine.read(tokens[n:])
                 last = CachedPrompt.of(engine.cache, tokens)

@@ -1,19 +1,23 @@
 """stream: the turns of many chats go through one cache; right answers must stay likely.
 
-From StreamingLLM's experiment with MT-Bench (Xiao et al. 2023, arXiv:2309.17453, section 4.3). Every user
-turn is read, in the chat template, after all earlier turns. A turn's right answer is scored token by token
-and stays in the cache as the reply. After a turn without a right answer the model writes a greedy answer,
-unscored.
+This is StreamingLLM's experiment with MT-Bench (Xiao et al. 2023, arXiv:2309.17453, section 4.3). Each turn
+of a user is read in the chat template, after all earlier turns. If the turn has a right answer, this answer
+is scored token by token and stays in the cache as the reply. Otherwise the model writes an answer, which is
+not scored.
 
-nll: negative log-likelihood of a right answer per token, in nats. In addition to the mean, the summary has
-the means of the quarters of the scored turns, and the slope per 1,000 tokens of the stream with its standard
-error (least squares, all turns with the same weight). A budget given as a share is a share of the trained
-context, as one engine serves all turns. An interrupted evaluation starts over, because a turn depends on all
-earlier turns.
+nll: negative log-likelihood of a right answer per token, in nats. The summary has the mean nll of all scored
+turns and of each quarter of them. It also has the slope of nll per 1,000 tokens of the stream, and the
+slope's standard error. They come from least squares, with the same weight for all turns.
 
-Layouts, in any order: MT-Bench's questions ({"question_id", "turns": [...]}) and answers
-({"question_id", "choices": [{"turns": [...]}]}); chats ({"conversations": [{"from": "human", "value"},
-{"from": "gpt", "value"}]} or {"messages": [{"role": "user", "content"}, {"role": "assistant", "content"}]}).
+If the budget is a share, it is a share of the trained context, because one engine serves all turns. An
+interrupted evaluation starts over, because a turn depends on all earlier turns.
+
+Layouts, which may be mixed in any order:
+
+- MT-Bench's questions: {"question_id", "turns": [...]}.
+- MT-Bench's answers: {"question_id", "choices": [{"turns": [...]}]}.
+- Chats: {"conversations": [{"from": "human", "value"}, {"from": "gpt", "value"}]} or
+  {"messages": [{"role": "user", "content"}, {"role": "assistant", "content"}]}.
 """
 
 from __future__ import annotations
@@ -112,9 +116,10 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
-    """Return a chat's id, its turns or the answers to them, and True for answers.
+    """Return a chat's id, its turns, and whether the record has only answers.
 
-    A turn is the user's text, and the right answer if there is one.
+    A turn is a pair: the user's text, and the right answer or None. If the record has only answers, return
+    the texts of the answers instead of turns.
     """
     if "choices" in record:
         return record["question_id"], data.texts(record["choices"][0]["turns"]), True

@@ -1,17 +1,21 @@
 """summarize: summaries of articles or meetings; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
 
-Scores are f-measures (0 to 1) of the rouge-score package with its stemmer; ROUGE-L does not split sentences.
-logp, if requested: log-probability of the right summary per token, in nats. With a small model it separates
-policies with fewer items than ROUGE does.
+The scores are f-measures (0 to 1) of the rouge-score package, with its stemmer. Texts are not split into
+sentences for ROUGE-L. With `likelihood`, there is another score, logp: the log-probability of the right
+summary per token, in nats. With a small model, logp shows differences between policies with fewer items than
+ROUGE needs.
 
-Layouts: HELM's requests, XSUM and CNN/DailyMail ({"article": "###\\nArticle: ...", "summary_gt"}), which H2O,
-BumbleBee and BUZZ also use; the data sets' own ({"document", "summary"}, {"article", "highlights"});
-QMSum ({"meeting_transcripts": [{"speaker", "content"}], "specific_query_list": [{"query", "answer",
-"relevant_text_span": [["0", "5"]]}], "general_query_list": [{"query", "answer"}]}).
+Layouts:
 
-Prompts for articles follow HELM, as plain text even with a chat model: `shots` solved examples, then "###",
-the article and an instruction; if the file has no instruction, one is added. The summary ends at "###".
-Queries about meetings are a user's turn, in LongBench's words.
+- HELM's requests for XSUM and CNN/DailyMail, which H2O, BumbleBee and BUZZ also use:
+  {"article": "###\\nArticle: ...", "summary_gt"}.
+- The original XSUM and CNN/DailyMail: {"document", "summary"} and {"article", "highlights"}.
+- QMSum: {"meeting_transcripts": [{"speaker", "content"}], "specific_query_list": [{"query", "answer",
+  "relevant_text_span": [["0", "5"]]}], "general_query_list": [{"query", "answer"}]}.
+
+Prompts for articles are like HELM's: `shots` solved examples, then "###", the article and an instruction. If
+the file has no instruction, one is added. By default, the prompt is plain text, even with a chat model. The
+summary ends at "###". Queries about meetings are a user's turn with LongBench's prompt.
 """
 
 from __future__ import annotations
@@ -42,14 +46,14 @@ class Summarize(Task):
     n_max
         Maximum tokens of a summary.
     shots
-        Number of other articles of the file, with their summaries, before each article.
+        Number of solved examples before each article: other articles of the file, with their summaries.
     sentences
-        Sentences that the added instruction asks for.
+        Number of sentences that the added instruction asks for.
     spans
-        True to put only the parts marked as relevant into a meeting's prompt, and to leave out queries about
-        the whole meeting.
+        True to put only those parts of a meeting into the prompt that are marked as relevant to the query.
+        Queries about the whole meeting are then left out.
     plain
-        True for articles as plain text, False as a user's turn.
+        True if articles are plain text, False if they are a user's turn.
     seed
         Seed of the shots.
     likelihood
@@ -79,11 +83,11 @@ class Summarize(Task):
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
         (right,) = item.references
-        # limit of the summary's tokens: one for each byte, and one for the space before it
+        # a summary has at most one token for each byte, and one for the space before it
         n_right = len(right.encode()) + 1 if self.likelihood else 0
         reader.read(item.prompt, max(self.n_max, n_right), as_it_is=as_it_is)
         with reader.going_back() as back:
-            # the model writes first, before the right summary is in the cache
+            # let the model write first, because the right summary is not yet in the cache
             output = reader.write(self.n_max, stop=["###"]).strip()
             scores = metrics.rouge(output, right)
             if self.likelihood:
@@ -107,7 +111,10 @@ class Summarize(Task):
                 yield Item(name, prompt, [answer], about={"file": path.name})
 
     def _parsed(self, record: Record) -> list[tuple[str, str]]:
-        """Return the prompts of a record with their right answers. An article has one prompt and no shots."""
+        """Return the prompts of a record with their right answers.
+
+        An article has one prompt. Solved examples are added later.
+        """
         if "meeting_transcripts" in record:
             return list(self._queries(record))
         text = data.text(record["document"] if "document" in record else record["article"])

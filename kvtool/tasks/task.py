@@ -1,4 +1,4 @@
-"""Base of tasks: items, a way to ask one, and scores of its answer."""
+"""Base classes of tasks. A task has items, asks the model each item, and scores the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Item:
     Attributes
     ----------
     id
-        Name, unique among the items of the task and its files.
+        Name, which is unique among all items of the task, from all files.
     prompt
         Text that the model reads.
     references
@@ -31,9 +31,9 @@ class Item:
     choices
         Answers to choose from.
     about
-        Additional fields for the record; a summary may be broken down by them.
+        Additional fields for the record. Means can be computed for each value of a field: see `Task.by`.
     question
-        End of the prompt, which some tasks can read after the rest.
+        End of the prompt. Some tasks can read it separately, after the rest of the prompt.
     opening
         Beginning of the answer. The model reads it, so it is not part of the output.
     """
@@ -56,7 +56,7 @@ class ScoredAnswer:
     output
         Text that the model wrote, or the choice that it made.
     scores
-        Scores by name; their means are the summary. The task's docstring defines them.
+        Scores by name. The summary has their means. The task's docstring defines the scores.
     about
         Additional fields for the record.
     """
@@ -76,16 +76,17 @@ class Task(ABC):
     needs_files
         True if the task reads files that the user names.
     chat
-        True if the prompt is by default a user's turn, False for plain text.
+        True if the prompt is a user's turn unless the user says otherwise. False if it is plain text.
     by
-        Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
+        Names of fields in an item's `about`. The summary has means for each value of these fields. Two fields
+        make a heat map.
     packages
-        Modules that the task needs, from the extra `eval`.
+        Modules that the task needs. The extra `eval` installs them.
     uses_sampling
         True if answers are sampled with the options of `kvtool eval`, such as --temp.
     one_stream
-        True if items share one cache. They are then asked in order, and only a complete set of records
-        counts.
+        True if all items share one cache. They are then asked in order, and an incomplete set of records is
+        ignored.
     """
 
     if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Task(ABC):
 
     @property
     def uses_sampling(self) -> bool:
-        """Overridden by tasks that write nothing or sample with their own settings."""
+        """True unless a task overrides this, because it writes nothing or has its own sampling parameters."""
         return True
 
     @abstractmethod
@@ -113,24 +114,25 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        """Ask one item and score the answer. The cache is empty at the start, unless all items share one."""
+        """Ask one item and score the answer. The cache is empty at the start, unless `one_stream` is True."""
 
     def summary(self, records: Sequence[Record]) -> dict[str, float]:
-        """Numbers about all records, by name, in addition to the means of their scores."""
+        """Return further numbers about all records, by name. Means of scores are computed elsewhere."""
         return {}
 
 
 class RecordTask(Task):
-    """Base of tasks that build items from one record at a time.
+    """Base class of tasks that build items from one record at a time.
 
-    An item's id is the file's name and the record's number. Its `about` has the file if `by` names it.
+    The id of an item is the file's name, the record's number, and the id from `items_of` as a suffix. The
+    item's `about` has the file's name if `by` has "file".
     """
 
     @abstractmethod
     def items_of(self, record: data.Record) -> Iterable[Item]:
-        """Return a record's items, whose ids are only the suffixes of the final ids.
+        """Return the items of a record. `items` completes their ids: here they are only suffixes.
 
-        May raise errors that `data.parse_each` catches.
+        If the layout is unknown, this raises an error that `data.parse_each` catches.
         """
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:

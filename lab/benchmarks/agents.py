@@ -1,19 +1,23 @@
-"""Sessions of coding agents against several servers: tokens read and time to the first token, turn by turn.
+"""Send sessions of coding agents to several servers; measure tokens read and time to the first token.
 
     python -m lab.benchmarks.agents -m M.gguf --llama-server build/bin/llama-server \\
         --llama-cpp venv/bin/python
 
-data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
-each session reads, writes and edits files, and goes on after a second question. As in a real chat, the
-server's own replies replace the recorded ones. logit_bias makes them the same text from every server, so
-that all get the same prompts. These replies have no tool calls, so tools' results are sent as user texts.
-With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
+data/agents.jsonl.xz has the requests of opencode and Qwen Code. They were recorded with a scripted model.
+Each session reads, writes and edits files, and continues after a second question.
 
-The server is restarted before the last request. That request is then sent again with a message in its middle
-changed. On a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
---slot-save-path, saved and restored by its API; the time to restore is not counted. llama_cpp.server keeps
-nothing and has no /v1/messages. --llama-cpp is a Python with llama_cpp.server; LLAMA_CPP_LIB_PATH gives it
-the same llama.cpp.
+In the recorded requests, the replies are replaced by the server's own replies, as in a real chat. With
+logit_bias, every server writes the same text, so that all servers get the same prompts. Such a reply has no
+tool calls. Therefore results of tools are sent as texts of the user. With --recorded, the requests are not
+changed, so their replies were not written by the server.
+
+The server is restarted before the last request. Then the last request is sent again with one change in the
+middle of its messages. After that, a new server gets the requests of two agents in turns.
+
+kvtool keeps its chats with --sessions. llama-server keeps them with --slot-save-path: this program saves and
+restores them through its API, and does not measure the time that this takes. llama_cpp.server keeps nothing
+and has no /v1/messages. --llama-cpp is a Python that has llama_cpp.server; set LLAMA_CPP_LIB_PATH so that it
+uses the same llama.cpp.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from lab.benchmarks.servers import answers, reserved_port
 SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
 MESSAGES = "/v1/messages"
 N_SLOT = 4
-"""Default number of llama-server's slots."""
+"""Number of slots that llama-server has by default."""
 
 Json = dict[str, object]
 
@@ -86,9 +90,9 @@ def main() -> None:
 
 
 class Server:
-    """A server that can be started more than once, on one port.
+    """A server that can be started more than once, always on the same port.
 
-    The folder that `start` gets keeps the server's chats from one start to the next.
+    `start` takes a folder. The server's chats are kept there until the next start.
     """
 
     name, speaks = "", (MESSAGES, "/v1/chat/completions")
@@ -120,7 +124,7 @@ class Server:
         self.start(folder)
 
     def count(self, end: Json) -> tuple[int, int] | None:
-        """(tokens of the prompt, tokens read), as the server reports them."""
+        """Return (tokens of the prompt, tokens read), as the server reports them."""
         usage = end.get("usage") or {}
         if "input_tokens" in usage:
             n_read = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)
@@ -230,7 +234,7 @@ def _replay(
 
 
 class Chat:
-    """A session that is replayed. said: the server's answers so far."""
+    """A session that is sent again. said: the server's answers so far."""
 
     def __init__(self, server: Server, args: argparse.Namespace) -> None:
         self.server, self.args = server, args
@@ -239,7 +243,7 @@ class Chat:
 
     def turn(self, request: Json) -> Json:
         body = request["body"]
-        # a request without tools asks for a title and is no part of the chat
+        # a request without tools asks for a title: it is not part of the chat
         is_own = bool(body.get("tools"))
         if is_own and not self.said:
             self.n_given = sum(each["role"] == "assistant" for each in body["messages"])
@@ -274,7 +278,7 @@ def _as_text(part: Json) -> Json:
 
 
 def _edited(request: Json) -> Json:
-    """Return a copy of a request with one change: in its middle, a message begins with "Changed: "."""
+    """Return a copy of a request, in which a message in the middle begins with "Changed: "."""
     changed = copy.deepcopy(request)
     messages = changed["body"]["messages"]
     later = messages[len(messages) // 2 :]
@@ -305,7 +309,8 @@ def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
             piece = json.loads(line[6:])
             if "error" in piece:
                 sys.exit(f"{server.name}: {piece['error']}")
-            # Anthropic's first event has the whole usage; later ones may have only the output tokens
+            # the first event of Anthropic's API has the whole usage; later events may have only the output
+            # tokens
             usage = (piece.get("message") or piece).get("usage") or {}
             end["usage"] = end.get("usage", {}) | usage
             texts = [choice["delta"].get("content") for choice in piece.get("choices", ())]
@@ -327,7 +332,7 @@ def _table(rows: list[Json], args: argparse.Namespace) -> Table:
     for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
         group = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
         of = [[row for row in group if row["server"] == name] for name in servers]
-        # one number if all servers got the same prompts
+        # this is one number if all servers got the same prompts
         tokens = dict.fromkeys(f"{sum(row['tokens'] for row in each):,}" for each in of if each)
         read = [sum(row["read"] or 0 for row in each) if each else None for each in of]
         took = [sum(row["first_s"] for row in each) if each else None for each in of]

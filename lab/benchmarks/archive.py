@@ -1,12 +1,14 @@
-"""Time of a token with recall, by the length of the archive, compared with a full cache.
+"""Measure the time of a token with recall for several lengths of the archive; compare with a full cache.
 
     python -m lab.benchmarks.archive FILE --sizes 8192,32768,131072 -t 1
 
-Reads some tokens of the text, then repeats the contents of the archive or the full cache up to the requested
-size, because the time depends only on the number of tokens. As in a stream, all archived
-tokens but the newest 4,096 are clustered.
-Policies and the full cache take turns token by token, and CPU time is measured, so that a slow machine slows
-all of them. Evictions are left out: fewer tokens are timed than there are between two evictions.
+The time depends only on the number of tokens. Therefore the program reads only some tokens of the text, and
+then repeats the contents of the archive or of the full cache up to the requested size. As in a stream, all
+archived tokens except the newest 4,096 are clustered.
+
+Policies and the full cache take turns, token by token, so that other programs slow down all of them. CPU time
+is measured. No eviction is measured, because the number of timed tokens is smaller than the distance between
+two evictions.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from lab.benchmarks.common import (
 )
 
 N_READ = 1200
-"""Tokens of the text that are read."""
+"""Number of tokens of the text that are read."""
 
 N_STEP = 12
-"""Tokens that are timed; fewer than from one eviction to the next."""
+"""Number of tokens that are timed. It is smaller than the distance between two evictions."""
 
 N_NEAR = 4096
 
 N_FRAME = 6000
-"""Positions after which the numbering starts over."""
+"""Number of positions after which the numbering of positions starts again at 0."""
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
 
 
 def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, float]:
-    """Median CPU seconds per token of each engine. Closes the engines."""
+    """Return the median CPU seconds per token of each engine. Close the engines."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(N_READ, N_READ + N_STEP):
         for name, engine in engines.items():
@@ -91,7 +93,7 @@ def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, f
             times[name].append(time.process_time() - start)
     for engine in engines.values():
         engine.close()
-    # the first two tokens do not count: they touch memory for the first time
+    # leave out the first two tokens, because they use memory for the first time
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
@@ -114,7 +116,7 @@ def _put(
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
-    """Repeat the bytes of n_own tokens up to n tokens."""
+    """Repeat the bytes of n_own tokens until there are n tokens."""
     rows = values.reshape(-1).view(np.uint8).reshape(n_own, -1)
     return np.concatenate([rows] * -(-n // n_own))[:n].reshape(-1)
 
@@ -127,7 +129,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
     if "archive" in arrays:
         begin, end = arrays["archive"][:2].tolist()
         more = size - (end - begin)
-        # drop the saved clusters, so that restoring clusters the repeated tokens
+        # leave out the saved clusters: `Engine.restore` then clusters the repeated tokens
         arrays = {key: values for key, values in arrays.items() if not key.startswith(CLUSTERS)}
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)
@@ -136,7 +138,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
             counters[counter] += more
         base = counters["rows", "n_past"] - counters["rows", "next_rot"]
         far = max(begin, counters["rows", "n_past"] - N_NEAR)
-        # positions start over every N_FRAME tokens, as in a long stream
+        # let positions start again every N_FRAME tokens, as in a long stream
         bases = range(base, 0, -N_FRAME)[::-1]
         frames = [number for start in bases for number in (max(begin, start), start)]
         frames[0] = begin

@@ -1,17 +1,18 @@
-"""Time of a token while other programs want the same cores.
+"""Measure the time of a token while other programs use the same cores.
 
     python -m lab.benchmarks.busy FILE --policy h2o --budget 512 --others 0,1,2
     python -m lab.benchmarks.busy FILE --spins 300,30000
 
-Rows are processes: kvtool with its default threads, with all cores and with one thread, and stock llama.cpp
-with all cores. They take turns, some tokens each, while 0, 1 and 2 more processes decode with kvtool's
-defaults and never pause. --spins adds rows of kvtool in which threads wait longer or shorter before they
-sleep (GOMP_SPINCOUNT).
+Each row of the table is a process: kvtool with its default number of threads, with all cores and with one
+thread, and stock llama.cpp with all cores. The rows take turns, some tokens each. Meanwhile 0, 1 or 2 other
+processes decode with kvtool's defaults without a pause. --spins adds rows for kvtool with other values of
+GOMP_SPINCOUNT, which sets how long threads wait before they sleep.
 
-over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
-is 1 / (k + 1) of the cores. The allowed time is the shorter of two estimates from times without others: the
-time with all cores, times k + 1; or the time with one thread, times (k + 1) / cores (at least 1). A ratio
-above 1 is time lost by waiting.
+over its share: a row's time, divided by the time that it would need with its share of the cores. If there are
+k other processes, the share is 1 / (k + 1) of the cores. The time that would be needed is the shorter of two
+estimates. Both are computed from times without other processes: the time with all cores, times k + 1; and the
+time with one thread, times (k + 1) / cores (at least 1). If the ratio is above 1, the row has lost time by
+waiting.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OURS, _ALL, _ONE, _STOCK = "kvtool", "kvtool, all cores", "kvtool, one thread",
 class Row:
     """A process that decodes when it is asked to.
 
-    n_threads: 0 lets kvtool choose. spin: its GOMP_SPINCOUNT, if it is set.
+    n_threads: number of threads; if 0, kvtool chooses. spin: value of GOMP_SPINCOUNT; None to not set it.
     """
 
     def __init__(self, args, kind: str, n_threads: int, spin: str | None = None) -> None:
@@ -65,11 +66,11 @@ class Row:
         )
 
     def wait(self) -> float:
-        """Return the next number that the process prints: 0 when it is ready, then seconds per token."""
+        """Return the next number that the process prints: 0 when it is ready, later the seconds per token."""
         return float(self._process.stdout.readline())
 
     def ask(self, n: int) -> None:
-        """Let the process decode n tokens; 0 means without end."""
+        """Let the process decode n tokens. If n is 0, it decodes without end."""
         print(n, file=self._process.stdin, flush=True)
 
     def close(self) -> None:
@@ -80,7 +81,10 @@ class Row:
 
 
 def child(args) -> None:
-    """For each number on stdin, decode that many tokens and print the mean seconds a token; 0: never stop."""
+    """For each number on stdin, decode that many tokens, and print the mean seconds per token.
+
+    If the number is 0, decode without end.
+    """
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, 4 * args.budget)
     args.threads = args.threads or None
@@ -148,7 +152,7 @@ def main() -> None:
 
 
 def _measure(args, rows: dict[str, Row]) -> dict[tuple[str, int], list[float]]:
-    """Seconds of a token in each round, by row and number of others."""
+    """Return the seconds per token in each round, by row and number of other processes."""
     times: dict[tuple[str, int], list[float]] = {}
     for n in map(int, args.others.split(",")):
         with others(args, n):

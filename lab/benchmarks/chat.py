@@ -1,14 +1,18 @@
-"""What does a long chat still know, and how well does it predict its next turn?
+"""Which early facts does a long chat still know, and how well does it predict its next turn?
 
     python -m lab.benchmarks.chat BOOK --at 4096 --facts 100 --policies recall,full,h2o,h2o@1024
     python -m lab.benchmarks.chat BOOK --at 8192,32768 --policies recall,h2o,streamingllm
 
-The first turns of the user state facts; then the model tells a book, a part each turn. As soon as the chat
-has --at tokens, the next part is scored: each token is a step, as when a model writes. At the end
-each fact is asked for, always from the same state. The reply's beginning is given; the code after it counts
-as found if greedy decoding writes all of it. Policies are compared with the first one: fact by fact
-(McNemar's exact test), and by 95 % intervals of the mean difference. h2o@1024 gives a policy another budget.
-`full` has to fit into the trained context. Results that the --json file already has are not measured again.
+In its first turns, the user states facts. Then the model tells a book, one part in each turn. When the chat
+has --at tokens, the next part is scored. It is decoded token by token, as when a model writes.
+
+At the end, the user asks for each fact. Every question starts from the same state. The beginning of the reply
+is given, and then the code of the fact must follow. The fact is found if greedy decoding writes the whole
+code.
+
+All policies are compared with the first policy: fact by fact (McNemar's exact test), and by 95 % intervals of
+the mean difference. h2o@1024 is a policy with another budget. The policy `full` needs a chat that fits into
+the trained context. Results that the --json file already has are not measured again.
 """
 
 from __future__ import annotations
@@ -52,9 +56,9 @@ NAMES = (
 )
 FACT = "The locker of {} has the code"
 N_STATED = 5
-"""Facts stated in a turn."""
+"""Number of facts that the user states in one turn."""
 N_WORDS = 190
-"""Words of the book in a turn."""
+"""Number of words of the book in one turn."""
 
 
 def main() -> None:
@@ -81,10 +85,10 @@ def main() -> None:
 
 
 def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
-    """The turns that were scored, and the facts that were asked for."""
+    """Measure one policy. Return the scored turns, and the facts that were asked for."""
     text, _, budget = name.partition("@")
     kind, options = split_policy(text)
-    # 8 * N_WORDS more cells: for the turn that passes the last --at, and for a question
+    # 8 * N_WORDS more tokens are for the turn that passes the last --at, and for a question
     n_all = args.at[-1] + args.score + 8 * N_WORDS
     n_cell = int(budget or args.budget) if policies.load(kind).evicts else min(n_all, model.n_ctx_train)
     engine = Engine(model, policies.fit(kind, n_cell, None, options), Settings(n_threads=args.threads))
@@ -116,13 +120,16 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
 
 
 def _say(chat: Conversation, tokens: np.ndarray) -> None:
-    """End the model's turn with these tokens."""
+    """Write these tokens as the end of the model's turn."""
     chat.writer.read(tokens)
     chat.messages.append({"role": "assistant", "content": "..."})
 
 
 def _score(engine: Engine, tokens: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the tokens' nll f64[n], and whether all are the likeliest. Reads all but the last token."""
+    """Return the tokens' nll f64[n], and whether each token is the most likely one.
+
+    The last token is not read.
+    """
     nll, is_top = np.empty(len(tokens)), True
     for i in range(len(tokens)):
         if i:
@@ -174,7 +181,7 @@ def _print(results: dict) -> None:
 
 
 def _given(sums: np.ndarray, counts: np.ndarray) -> str:
-    """A mean, and its 95 % interval."""
+    """Format a mean and its 95 % interval."""
     return "{:+.3f} ({:+.3f} to {:+.3f})".format(sums.sum() / counts.sum(), *interval(sums, counts))
 
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: a description of the machine, tokens of a text, medians, plots."""
+"""Functions that all benchmarks use: describe the machine, read tokens, compute medians, draw plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def make_parser(about: str) -> argparse.ArgumentParser:
-    """Return a parser that shows `about`, a module's docstring, as it is written."""
+    """Return a parser that shows `about`, the docstring of a module, with its line breaks."""
     module = sys.modules["__main__"].__spec__
     return argparse.ArgumentParser(
         prog=module and f"python -m {module.name}",
@@ -49,7 +49,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Properties of the machine and of the library, without which numbers cannot be compared."""
+    """Return properties of the machine and the library, which are needed to compare results."""
     info = library_info()
     return {
         "cpu": cpu_name(),
@@ -63,24 +63,30 @@ def machine() -> dict[str, object]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """p of McNemar's exact test. lost: items that only the first run gets right; won: only the second run."""
+    """Return p of McNemar's exact test.
+
+    lost: number of items that only the first run gets right. won: number that only the second run gets right.
+    """
     # if both runs are equally good, an item on which they differ is lost or won with probability 1/2
     tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     return min(2 * tail, 1)
 
 
 def describe(what: dict[str, object]) -> str:
-    """The pairs as one line: "name value, name value"."""
+    """Format the pairs as one line: "name value, name value"."""
     return ", ".join(f"{name} {value}" for name, value in what.items())
 
 
 def load_model(name: str | None) -> Model:
-    """The model with this name or path. None: kvtool's default."""
+    """Load the model with this name or path. None means kvtool's default model."""
     return Model(resolve(name))
 
 
 def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash: str) -> object:
-    """A context of stock llama.cpp: nothing of kvtool is enabled. Ends the program if it cannot be made."""
+    """Return a context of stock llama.cpp, in which nothing of kvtool is enabled.
+
+    If it cannot be created, the program ends.
+    """
     params = api.llama_context_default_params()
     params.n_ctx = n_cell
     params.n_batch = params.n_ubatch = n_batch
@@ -93,10 +99,10 @@ def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash
 
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
-    """The first n tokens of the text. Ends the program if the text is shorter."""
-    # as `kvtool perplexity` reads it; read_text would change line ends
+    """Return the first n tokens of the text. If the text is shorter, the program ends."""
+    # `kvtool perplexity` reads a text in this way; read_text would change line ends
     text = path.read_bytes().decode("utf-8-sig")
-    # 16 characters per token are always enough; a long text need not be tokenized whole
+    # do not tokenize all of a long text: 16 characters per token are always enough
     tokens = model.tokenize(text[: 16 * n], start=True)
     if len(tokens) < n:
         sys.exit(f"{path} is too short: {len(tokens)} tokens, at least {n} needed")
@@ -104,7 +110,7 @@ def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """The median, the least and the most."""
+    """Return the median, the minimum and the maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -125,7 +131,7 @@ def write_json(path: Path | None, results: dict[str, object]) -> None:
 
 
 def plot_ratios(path: Path | None, title: str, ratios: dict[str, dict[str, float]], target: float) -> None:
-    """Draw a bar for each ratio that `spread` gives, from least to most; lines at 1 and at the target."""
+    """Draw a bar for each ratio (a result of `spread`), and lines at 1 and at `target`."""
     if path is None:
         return
     from matplotlib.figure import Figure

@@ -1,10 +1,10 @@
-"""KL and top-1 agreement of a cache type with f16, by kvtool and by stock llama-perplexity.
+"""Compare a cache type with f16, by KL and top-1, with kvtool and with stock llama-perplexity.
 
     python -m lab.benchmarks.divergence FILE --stock path/to/llama-perplexity --type q8_0
 
-Both read the same pieces of 512 tokens, in batches of 64 and with flash attention, and compare the second
-half of each. llama-perplexity keeps all log-probabilities in 16 bits. kvtool keeps those of the likeliest
-tokens; all others count as one.
+Both programs read the same pieces of 512 tokens, in batches of 64 and with flash attention. They compare the
+second half of each piece. llama-perplexity stores the log-probabilities of all tokens in 16 bits. kvtool
+stores the log-probabilities of the most likely tokens, and treats all remaining tokens as one token.
 """
 
 from __future__ import annotations

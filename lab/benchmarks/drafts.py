@@ -1,13 +1,13 @@
-"""Speed of writing with draft tokens, relative to writing without: edits of a file, summaries, code, prose.
+"""Measure how much faster draft tokens make writing: edits of a file, summaries, code and prose.
 
     python -m lab.benchmarks.drafts edits -m qwen2.5-coder-1.5b
     python -m lab.benchmarks.drafts documents -m qwen2.5-coder-1.5b --documents multi_news.jsonl
     python -m lab.benchmarks.drafts code -m qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 
-Each of ten prompts is read and answered without draft tokens, then with them, at temperature 0. The ratio is
-that of the tokens a second. Texts may differ where two tokens are nearly as likely, because steps of several
-tokens round in another way; `same` is the share of tokens before the first difference. The edits are of
-data/edited.txt, 202 lines of Python.
+Each of ten prompts is answered twice at temperature 0: without draft tokens, and then with draft tokens. The
+ratio compares the numbers of tokens per second. The two texts may differ where two tokens are almost equally
+likely, because steps of several tokens round differently. `same` is the share of tokens before the first
+difference. The file to edit is data/edited.txt, 202 lines of Python.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ def _prompts(args: object) -> list[str]:
         record = json.loads(line)
         document = record.get("prompt") or f"{record['context']}\n\n{record['input']}"
         prompts.append(f"{document}\n\nSummarize what this says, and quote its most important sentences.")
-    # the shortest documents, because the others take minutes to read
+    # use the shortest documents, because long documents take minutes to read
     return sorted(prompts, key=len)[:10]
 
 
 def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[str, float]:
-    """Write an answer without draft tokens and with them, and compare the two."""
+    """Write an answer without draft tokens and again with draft tokens. Compare the two answers."""
     runs = []
     for used in (None, drafter):
         with closing(Sampler(engine.model)) as sampler:
@@ -157,7 +157,7 @@ def _table(rows: list[dict[str, float]], args: object) -> Table:
         table.add_column(column, justify="left" if not column else "right")
     for clock in ("wall", "cpu"):
         values = [row[clock] for row in rows]
-        # ratio for all answers together: the harmonic mean, weighted by tokens
+        # the ratio for all answers together is the harmonic mean, weighted by tokens
         whole = sum(row["written"] for row in rows) / sum(row["written"] / row[clock] for row in rows)
         shown = (statistics.median(values), min(values), max(values), whole)
         table.add_row(f"speed, {clock}", *(f"{value:.2f}" for value in shown))

@@ -1,12 +1,12 @@
-"""What do keys lose when they are re-rotated again and again?
+"""How much precision do keys lose when they are rotated again and again?
 
     python -m lab.benchmarks.drift FILE --evictions 1000,10000
 
-Streams a text with in-cache positions and an eviction at every token, once for each type of keys. Under
-StreamingLLM the sinks' keys are re-rotated at each eviction. After each number of `--evictions`, the next
-`--score` tokens are predicted. The table shows their mean divergence KL(p || q), in nats, from the same
-stream with F32 keys, which lose hardly anything. With `--positions auto` the same keys would be re-rotated
-once per context.
+The program streams a text for each type of keys, with in-cache positions and an eviction at every token. With
+StreamingLLM, each eviction rotates the keys of the sinks again. After each number in `--evictions`, the next
+`--score` tokens are predicted. A stream with F32 keys, which lose almost no precision, gives the predictions
+to compare with. The table shows the mean divergence KL(p || q) in nats. With `--positions auto`, the same
+keys would be rotated only once per context.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _predictions(model: Model, tokens: np.ndarray, type_k: str, after: list[int], args) -> list[np.ndarray]:
-    """For each number of evictions: log-probabilities f32[score, n_vocab] of the tokens that follow."""
+    """Return log-probabilities f32[score, n_vocab] of the next tokens after each number of evictions."""
     settings = Settings(positions=args.positions, n_batch=1, type_k=type_k, n_threads=args.threads)
     engine = Engine(model, policies.fit(args.policy, args.budget, 1), settings)
     starts = [args.budget - 1 + n for n in after]

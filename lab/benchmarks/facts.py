@@ -1,9 +1,10 @@
-"""Does a stream of any length still know the facts that were planted in it?
+"""Does a long stream still know the facts that were hidden in it?
 
     python -m lab.benchmarks.facts BOOK --tokens 131072 --policy recall --budget 512
 
-Ten facts are planted in one stream, at equal distances; each says something else, so that a small model can
-tell them apart. At the end each is asked for, the oldest first. Questions and answers stay in the stream.
+Ten facts are put into one stream, at equal distances. They are about different things, so that a small model
+can tell them apart. At the end, a question asks for each fact, beginning with the oldest. Questions and
+answers stay in the stream.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FACTS = {
     "The inventor of the machine was born in": ("Lisbon", "Prague", "Dublin"),
     "The soup of the day is made of": ("pumpkin", "lentils", "beetroot"),
 }
-"""Beginnings of facts, and their possible ends."""
+"""Beginning of each fact, and its possible ends."""
 
 START = (
     "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -46,7 +47,7 @@ START = (
 N_LEAST = 1000
 N_ANSWER = 8
 N_PART = 2048
-"""Characters read at once."""
+"""Number of characters that are read at once."""
 
 
 def main() -> None:
@@ -108,13 +109,13 @@ def main() -> None:
 def _read(
     model: Model, engine: Engine, filler: list[str], facts: list[tuple[str, str]], n_token: int
 ) -> list[int]:
-    """Read the stream, and return where each fact was planted."""
+    """Read the stream. Return the position at which each fact begins."""
     planted: list[int] = []
     engine.read(model.tokenize(START, start=True))
     text, n_noted = "", 0
     for sentence in cycle(filler):
         text += f" {sentence}"
-        # the stream has an equal part for each fact, planted in its middle
+        # divide the stream into equal parts, one for each fact; put the fact into the middle of its part
         is_due = len(planted) < len(facts) and (
             engine.n_past + len(model.tokenize(text)) >= (len(planted) + 0.5) * n_token / len(facts)
         )

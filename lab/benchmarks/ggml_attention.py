@@ -1,6 +1,7 @@
-"""Flash attention in ggml's layouts, and attention by its definition: for ggml_micro.py and ggml_steps.py.
+"""Flash attention in ggml's layouts, and plain attention for comparison.
 
-The shape is an 8B's: 32 query heads and 8 KV heads of 128 dimensions.
+ggml_micro.py and ggml_steps.py use this module. The shape is that of an 8B model: 32 query heads and 8 KV
+heads with 128 dimensions.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class Sizes:
     Attributes
     ----------
     n_node
-        Attention calls in a graph, each with its own keys and values.
+        Number of attention calls in a graph. Each call has other keys and values.
     n_query, n_kv
-        Tokens of a step, and cells that they see.
+        Numbers of tokens of a step, and numbers of cells that the tokens attend to.
     copy_bytes
-        Bytes of a long copy.
+        Number of bytes of a long copy.
     chunks, archived
-        Tokens of a chunk, and archived tokens before it.
+        Numbers of tokens of a chunk, and numbers of archived tokens before the chunk.
     n_layer, n_read_layer
-        Layers of a step that writes a token, and of a step that reads a chunk.
+        Number of layers of a step that writes a token, and of a step that reads a chunk.
     full, resident
-        Cells of the full cache, and of the cache with residents and means.
+        Numbers of cells of the full cache, and of the cache with resident tokens and cluster means.
     """
 
     n_node: int = 32
@@ -55,14 +56,14 @@ SMALL = Sizes(2, (1, 16), (256, 512), 1 << 20, (64,), (512,), 2, 2, (512, 1024),
 
 
 def cells(work: Work, kind: int, n_cell: int) -> int:
-    """A cache tensor [D * n_kv_head, n_cell], as llama.cpp's."""
+    """Return a cache tensor [D * n_kv_head, n_cell], with llama.cpp's layout."""
     return work.tensor(kind, D * N_KV_HEAD, n_cell)
 
 
 def attention(
     work: Work, q: int, k: int, v: int, mask: int, kind: int, n: int, n_kv: int, form: str
 ) -> list[int]:
-    """Flash attention of n tokens to the first n_kv cells; returns the nodes that give the result.
+    """Build flash attention of n tokens to the first n_kv cells. Return the nodes with the result.
 
     q: F32 [D, n_head, n]. mask: F16 [n_kv, n, 1, 1] for "one", [n_kv, n, n_head, 1] for "ne2", otherwise
     [n_kv, n, 1, n_kv_head].
@@ -100,7 +101,7 @@ def attention(
 
 
 def in_order(work: Work, nodes: Sequence[int], n: int, form: str) -> np.ndarray:
-    """The result of `attention` as f32[n, n_head, D]."""
+    """Return the result of `attention` as f32[n, n_head, D]."""
     if form == "calls":
         return np.concatenate([work.get(node, (n, N_GROUP, D)) for node in nodes], axis=1)
     if form == "ne3":
@@ -110,7 +111,7 @@ def in_order(work: Work, nodes: Sequence[int], n: int, form: str) -> np.ndarray:
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Attention by its definition, with a softmax in F64.
+    """Compute attention directly from its definition, with a softmax in F64.
 
     q [n, n_head, D]; k, v [n_kv, n_kv_head, D]; mask [1 or n_kv_head, n, n_kv].
     """
@@ -125,7 +126,10 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
 
 
 def random_mask(rng: np.random.Generator, n_head: int, n: int, n_kv: int) -> np.ndarray:
-    """F16 [n_head, n, n_kv]: of ten cells three are hidden, and one weighs as much as 16 tokens."""
+    """Return a random mask, F16 [n_head, n, n_kv].
+
+    It hides three of ten cells, and gives one of ten cells the weight of 16 tokens.
+    """
     block = rng.choice(np.array([-np.inf, 0, 0, np.log(16)], np.float16), 65_521, p=[0.3, 0.4, 0.2, 0.1])
     mask = np.resize(block, n_head * n * n_kv).reshape(n_head, n, n_kv)
     mask[..., 0] = 0
@@ -133,7 +137,7 @@ def random_mask(rng: np.random.Generator, n_head: int, n: int, n_kv: int) -> np.
 
 
 def dequantized(raw: np.ndarray, kind: int) -> np.ndarray:
-    """f32[row, n] of rows in f16 or q8_0."""
+    """Convert rows in f16 or q8_0 to f32[row, n]."""
     if kind == F16:
         return raw.view(np.float16).astype(np.float32)
     blocks = raw.reshape(len(raw), -1, 34)
@@ -142,5 +146,5 @@ def dequantized(raw: np.ndarray, kind: int) -> np.ndarray:
 
 
 def ggml_zeros(ggml: Ggml, kind: int, n_row: int, n: int = D) -> np.ndarray:
-    """Rows of n zeros of a type."""
+    """Return rows of n zeros, in the bytes of a ggml type."""
     return np.zeros((n_row, ggml.row_bytes(kind, n)), np.uint8)

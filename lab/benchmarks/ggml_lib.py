@@ -1,6 +1,6 @@
-"""ggml's public C API by ctypes: the tensors, graphs, backends and events that ggml_micro.py measures.
+"""The parts of ggml's C API that ggml_micro.py needs, by ctypes: tensors, graphs, backends and events.
 
-The library is the one that kvtool runs on. Each tensor, graph and backend is a plain address.
+The library is the same that kvtool uses. Tensors, graphs and backends are plain addresses (int).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtool.llama.library import library_path
 from kvtool.llama.log import start_backends
 
 F32, F16, Q4_0, Q8_0, I32, I64 = 0, 1, 2, 8, 26, 27
-"""ggml's numbers for types."""
+"""Ids of ggml's types."""
 
 TYPES = {"f16": F16, "q8_0": Q8_0}
 
@@ -97,7 +97,7 @@ class Ggml:
 
     def __init__(self) -> None:
         start_backends()
-        # load the library again: argument types declared on this object do not change kvtool's object
+        # load the library again, because the argument types declared here must not change kvtool's object
         self.lib = ctypes.CDLL(str(library_path()))
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(self.lib, name, None)
@@ -123,26 +123,29 @@ class Ggml:
         return self.lib.ggml_backend_event_new(self.device) or None
 
     def pinned(self, n_bytes: int) -> np.ndarray:
-        """Return u8[n_bytes] in host memory that the device reads directly, or else in ordinary memory."""
+        """Return u8[n_bytes] in host memory that the device can read directly (pinned memory).
+
+        If the device has no such memory, use ordinary memory.
+        """
         kind = self.lib.ggml_backend_dev_host_buffer_type(self.device)
         if not kind:
             return np.zeros(n_bytes, np.uint8)
         buffer = self.lib.ggml_backend_buft_alloc_buffer(kind, n_bytes)
         base = self.lib.ggml_backend_buffer_get_base(buffer)
-        # never freed: a measurement ends with its process
+        # this memory is never freed: the process ends after its measurements
         return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(base))
 
     def host_memory(self) -> str:
-        """Name of the buffer type of pinned host memory; "none" without one."""
+        """Name of the buffer type of pinned host memory; "none" if there is no such type."""
         kind = self.lib.ggml_backend_dev_host_buffer_type(self.device)
         return self.lib.ggml_backend_buft_name(kind).decode() if kind else "none"
 
     def row_bytes(self, kind: int, n: int) -> int:
-        """Bytes of n values of a type."""
+        """Return the number of bytes of n values of a type."""
         return int(self.lib.ggml_row_size(kind, n))
 
     def quantized(self, values: np.ndarray, kind: int) -> np.ndarray:
-        """Return f32[row, n] as u8[row, bytes] of a type."""
+        """Convert f32[row, n] to a type. Return u8[row, bytes]."""
         if kind == F16:
             return np.ascontiguousarray(values.astype(np.float16)).view(np.uint8)
         values = np.ascontiguousarray(values, np.float32)
@@ -157,7 +160,7 @@ class Ggml:
 
 
 class Work:
-    """Tensors and graphs of one measurement, all in memory of one backend."""
+    """Tensors and graphs of one measurement. All are in the memory of one backend."""
 
     def __init__(self, ggml: Ggml, backend: int, n_tensor: int = 4096, n_graph: int = 16) -> None:
         self.ggml, self.lib, self.backend = ggml, ggml.lib, backend
@@ -174,7 +177,7 @@ class Work:
         return int(self.lib.ggml_new_tensor_4d(self.context, kind, *ne, *[1] * (4 - len(ne))))
 
     def view(self, tensor: int, ne: Sequence[int], nb: Sequence[int], offset: int = 0) -> int:
-        """Return a view of four axes ne, whose last three have strides nb in bytes."""
+        """Return a view with four axes. ne: their lengths. nb: strides of the last three axes in bytes."""
         return int(self.lib.ggml_view_4d(self.context, tensor, *ne, *nb, offset))
 
     def graph(self, nodes: Sequence[int]) -> int:
@@ -197,7 +200,7 @@ class Work:
         self.lib.ggml_free(self.context)
 
     def set(self, tensor: int, values: np.ndarray, offset: int = 0) -> None:
-        """Write an array's bytes to a tensor, from a byte offset on."""
+        """Write the bytes of an array to a tensor, starting at a byte offset."""
         values = np.ascontiguousarray(values)
         self.lib.ggml_backend_tensor_set(tensor, values.ctypes.data, offset, values.nbytes)
 
@@ -212,7 +215,7 @@ class Work:
         return bool(self.lib.ggml_backend_dev_supports_op(self.ggml.device, node))
 
     def start(self, graph: int) -> None:
-        """Compute a graph without waiting for it. Raises RuntimeError if that fails."""
+        """Start to compute a graph, and do not wait for the result. Raises RuntimeError if this fails."""
         if status := self.lib.ggml_backend_graph_compute_async(self.backend, graph):
             raise RuntimeError(f"a graph failed with status {status}")
 
@@ -223,10 +226,10 @@ class Work:
 
 
 def median_s(run: Callable[[], object], *, seconds: float = 0.15, warm: int = 3, least: int = 3) -> float:
-    """Median seconds of a call that ends when its work is done.
+    """Return the median seconds of a call. The call must end only when its work is done.
 
-    Repeats the call for `seconds`, at least `least` times. The first `warm` calls do not count, because CUDA
-    compiles kernels and captures graphs in them.
+    The call is repeated for `seconds`, but at least `least` times. The first `warm` calls are not measured,
+    because CUDA compiles kernels and captures graphs in them.
     """
     for _ in range(warm):
         run()

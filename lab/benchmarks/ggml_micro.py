@@ -1,8 +1,8 @@
-"""Micro-benchmarks of ggml's device: the operations of recall on a GPU, without a model.
+"""Micro-benchmarks of ggml on a GPU: the operations that recall needs, without a model.
 
     python -m lab.benchmarks.ggml_micro 2a 2b
 
-Prints a JSON object a line. lab/benchmarks/gpu_check.py runs each part in its own process.
+Each line of the output is a JSON object. lab/benchmarks/gpu_check.py runs each part in a separate process.
 
 2a  flash attention with one mask for all heads, and with a mask per KV head in different layouts
 2b  copies between host and device
@@ -10,7 +10,7 @@ Prints a JSON object a line. lab/benchmarks/gpu_check.py runs each part in its o
 2d  reading with archived keys and values that are copied from host memory, layer by layer
 2e  writing with recall's resident tokens and cluster means, compared with attention to the full cache
 
-The shapes are those of an 8B model. --small takes sizes for a CPU.
+All shapes come from an 8B model. --small uses sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from lab.benchmarks.ggml_lib import F16, F32, I32, I64, TYPES, Ggml, Work, media
 from lab.benchmarks.ggml_steps import streamed, writing
 
 PIECE_BYTES = 69_632
-"""Bytes that the keys, or the values, of 512 tokens take in q8_0 for one KV head."""
+"""Bytes of the keys (or the values) of 512 tokens of one KV head in q8_0."""
 
 
 def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2a: microseconds of one attention, and the relative error of its result."""
+    """2a: measure microseconds of one attention, and the relative error of its result."""
     rng = np.random.default_rng(0)
     backend = ggml.backend()
     n_cell = max(sizes.n_kv)
@@ -66,7 +66,7 @@ def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
             forms = ["one", "ne3", "calls"] if n == 1 else ["one", "ne3", "ne3 in order", "calls"]
             for n_kv in sizes.n_kv:
                 for form in forms:
-                    # a long step takes so long that fewer nodes are enough to measure it
+                    # use fewer nodes for a long step, which is slow enough to be measured precisely
                     n_node = sizes.n_node if n < 512 else max(sizes.n_node // 8, 1)
                     row = {"what": form, "type": name, "n": n, "n_kv": n_kv}
                     yield row | _attention(ggml, rng, backend, kv[:n_node], plain, kind, n, n_kv, form)
@@ -109,7 +109,7 @@ def _attention(
 
 
 def layouts(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2a: which layouts of masks and sinks the device's flash attention takes."""
+    """2a: find the layouts of masks and sinks that the device's flash attention supports."""
     backend = ggml.backend()
     for name, kind in TYPES.items():
         for n in (1, 16, 1024):
@@ -127,7 +127,7 @@ def layouts(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
 
 
 def copies(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2b: copies in microseconds and GB/s, and the share of a copy that runs during other work."""
+    """2b: measure copies in microseconds and GB/s, and the share of a copy that is hidden by other work."""
     backend, other = ggml.backend(), ggml.backend()
     lib, size = ggml.lib, sizes.copy_bytes
     work = Work(ggml, backend)
@@ -186,7 +186,7 @@ def _rate(run: Callable[[], object], n_bytes: int) -> Row:
 def _overlap(
     ggml: Ggml, sizes: Sizes, backend: int, other: int, target: int, source: np.ndarray
 ) -> Iterator[Row]:
-    """A long attention on one backend while another copies."""
+    """Measure a long attention on one backend while another backend copies."""
     n, n_kv = max(sizes.n_query), max(sizes.n_kv)
     work = Work(ggml, backend)
     q, mask = work.tensor(F32, D, N_HEAD, n), work.tensor(F16, n_kv, n)
@@ -212,7 +212,7 @@ def _overlap(
             copy()
         ggml.sync(other)
 
-    # choose the number of copies so that they take about as long as the attention
+    # choose a number of copies that takes about as long as the attention
     n_copy = max(round(compute / median_s(partial(alone, 1))), 1)
     copying, together = median_s(partial(alone, n_copy)), median_s(partial(both, n_copy))
     hidden = (compute + copying - together) / min(compute, copying)
@@ -222,7 +222,7 @@ def _overlap(
 
 
 def rows(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2c: rows of 128 values written to and read from a cache, by 64 nodes of one graph, or by one node."""
+    """2c: write rows of 128 values to a cache and read them, with 64 nodes of one graph, or with one node."""
     backend = ggml.backend()
     n_cell = 4096
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Parts 2d and 2e of ggml_micro.py: steps that read a prompt or write a token with an archive on the host."""
+"""Parts 2d and 2e of ggml_micro.py: steps that read or write tokens, with an archive in host memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lab.benchmarks.ggml_lib import F16, F32, I64, Q4_0, TYPES, Ggml, Work, medi
 
 
 class Matrices:
-    """The weights of one layer of an 8B model in Q4_0, and the products of a chunk of tokens with them."""
+    """Weights of one layer of an 8B model in Q4_0, and their products with a chunk of tokens."""
 
     SHAPES = (
         *((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)),
         *((4096, 14336), (4096, 14336), (14336, 4096)),
     )
-    """[in, out] of the matrices of attention and of the feed-forward network."""
+    """Sizes [in, out] of the matrices of attention and of the feed-forward network."""
 
     def __init__(self, work: Work, n: int, divisor: int) -> None:
         self.work, self.n = work, n
@@ -36,7 +36,7 @@ class Matrices:
         self.inputs = {n_in: work.tensor(F32, n_in, n) for n_in, _ in self.shapes}
 
     def nodes(self) -> list[int]:
-        """Return a product with each matrix."""
+        """Return a node for the product with each matrix."""
         lib, context = self.work.lib, self.work.context
         pairs = zip(self.weights, self.shapes, strict=True)
         return [lib.ggml_mul_mat(context, weight, self.inputs[n_in]) for weight, (n_in, _) in pairs]
@@ -52,11 +52,14 @@ class Matrices:
 
 
 def streamed(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2d: microseconds a layer when archived keys and values are copied to the device before attention.
+    """2d: measure microseconds per layer if archived keys and values are copied to the device first.
 
-    us_compute: only computing. us_copy: only copying. us_serial: each layer is copied, then computed.
-    us_overlap: a layer is copied while the layer before it is computed, with two staging buffers.
-    A layer is only attention ("attention"), or attention and an 8B layer's weight products ("whole").
+    us_compute: time of computing alone. us_copy: time of copying alone. us_serial: each layer is copied and
+    then computed. us_overlap: a layer is copied while the layer before it is computed, with two staging
+    buffers.
+
+    A layer has only attention ("attention"), or attention and the products with the weights of an 8B model's
+    layer ("whole").
     """
     rng = np.random.default_rng(0)
     for name, kind in sorted(TYPES.items(), reverse=True):
@@ -151,7 +154,7 @@ def _streamed(
 
 
 def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2e: microseconds that all layers' attention takes in a step of one token.
+    """2e: measure the microseconds that the attention of all layers takes in a step of one token.
 
     "full": attention to the whole cache, with one mask. "resident": attention to the window, resident tokens
     and means, with a mask per KV head. "resident, uploads": a step also uploads 64 pieces of 16 tokens,
@@ -164,7 +167,7 @@ def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
         n_cell = max(*sizes.full, *sizes.resident)
         kv = [(cells(caches, kind, n_cell), cells(caches, kind, n_cell)) for _ in range(sizes.n_layer)]
         caches.alloc()
-        # the same rows are repeated in the cache: new random values for 17 GB would take too long
+        # repeat the same rows in the cache, because new random values for 17 GB would take too long
         raw = ggml.quantized(rng.standard_normal((min(n_cell, 32768), D * N_KV_HEAD), np.float32), kind)
         for pair in kv:
             for tensor in pair:

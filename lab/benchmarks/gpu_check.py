@@ -1,10 +1,11 @@
-"""Measure kvtool on a GPU in nine minutes, with nothing but Python, NumPy and what gpu_pack.py has packed.
+"""Measure kvtool on a GPU in nine minutes. This needs only Python, NumPy and the pack from gpu_pack.py.
 
     python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR
     python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR --only 2a,2b --seconds 120
 
-Each part runs in its own process with a limit of time, so that a crash loses one part. Each row is
-written to DIR/gpu-check.json at once; a table of all rows is printed at the end. --small is for a CPU.
+Each part runs in a separate process with a time limit, so that a crash affects only one part. Each row is
+written to DIR/gpu-check.json as soon as it exists. At the end, a table of all rows is printed. --small is for
+a CPU.
 
 1   the device and the library
 2a  flash attention with a mask per KV head         2b  copies between host and device
@@ -57,17 +58,17 @@ MODELS = {
     "8b.gguf": "",
     "hybrid.gguf": "--arch qwen35 --groups 16 --layers 32 --heads 16 --kv-heads 4 --ff 9216",
 }
-"""Options of random_model.py for each model: an 8B, and one in the shape of Qwen 3.5 4B."""
+"""Options of random_model.py for each model: an 8B model, and a model in the shape of Qwen 3.5 4B."""
 
 _FEW = "--layers 4 --heads 4 --kv-heads 2 --head-dim 64 --ff 256"
 SMALL_MODELS = {"8b.gguf": _FEW, "hybrid.gguf": f"--arch qwen35 {_FEW}"}
-"""The same for --small."""
+"""Options of random_model.py for each model if --small is set."""
 
 MOST_ERROR = 0.02
-"""Relative error of an attention in F16 or q8_0 up to which its result counts as right."""
+"""Maximum relative error of a right result of attention in F16 or q8_0."""
 
 TAIL = 1500
-"""Characters of a failed part's stderr that its row keeps."""
+"""Number of characters of a failed part's stderr that are kept in its row."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ class Part:
     Attributes
     ----------
     name, limit_s
-        Name of the part, and seconds after which it is ended.
+        Name of the part, and time in seconds after which it is killed.
     command
-        Arguments of Python.
+        Arguments for Python.
     env
         Environment variables.
     model
-        Name of the random model that it needs, in MODELS; "" if it needs none.
+        Name in MODELS of the random model that the part needs; "" if it needs no model.
     """
 
     name: str
@@ -114,13 +115,16 @@ def main() -> None:
 
 
 def _fast_folder() -> str | None:
-    """Return a folder in memory with room for the models, or None. Libraries may fail to load from there."""
+    """Return a folder in memory that has room for the models, or None.
+
+    The folder is not for libraries: they may fail to load from there.
+    """
     shared = "/dev/shm"
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 12e9 else None
 
 
 class Check:
-    """All parts, one after the other.
+    """Run all parts, one after the other.
 
     Parameters
     ----------
@@ -131,7 +135,7 @@ class Check:
     models
         A folder for the random models.
     deadline
-        Time by `time.monotonic` at which all parts must have ended.
+        Time (of `time.monotonic`) at which all parts must have ended.
     """
 
     def __init__(self, args: argparse.Namespace, work: Path, models: Path, deadline: float) -> None:
@@ -147,14 +151,14 @@ class Check:
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
         for name in dict.fromkeys(part.model for part in parts if part.model):
-            # write the models while the first parts run, because they need only one core
+            # write the models while the first parts run, because a writer needs only one core
             self._writers[name] = self._write_model(name)
         for part in parts:
             if part.model and not self._model_ready(part):
                 continue
             self._run(part)
             if part.name == "1" and not self.args.small and not self._has_gpu():
-                # sizes for a GPU would take hours on a CPU
+                # do not run the remaining parts: with the sizes for a GPU, they would take hours on a CPU
                 self._add(
                     {"part": "1", "what": "GPU", "why": "the library sees none: nothing else is measured"}
                 )
@@ -170,7 +174,7 @@ class Check:
         return any(row.get("type") in ("gpu", "igpu") for row in self.rows if row.get("what") == "device")
 
     def parts(self) -> Iterator[Part]:
-        """The parts, the most important first."""
+        """Yield the parts, the most important first."""
         small = ["--small"] if self.args.small else []
         micro, rows = (("-m", f"lab.benchmarks.{name}") for name in ("ggml_micro", "gpu_rows"))
         yield Part("1", 40, (*rows, "facts"))
@@ -181,7 +185,7 @@ class Check:
             path = str(self.models / model)
             return Part(name, limit_s, (*rows, what, "-m", path, *small, *more), env, model)
 
-        # log each graph that the scheduler splits; graphs are not reused, so that each step logs one
+        # log each graph that the scheduler splits, and do not reuse graphs: then each step logs its graph
         logged = (("GGML_SCHED_DEBUG", "2"), ("LLAMA_GRAPH_REUSE_DISABLE", "1"))
         yield on("8b.gguf", "3s", 60, "splits", env=logged)
         for way in ("recall", "full", "resident", "streamingllm", "h2o"):
@@ -197,9 +201,9 @@ class Check:
     def _tests(self) -> Part:
         n = self.args.workers or max(min((os.cpu_count() or 2) - 2, 14), 1)
         command = ["-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
-        # load only these plugins: others of this Python may warn, and a warning fails a test
+        # load only these plugins: other installed plugins may warn, and a warning makes a test fail
         command += ["-p", "xdist.plugin", "-p", "pytest_timeout", "--timeout=90", "-n", str(n), "--dist=load"]
-        # this test needs a real model, which is not in the pack
+        # leave out this test, because it needs a real model, which is not in the pack
         command += ["-k", "not a_real_model_scores"]
         tests = self.manifest["tests"]
         if self.args.small:
@@ -271,7 +275,7 @@ class Check:
 
 
 def kernel_digest() -> str:
-    """Digest of the sources that kernels are compiled from."""
+    """Return a digest of the sources from which the kernels are compiled."""
     folder = ROOT / "kvtool"
     files = [path for name in ("engine", "policies") for path in (folder / name).glob("*.py")]
     files = [path for path in files if b"\n@kernel(" in path.read_bytes()]
@@ -282,7 +286,7 @@ def kernel_digest() -> str:
 
 
 def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
-    """Unpack the packages into a folder. Return environment variables with which kvtool loads them.
+    """Unpack the packages into a folder. Return the environment in which kvtool finds them.
 
     kernels: `kernel_digest` of the packed kernels' sources. If it differs from this checkout's digest, the
     packed kernels are not used.
@@ -304,7 +308,7 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
     folders = [*cuda_folders(), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     if folders:
         env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-    # ask kvtool for the kernels' folder, because it depends on sources, CPU and path
+    # ask kvtool for the path of the kernels, because it depends on the sources, the CPU and the folder
     ask = "from kvtool.system.paths import kernel_library; print(kernel_library())"
     if kernels != kernel_digest():
         print("the packed kernels are of other sources: numba compiles them here", file=sys.stderr)
@@ -317,7 +321,7 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
 
 
 def loads(library: str) -> bool:
-    """True if the system finds a library without being told its folder."""
+    """Return True if the system finds a library although its folder is not given."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -326,7 +330,7 @@ def loads(library: str) -> bool:
 
 
 def cuda_folders() -> list[str]:
-    """Folders with CUDA's libraries: for each library, the first folder that has it."""
+    """Return the folders of CUDA's libraries. For each library, this is the first folder that has it."""
     folders: dict[str, str] = {}
     names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
@@ -345,19 +349,19 @@ def cuda_folders() -> list[str]:
             stdout = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
             if stdout:
                 folders[name] = str(Path(stdout).parent)
-    # a folder of the system comes last, because its other libraries could hide those of the other folders
+    # put system folders last: other libraries in them could hide the libraries of the remaining folders
     return sorted(dict.fromkeys(folders.values()), key=lambda folder: folder.startswith("/usr/lib"))
 
 
 class Lines:
-    """The lines that a program prints, until it ends or its time is over.
+    """Iterator over the lines that a program prints, until it ends or its time is over.
 
     Attributes
     ----------
     code
-        Exit status of the program, once it has ended.
+        Exit status of the program. None while it runs.
     is_late
-        Whether the program was ended because its time was over.
+        True if the program was killed because its time was over.
     """
 
     def __init__(self, command: Sequence[str], env: dict[str, str], errors: Any, limit_s: float) -> None:
@@ -397,14 +401,14 @@ class Lines:
 
 
 def rows_of(lines: Iterable[str]) -> Iterator[Row]:
-    """The rows that a part prints: one JSON object a line."""
+    """Yield the rows that a part prints. Each line is a JSON object."""
     for line in lines:
         if line.startswith("{"):
             yield json.loads(line)
 
 
 def tests_of(lines: Iterable[str]) -> Iterator[Row]:
-    """The counts of the tests' outcomes, and a row for each test that fails."""
+    """Yield a row for each test that fails, and a row with the number of tests for each outcome."""
     counts: dict[str, int] = {}
     summary = ""
     printed = []
@@ -423,7 +427,7 @@ def tests_of(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as text, part by part."""
+    """Yield the lines of a text with all rows, part by part."""
     for part in dict.fromkeys(row["part"] for row in rows):
         of_part = [row for row in rows if row["part"] == part and not row.get("why")]
         yield f"\n== {part}"
@@ -464,7 +468,10 @@ def short(value: Any) -> str:
 
 
 def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> Iterator[str]:
-    """Lines of a table: one for each value of the `index` fields, a column for each value of `column`."""
+    """Yield the lines of a table. It has a line for each value of the fields `index`.
+
+    It has a column for each value of the field `column`. Its cells show the field `value`.
+    """
     columns = list(dict.fromkeys(row[column] for row in rows))
     yield " ".join([*(f"{name:>7}" for name in index), *(f"{name:>18}" for name in columns)])
     lines: dict[tuple[Any, ...], dict[str, float]] = {}

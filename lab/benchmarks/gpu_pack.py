@@ -1,10 +1,10 @@
-"""Pack what lab/benchmarks/gpu_check.py needs on a machine without network, compiler and models.
+"""Pack the files that gpu_check.py needs on a machine without a network, a compiler and models.
 
     python -m lab.benchmarks.gpu_pack build/gpu-check kvtool_llama-*.whl --tests tests/engine/test_recall.py
 
-The folder then has the library without its symbols, the Python packages that such a machine lacks, the
-kernels for any x86-64 CPU with AVX2, the tokenizer of kvtool's default model, and a library that the tests
-preload.
+The folder then contains: the library without its symbols, the Python packages that are missing on such a
+machine, the kernels for any x86-64 CPU with AVX2, the tokenizer of kvtool's default model, and a library that
+the tests preload.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lab.benchmarks.gpu_check import kernel_digest
 ROOT = Path(__file__).resolve().parents[2]
 
 PYTHON = "3.12"
-"""The Python of the machine with the GPU."""
+"""Version of Python on the machine with the GPU."""
 
 PACKAGES = (
     *(
@@ -47,12 +47,12 @@ PACKAGES = (
     *("markdown-it-py", "mdurl", "pygments", "jinja2", "typing_extensions", "packaging"),
     *("pytest", "pluggy", "iniconfig", "pytest-xdist", "execnet"),
 )
-"""Packages to take, in the versions that are installed here. The other machine has NumPy."""
+"""Packages to pack, in the versions that are installed here. NumPy is installed on the other machine."""
 
 TIMEOUT = "pytest-timeout==2.4.0"
 
 CPU = "x86-64-v3"
-"""LLVM's name for the CPUs that the kernels run on."""
+"""LLVM's name for the oldest CPU on which the kernels must run."""
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def pack_library(wheel: Path, target: Path) -> None:
-    """Write a wheel's package, without symbols, as an archive that is as small as xz makes it."""
+    """Write the package of a wheel, without symbols, as an archive with xz's best compression."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with zipfile.ZipFile(wheel) as file:
@@ -111,7 +111,7 @@ def pack_library(wheel: Path, target: Path) -> None:
 
 
 def fetch_packages(folder: Path) -> None:
-    """Put a wheel of each package into the folder, for the Python of the other machine."""
+    """Put a wheel of each package into the folder. The wheels are for the other machine's Python."""
     from importlib.metadata import version
 
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
@@ -129,7 +129,7 @@ def compile_kernels(target: Path) -> None:
     from kvtool.kernels.kernel import of_module
     from kvtool.kernels.link import link
 
-    # numba and the linker ask for this machine's CPU: answer with the other machine's
+    # numba and the linker ask for the CPU of this machine: answer with the CPU of the other machine
     os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = CPU, ""
     llvm.get_host_cpu_name = lambda: CPU
     llvm.get_host_cpu_features = lambda: llvm.FeatureMap()
@@ -147,7 +147,7 @@ def write_vocabulary(model: Path, target: Path) -> None:
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)
     for key, field in reader.fields.items():
-        # the writer adds its own header and architecture; alignment matters only for tensors
+        # leave out the fields that the writer adds, and the alignment, which matters only for tensors
         if key.startswith("GGUF.") or key in ("general.architecture", "general.alignment"):
             continue
         if field.types[0] != gguf.GGUFValueType.ARRAY:

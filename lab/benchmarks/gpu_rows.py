@@ -2,7 +2,7 @@
 
     python -m lab.benchmarks.gpu_rows bench -m 8b.gguf --way recall
 
-Prints a JSON object a line.
+Each line of the output is a JSON object.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS = {
 }
 
 N_STEP = 64
-"""Timed steps, each of one token; four of them evict."""
+"""Number of steps that are timed. Each decodes one token, and four of them evict."""
 
 
 class Args(argparse.Namespace):
@@ -58,7 +58,7 @@ class Args(argparse.Namespace):
 
 
 def facts(args: Args) -> Iterator[Row]:
-    """The machine, its devices, and the library."""
+    """Describe the machine, its devices, and the library."""
     info = library_info()
     yield {
         "what": "library",
@@ -78,7 +78,7 @@ def facts(args: Args) -> Iterator[Row]:
 
 
 def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
-    """An engine's settings for a cache configuration and a stream of `depth` tokens."""
+    """Return an engine's settings for a cache configuration and a stream of `depth` tokens."""
     types = {"type_k": way.cache_type, "type_v": way.cache_type}
     return Settings(
         n_ctx=model.n_ctx_train,
@@ -91,7 +91,7 @@ def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
 
 
 def bench(args: Args) -> Iterator[Row]:
-    """The rows of `kvtool bench` for one cache configuration, --way."""
+    """Yield the rows of `kvtool bench` for the cache configuration --way."""
     way = WAYS[args.way]
     model = Model(args.model)
     for depth in (512, 2048) if args.small else (512, 8192, 32768):
@@ -115,17 +115,18 @@ class Log:
         self.lines.append(text.decode("utf-8", "replace"))
 
     def take(self) -> str:
-        """Return the text logged since the last call."""
+        """Return the text that was logged since the last call."""
         text = "".join(self.lines)
         self.lines.clear()
         return text
 
 
 def splits(args: Args) -> Iterator[Row]:
-    """Graph splits of a step of one token, and which operations the CPU computes in it.
+    """Count the graph splits of a step of one token, and the operations that the CPU computes in it.
 
-    graphs: graphs that a step computes, including those of an eviction. splits: splits of the decode's graph.
-    Needs GGML_SCHED_DEBUG=2 and LLAMA_GRAPH_REUSE_DISABLE=1 in the environment.
+    graphs: number of graphs that a step computes, including the graphs of an eviction. splits: number of
+    splits of the graph that decodes the token. The environment must have GGML_SCHED_DEBUG=2 and
+    LLAMA_GRAPH_REUSE_DISABLE=1.
     """
     log = Log()
     model = Model(args.model)
@@ -167,7 +168,7 @@ Graph = tuple[int, Counter[str], Counter[str]]
 
 
 def graphs_of(text: str) -> list[Graph]:
-    """Splits, operations, and operations on the CPU of each graph that the scheduler has logged."""
+    """Return splits, operations, and operations on the CPU for each graph in the scheduler's log."""
     graphs: list[Graph] = []
     backend = ""
     for line in text.splitlines():
@@ -184,7 +185,7 @@ def graphs_of(text: str) -> list[Graph]:
 
 
 def read(args: Args) -> Iterator[Row]:
-    """Seconds to read a prompt into an empty stream, and the device memory that this takes."""
+    """Measure the seconds to read a prompt into an empty stream, and the device memory that this takes."""
     way = WAYS[args.way]
     model = Model(args.model)
     rng = np.random.default_rng(0)
@@ -196,7 +197,7 @@ def read(args: Args) -> Iterator[Row]:
             Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
         )
         tokens = rng.integers(0, model.n_vocab, n)
-        # not timed: later reads reuse what the first one makes, such as compiled graphs
+        # do not time the first read: it compiles graphs, which later reads use again
         engine.read(tokens[: n // 4])
         engine.reset()
 
@@ -219,7 +220,7 @@ def read(args: Args) -> Iterator[Row]:
 
 
 def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndarray) -> Engine:
-    """Return an engine with this cache configuration, in a state as if it had read `depth` tokens."""
+    """Return an engine with this cache configuration whose state looks as if it had read `depth` tokens."""
     policy, settings = (
         policies.fit(way.policy, way.budget or depth + 256),
         settings_of(model, way, depth + 256),
@@ -237,14 +238,17 @@ def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndar
 
 
 class Timers:
-    """Seconds spent in methods of objects, by name; a method within another counts in both."""
+    """Seconds spent in methods of objects, by name.
+
+    If a timed method calls another timed method, the inner time is part of both times.
+    """
 
     def __init__(self) -> None:
         self.wall: Counter[str] = Counter()
         self.cpu: Counter[str] = Counter()
 
     def wrap(self, owner: object, method: str, name: str | None = None) -> None:
-        """Time a method under a name."""
+        """Measure the time of a method. name: its name in `wall` and `cpu`, by default the method's name."""
         original: Callable[..., Any] = getattr(owner, method)
         name = name or method
 
@@ -260,17 +264,18 @@ class Timers:
 
 
 def profile(args: Args) -> Iterator[Row]:
-    """Milliseconds a token in the parts of `Engine.step`.
+    """Measure the milliseconds per token in each part of `Engine.step`.
 
-    decode: llama.cpp's graph, with the search and the upload of synthetic cells. logits: the wait for the
-    device. observe: signals read. plan: the policy. archive: cells read from the device and clustered. edit:
-    cells moved on the device. decode_cpu: CPU time of all threads in decode. step: mean time of a step.
-    quiet: median time of a step. The median step has no eviction, because evictions come every 16 tokens.
+    decode: time of llama.cpp's graph, with the search and the upload of synthetic cells. logits: time of the
+    wait for the device. observe: time to read signals. plan: time of the policy. archive: time to read cells
+    from the device and to cluster them. edit: time to move cells on the device. decode_cpu: CPU time of all
+    threads in decode. step: mean time of a step. quiet: median time of a step. The median step has no
+    eviction, because only every 16th step evicts.
     """
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 recall's archive is nearly empty, so its time is mostly the cost of interrupting each layer
+    # at depth 700, recall's archive is nearly empty: most of its time is the cost of interrupting each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (
@@ -294,7 +299,7 @@ def profile(args: Args) -> Iterator[Row]:
         taken = []
         for at in range(8 + N_STEP):
             if at == 8:
-                # the first steps compile and capture graphs
+                # forget the first steps, which compile and capture graphs
                 timers.wall.clear()
                 timers.cpu.clear()
                 taken.clear()
@@ -317,12 +322,12 @@ def profile(args: Args) -> Iterator[Row]:
 
 
 class Watch:
-    """Times the nodes of one operation, by llama.cpp's callback around each node that is computed.
+    """Measure the time of one operation, with the callback that llama.cpp calls before and after each node.
 
     Attributes
     ----------
     n, seconds
-        Number of nodes of that operation, and seconds between the callbacks before and after each.
+        Number of nodes with this operation, and the sum of the seconds between their two callbacks.
     """
 
     def __init__(self, operation: bytes) -> None:
@@ -344,10 +349,10 @@ class Watch:
 
 
 def search(args: Args) -> Iterator[Row]:
-    """Milliseconds a token that `recall`'s CPU operation takes: search, attention, synthetic cells.
+    """Measure the milliseconds per token of `recall`'s CPU operation: search, attention, synthetic cells.
 
-    The operation is timed from the moment its inputs are on the host. The callback slows the rest of the step
-    down.
+    The time of the operation begins when its inputs are on the host. The callback makes the rest of the step
+    slower.
     """
     way = WAYS[args.way]
     watch = Watch(b"CUSTOM")
@@ -377,11 +382,11 @@ def search(args: Args) -> Iterator[Row]:
 
 
 def hybrid(args: Args) -> Iterator[Row]:
-    """Cost of checkpoints and of draft states, for a model with recurrent layers.
+    """Measure the cost of checkpoints and of draft states, for a model with recurrent layers.
 
-    Reading takes read_s with checkpoints and plain_s without, one after the other. copy_ms: time of one more
-    checkpoint. A step of one token takes step_ms with room for draft tokens or with residents, and none_ms
-    without.
+    read_s and plain_s: time to read the tokens with and without checkpoints, measured in turns. copy_ms: time
+    to take one more checkpoint. step_ms: time of a step of one token with room for draft tokens, or with
+    residents; none_ms: without.
     """
     model = Model(args.model)
     n = 4096 if args.small else 16384
@@ -407,7 +412,7 @@ def hybrid(args: Args) -> Iterator[Row]:
             taken[name].append(seconds(engine, engine.read, tokens))
     engine = engines["read_s"]
     n_made, n_bytes = len(engine.checkpoints), engine.checkpoints.n_bytes
-    # without a new token, there would be nothing to copy
+    # decode a new token first: without it, there would be nothing to copy
     seconds(engine, engine.step, tokens[:1])
     began = time.perf_counter()
     engine.checkpoints.take()
@@ -415,7 +420,7 @@ def hybrid(args: Args) -> Iterator[Row]:
     yield {
         "what": "checkpoints while reading",
         "tokens": n,
-        # the first round compiles graphs
+        # leave out the first round, which compiles graphs
         **{name: statistics.median(each[1:]) for name, each in taken.items()},
         "checkpoints": n_made,
         "spacing": engine.checkpoints.spacing,

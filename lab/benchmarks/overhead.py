@@ -1,13 +1,15 @@
-"""Time of a token: kvtool compared with stock llama.cpp, with as many cells and with a long cache.
+"""Compare the time of a token in kvtool with stock llama.cpp, which has as many cells or a long cache.
 
     python -m lab.benchmarks.overhead FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
 Stock is the same library through llama_cpp's low-level API, with nothing of kvtool enabled. It decodes single
-tokens of the text without sampling; the cache is kept full by removing the last tokens now and then.
-Everything runs in one process. kvtool and stock take turns token by token, so what slows the machine slows
-both. A policy's round ends where an eviction is due, so that it has whole periods from eviction to eviction;
-BUZZ evicts seldom, so its rounds are longer. `stock again` compares stock with stock; its ratio is noise.
-If other programs are running, `--clock cpu` with one thread leaves out their time.
+tokens of the text without sampling. Its cache stays full: when no cell is free, the last tokens are removed.
+
+Everything runs in one process. kvtool and stock take turns token by token, so other programs slow down both.
+A round of a policy ends when the next eviction is due, so that it always includes whole periods from one
+eviction to the next. BUZZ evicts seldom, so its rounds are longer. `stock again` compares stock with stock:
+its ratio shows the noise. If other programs are running, use `--clock cpu` with one thread to leave out their
+time.
 """
 
 from __future__ import annotations
@@ -45,14 +47,17 @@ from lab.benchmarks.common import (
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
 
 N_STOCK = 16
-"""Cells that stock frees when its cache is full: as many as kvtool frees if it evicts every 16 tokens."""
+"""Number of cells that stock frees when its cache is full. kvtool also frees 16 cells by default."""
 
 N_LONG = 8
-"""Tokens of a round with the long cache; few, because each takes many times as long."""
+"""Number of tokens of a round with the long cache. It is small, because these tokens are slow."""
 
 
 class Stock:
-    """Stock llama.cpp with n_cell cells. Steps fill the last n_block repeatedly; the others stay full."""
+    """Stock llama.cpp with n_cell cells.
+
+    Steps fill the last n_block cells again and again. All cells before them stay full.
+    """
 
     def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
         self.context = stock_context(model, n_cell, min(n_cell, 512), args.threads, flash)
@@ -71,13 +76,13 @@ class Stock:
     def _fill(self, n_batch: int) -> None:
         for at in range(0, self.n_fill, n_batch):
             part = self.tokens[at : min(at + n_batch, self.n_fill)]
-            # the name keeps the array alive: llama_batch_get_one only points to it
+            # keep the array in a variable, because llama_batch_get_one only points to it
             array = (api.llama_token * len(part))(*part.tolist())
             if api.llama_decode(self.context, api.llama_batch_get_one(array, len(part))) != 0:
                 sys.exit("llama.cpp cannot decode")
 
     def step(self) -> float:
-        """Decode one token; returns the seconds."""
+        """Decode one token. Return the time in seconds."""
         if self.n_done == self.n_block:
             api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, self.n_fill, -1)
             self.n_done = 0
@@ -94,11 +99,11 @@ class Stock:
 
 
 class Kvtool:
-    """An engine in its steady state. Wrapped methods measure the time of its parts."""
+    """An engine in its steady state. Some of its methods are wrapped, so that their time is measured."""
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
-        # steps do not exceed the budget, so that kvtool has as many cells as stock
+        # do not let steps exceed the budget, so that kvtool has as many cells as stock
         settings = Settings(
             positions=args.positions, n_batch=64, over_budget=False, flash=flash, n_threads=args.threads
         )
@@ -115,7 +120,7 @@ class Kvtool:
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
-        """Go past two evictions and up to the next one. From there on, evictions come at equal distances."""
+        """Step through two evictions, up to the next eviction. After that, evictions have equal distances."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
@@ -125,7 +130,7 @@ class Kvtool:
             engine.step(self._next(min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))))
 
     def _next(self, n: int) -> np.ndarray:
-        # the text starts over where it ends; nothing is scored here
+        # at its end, the text starts again: this is allowed because nothing is scored
         part = np.take(self.tokens, np.arange(self.at, self.at + n), mode="wrap")
         self.at += n
         return part
@@ -146,7 +151,7 @@ class Kvtool:
         return self.engine.n_kv >= self.engine.policy.budget
 
     def step(self) -> float:
-        """Decode one token, after an eviction if one is due; returns the seconds."""
+        """Decode one token, after an eviction if one is due. Return the time in seconds."""
         token = self._next(1)
         start = self.now()
         self.engine.step(token)
@@ -157,7 +162,10 @@ class Kvtool:
         return seconds
 
     def split(self) -> dict[str, float]:
-        """Milliseconds per token of decode, signals and plan, edit, and the rest; and tokens per eviction."""
+        """Return the milliseconds per token of decode, of signals and plan, of edits, and of the rest.
+
+        Also return the number of tokens per eviction.
+        """
         ms = {name: 1e3 * seconds / self.n_token for name, seconds in self.seconds.items()}
         return {
             "decode": ms["decode"],
@@ -212,10 +220,13 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds per token of each round by (name, path); stock's in the same round by (name, path, "stock")."""
+    """Return the seconds per token in each round, by (name, path).
+
+    Stock's seconds in the same rounds have the keys (name, path, "stock").
+    """
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
-        # stock's first single token makes a new graph: leave it out of the times
+        # do not time stock's first single token, which makes a new graph
         if isinstance(cell, Stock):
             cell.step()
     for i in range(args.rounds):
@@ -232,7 +243,10 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
 
 
 def _duel(cell: Stock | Kvtool, stock: Stock, n_least: int) -> tuple[float, float]:
-    """Seconds per token of both, for at least n_least steps and up to the next eviction."""
+    """Return the seconds per token of `cell` and `stock`.
+
+    Make at least n_least steps, and continue until the next eviction is due.
+    """
     ours, theirs = [], []
     while len(ours) < n_least or (isinstance(cell, Kvtool) and not cell.is_due):
         ours.append(cell.step())
@@ -302,7 +316,7 @@ def _print(args, results: dict) -> None:
         if args.long:
             row.insert(3, show(cell["long_over_ours"], 2))
         table.add_row(cell["policy"], cell["flash"], *row)
-    # a wide console for a file or a pipe, so that nothing is cut off
+    # use a wide console for a file or a pipe, so that nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     if args.long:

@@ -1,9 +1,9 @@
-"""CPU time of `kvtool perplexity` with the wheel for every CPU, relative to that with this machine's build.
+"""Compare the CPU time of `kvtool perplexity` with the wheel for every CPU and with this machine's build.
 
     python -m lab.benchmarks.portable wiki.test.raw --wheel dist/kvtool_llama-*.whl --policy h2o --budget 256
 
-Both read the same text in new processes, in pairs whose order alternates. The time is of the whole process.
-The first pair fills caches and is not counted.
+Both builds read the same text in new processes. The processes run in pairs, and the order within a pair
+alternates. The time is the time of the whole process. The first pair is not counted, because it fills caches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(command: list[str], more: dict[str, str]) -> tuple[float, float]:
-    """Seconds of CPU time that a process takes, and the score that it prints."""
+    """Return the seconds of CPU time that a process takes, and the score that it prints."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

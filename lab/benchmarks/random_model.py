@@ -3,13 +3,13 @@
     python -m lab.benchmarks.random_model 8b.gguf
     python -m lab.benchmarks.overhead wiki.test.raw -m 8b.gguf --budget 512 --long 32768
 
-The model has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B has; the file takes
-4.2 GB. To read texts, the model takes the tokenizer of another one (-m), whose vocabulary is smaller than
-Llama's, so the file has 7.4B weights. What the model writes means nothing. Its speed is that of any model
-with these shapes.
+The model has 32 layers, 32 query heads and 8 KV heads with 128 dimensions, like Llama 3.1 8B. The file has
+4.2 GB. The tokenizer is copied from another model (-m). Its vocabulary is smaller than Llama's, so the file
+has only 7.4B weights. The model's output is meaningless, but its speed is the same as that of any model with
+these shapes.
 
-With --arch gemma3 every sixth layer attends to all tokens, the others to the newest 1,024; with qwen35 every
-fourth layer has attention, the others are recurrent.
+With --arch gemma3, every sixth layer attends to all tokens, and all other layers attend to the newest 1,024
+tokens. With --arch qwen35, every fourth layer has attention, and all other layers are recurrent.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvtool.models.resolve import resolve
 from lab.benchmarks.common import make_parser, note
 
 N_CONV, N_STATE = 4, 128
-"""Sizes of Qwen 3.5's recurrent layers: tokens that a convolution spans, dimensions of a head."""
+"""Sizes of Qwen 3.5's recurrent layers: number of tokens that a convolution spans, dimensions of a head."""
 
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))
-"""Standard deviation of the codes 0 .. 15, which are equally likely."""
+"""Standard deviation of the codes 0 to 15, which are all equally likely."""
 
 N_REPEATED = 256
-"""Number of random rows in each matrix with --repeat; other rows repeat them."""
+"""With --repeat: number of random rows in each matrix. The other rows repeat these rows."""
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    # one tensor at a time, so the model need not fit into memory
+    # write one tensor at a time, because the model may not fit into memory
     for name, shape in matrices.items():
         # a recurrent layer's decay is negative
         plain = np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32) if is_plain(shape) else None
@@ -124,7 +124,7 @@ def is_plain(shape: tuple[int, ...]) -> bool:
 
 
 def add_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, template: Path | None) -> int:
-    """Copy everything that a header says about its tokenizer. Returns the size of the vocabulary."""
+    """Copy all header fields of the tokenizer. Return the size of the vocabulary."""
     if template:
         writer.add_chat_template(template.read_text(encoding="utf-8"))
     for key, field in reader.fields.items():
@@ -140,7 +140,7 @@ def add_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, template: Pa
 
 
 def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of every tensor; matrices are [out, in]."""
+    """Yield the name and the shape of every tensor. The shape of a matrix is [out, in]."""
     n_kv = args.kv_heads * args.head_dim
     yield "token_embd.weight", (n_vocab, n_embd)
     yield "output_norm.weight", (n_embd,)
@@ -166,7 +166,7 @@ def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tupl
 
 
 def recurrent(n_embd: int, n_group: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a gated delta net."""
+    """Return the names and shapes of the tensors of a gated delta net."""
     n_head = 2 * n_group
     n_value = n_head * N_STATE
     n_mixed = 2 * n_group * N_STATE + n_value
@@ -186,8 +186,9 @@ def recurrent(n_embd: int, n_group: int) -> dict[str, tuple[int, ...]]:
 def quantized(rng: np.random.Generator, n_row: int, n_in: int, n_random: int | None = None) -> np.ndarray:
     """Return random Q4_0 blocks, u8[n_row, bytes], of a matrix.
 
-    They are scaled so that the matrix's product with a vector has numbers about as large as the vector's.
-    n_random: number of random rows, which the other rows repeat; None: all rows are random.
+    The blocks are scaled so that the product of the matrix with a vector has numbers of about the same size
+    as the vector. n_random: number of random rows, which the other rows repeat. If it is None, all rows are
+    random.
     """
     blocks = rng.integers(0, 256, (min(n_random or n_row, n_row), n_in // BLOCK, BLOCK_BYTES), np.uint8)
     scale = np.array([1 / (CODE_STD * n_in**0.5)], np.float16)

@@ -1,14 +1,16 @@
-"""Count JSON schemas that kvtool enforces, validate texts drawn from them, and time tokens under a schema.
+"""Count the JSON schemas that kvtool enforces, validate random texts, and time tokens under a schema.
 
     python -m lab.benchmarks.schemas schemas.jsonl --samples 3
     python -m lab.benchmarks.schemas --rounds 6 -m MODEL
 
-The first command reads one {"name", "schema"} a line, as JSONSchemaBench has them. It counts the schemas that
-are enforced, accepted with remarks, and refused. It draws texts of each enforced schema at random from the
-tokens that fit, preferring tokens that close something, and validates them with the jsonschema package.
+The first command reads one {"name", "schema"} per line, which is the format of JSONSchemaBench. It counts the
+schemas that are enforced, accepted with remarks, and refused. For each enforced schema it writes random
+texts, token by token, from the tokens that the schema allows. It prefers tokens that close something. The
+jsonschema package validates the texts.
 
-The second command writes equally many tokens with and without a schema, in turns, with kvtool chat's sampler
-and without draft tokens, and compares CPU time. Only this command needs the model's weights.
+The second command writes texts with a schema and without a schema in turns, with the same number of tokens.
+It uses kvtool chat's sampler and no draft tokens, and compares CPU times. Only this command needs the model's
+weights.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from lab.benchmarks.common import (
 )
 
 MOST = 3000
-"""Most tokens of a sample."""
+"""Maximum number of tokens of a sample."""
 
 PEOPLE = {
     "type": "array",
@@ -69,7 +71,7 @@ PROMPT = "List fifty people as JSON, each with a name, an age, a note of two sen
 
 
 class Wanderer:
-    """Draws texts at random from the tokens that fit."""
+    """Write random texts, token by token, from the tokens that a schema allows."""
 
     def __init__(self, model: Model, seed: int) -> None:
         self._vocabulary = Vocabulary.of(model)
@@ -83,7 +85,7 @@ class Wanderer:
         self._ends[[*self._vocabulary.ends]] = True
 
     def text(self, schema: Enforced) -> bytes | None:
-        """A text that fits a schema; None if it is not whole after `MOST` tokens."""
+        """Return a random text that fits a schema, or None if it is not complete after `MOST` tokens."""
         matcher, tokens = Matcher(self._vocabulary, schema.rules), list[int]()
         while len(tokens) < MOST:
             bits = np.unpackbits(matcher.mask().view(np.uint8), count=self._vocabulary.n, bitorder="little")
@@ -95,7 +97,7 @@ class Wanderer:
         return None
 
     def _drawn(self, fits: np.ndarray, n: int) -> int:
-        """Draw a token that fits. n: tokens drawn so far; after many, closing tokens are likelier."""
+        """Draw a token that fits. n: number of tokens so far. A large n makes closing tokens more likely."""
         share, likes = self._rng.random(), (self._ends, self._closes, self._is_short)
         for bound, liked in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), likes, strict=True):
             if share < bound and (fits & liked).any():
@@ -104,7 +106,7 @@ class Wanderer:
 
 
 def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]:
-    """Count a schema as enforced, accepted with remarks or refused, and its n samples by their outcomes."""
+    """Count a schema as enforced, accepted with remarks or refused. Count its n samples by outcome."""
     try:
         constraint = enforced(schema)
     except UsageError:
@@ -129,7 +131,7 @@ def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]
 
 
 def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> float:
-    """Mean CPU seconds of a token while n tokens are written."""
+    """Write n tokens. Return the mean CPU seconds per token."""
     sampler = Sampler(engine.model, drawing.sampling(), seed=seed)
     writer = Writer(engine, sampler)
     writer.reset()
@@ -142,8 +144,9 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
-    """Time of a token with a schema, divided by that without one, for each pair of texts."""
-    # both texts must reach n tokens: the fifty items are longer, and tokens that end the free text are banned
+    """For each pair of texts, return the time of a token with a schema divided by the time without one."""
+    # both texts must reach n tokens: fifty items take more tokens, and the free text cannot end, because end
+    # tokens are banned
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     values = []

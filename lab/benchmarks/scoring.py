@@ -1,11 +1,13 @@
-"""Time of a run of kvtool compare, relative to stock llama.cpp decoding the same tokens.
+"""Compare the time of a run of kvtool compare with stock llama.cpp, which decodes the same tokens.
 
     python -m lab.benchmarks.scoring FILE --policies h2o,buzz --budget 256
 
-Stock decodes the text in batches of 64, with logits of every token. Before each batch the cache is cut back
-so that the batch ends with 512 cells. It only decodes; nothing is computed from its logits. The runs measure
-everything that compare measures, with KL and top-1 against the full cache. Times are CPU times. Stock and the
-policies take turns, and each ratio divides two times of the same round.
+Stock decodes the text in batches of 64, with logits of every token. Tokens are removed from the cache before
+each batch, so that at most 512 cells are used after it. Stock only decodes: its logits are not used.
+
+The runs measure everything that `kvtool compare` measures, with KL and top-1 against the full cache. All
+times are CPU times. Stock and the policies take turns. Each ratio is computed from two times of the same
+round.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main() -> None:
             reference = str(Path(folder) / "full.ref")
             return measure(RunInput(run, str(path), reference, writes=name == "full"))["cpu_s"]
 
-        # write the full cache's predictions, which the other runs are compared with
+        # write the full cache's predictions, with which all other runs are compared
         scored("full")
         for i in range(args.rounds):
             for name in ("stock", *names):
@@ -84,8 +86,8 @@ def main() -> None:
 
 
 def _stock(model: Model, tokens: np.ndarray, n_threads: int) -> float:
-    """The CPU time for all tokens, in seconds."""
-    # flash attention is off, as it is in kvtool on a CPU
+    """Return the CPU time for all tokens in seconds."""
+    # flash attention is off, because kvtool does not use it on a CPU
     context = stock_context(model, N_CELL, N_CHUNK, n_threads, "off")
     batch = api.llama_batch_init(N_CHUNK, 0, 1)
 

@@ -1,14 +1,15 @@
-"""Time of one plan: every policy on made-up attention and keys, without a model.
+"""Measure the time of one plan of every policy, with made-up attention and keys and without a model.
 
     python -m lab.benchmarks.selection --rows 256 --cells 1024 --evict 64 --dim 128
 
-A full cache evicts, grows by as many tokens, and evicts again. The time is that of the engine's calls
-`observe`, `plan` and `move`, on one thread, without reading the signals and editing the cache. The last
-columns show this time per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M
-with 512 cells and of an 8B model (32 layers of 8 KV heads of 128) with 1,024. They also show the bytes of the
-policy's state in these shapes, and their share of the f16 cache. `name:option=value:...` is a policy with
-options. `full`, which never evicts, is left out, and so are policies whose rows may keep different numbers of
-cells.
+A full cache evicts, grows by as many tokens, and evicts again. The time is the time of the engine's calls
+`observe`, `plan` and `move` on one thread. It does not include reading signals and editing the cache.
+
+The last columns are for two shapes: SmolLM2-135M with 512 cells, and an 8B model (32 layers with 8 KV heads
+of 128 dimensions) with 1,024 cells. They show the time per generated token with an eviction every 16 tokens,
+the bytes of the policy's state, and the state's share of the bytes of an f16 cache. `name:option=value:...`
+is a policy with options. `full`, which never evicts, is left out, and so are policies whose rows may keep
+different numbers of cells.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtool.policy import PER_CELL, Policy, Signal, View
 from lab.benchmarks.common import CLOCKS, describe, machine, make_parser, note, spread, write_json
 
 N_WARM = 2
-"""Evictions before the first one that is timed."""
+"""Number of evictions before the first eviction that is timed."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,15 @@ class Shape:
     name
         Name of the model.
     rows
-        (Layer, KV head) pairs.
+        Number of (layer, KV head) pairs.
     n_head
-        KV heads of a layer.
+        Number of KV heads of a layer.
     cells
-        The budget.
+        The budget: number of cells of a row.
     evict
-        Tokens from one eviction to the next.
+        Number of tokens from one eviction to the next.
     dim
-        Numbers in a key.
+        Dimension of a key.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Cache:
         self.n_kv = self.next = 0
 
     def step(self) -> dict[str, float]:
-        """Grow to the budget and evict once. Returns the seconds of each call, and the tokens evicted."""
+        """Grow to the budget and evict once. Return the seconds of each call, and the evicted tokens."""
         view = self._grow()
         start = self.now()
         self.policy.observe(view, self.state)
@@ -134,7 +135,7 @@ class Cache:
 
 
 def _source(keep: np.ndarray) -> np.ndarray:
-    """Return which cell moves to each kept place: cells of the tail fill holes, as in the engine."""
+    """Return the index of the cell that moves to each place. As in the engine, the last cells fill holes."""
     n_keep = int(keep[0].sum())
     source = np.tile(np.arange(n_keep), (len(keep), 1))
     row, hole = np.nonzero(~keep[:, :n_keep])
@@ -210,7 +211,7 @@ def _print(args, results: dict) -> None:
             row += [f"{numbers['ms_token']:.2f}", f"{numbers['state_bytes'] / 2**20:.1f}"]
             row.append(f"{numbers['state_share']:.1%}")
         table.add_row(policy["policy"], *row)
-    # a wide console for a file or a pipe, so that nothing is cut off
+    # use a wide console for a file or a pipe, so that nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     console.print(f"medians of {args.repeat}, {args.clock} clock")

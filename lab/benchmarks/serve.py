@@ -1,13 +1,15 @@
-"""A chat of many turns over the OpenAI API: time to the first token, speed and memory, turn by turn.
+"""Measure a chat of many turns over the OpenAI API: time to the first token, speed and memory per turn.
 
     python -m lab.benchmarks.serve BOOK --turns 100 --same -- kvtool serve --budget 512 --port 8123 -t 1
     python -m lab.benchmarks.serve BOOK --chats 2 -- kvtool serve --budget 512 --port 8123 -t 1
     python -m lab.benchmarks.serve BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
-Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and
-the whole chat is sent every time, as programs do. The program prints the first error and stops. With --chats
-several chats take turns, so successive turns belong to different chats. With --same, `kvtool chat`
-then gets the same turns: its replies must be the same (recall needs --pin for this).
+The command after -- starts a server at http://127.0.0.1:8123/v1. Each turn is the next part of the book.
+Every request has the whole chat, as usual with this API. At the first error, the program prints it and stops.
+
+With --chats, several chats take turns: each request belongs to a different chat than the request before. With
+--same, `kvtool chat` gets the same turns afterwards, and its replies must be the same (recall needs --pin for
+this).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     words = args.file.read_text(encoding="utf-8").split()
     parts = [" ".join(words[i * args.words : (i + 1) * args.words]) for i in range(args.turns)]
-    # check that the port is free: another program there would answer in place of the server
+    # check that the port is free, because another program on it would answer instead of the server
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", PORT))
@@ -101,7 +103,7 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
 
 
 def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namespace) -> bool:
-    """True if `kvtool chat` writes exactly the same replies."""
+    """Return True if `kvtool chat` writes exactly the same replies."""
     options = args.command[args.command.index("serve") + 1 :]
     if "--port" in options:
         at = options.index("--port")
@@ -115,7 +117,7 @@ def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namesp
 
 
 class _Refused(Exception):
-    """Raised for a stream with an error, or without text."""
+    """Raised if a stream has an error or no text."""
 
 
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
@@ -139,7 +141,7 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
                 reply += text
                 n_piece += 1
     if not n_piece:
-        # llama_cpp.server ends a stream in this way once the chat is beyond its context
+        # llama_cpp.server ends a stream in this way when the chat is longer than its context
         raise _Refused("an empty stream")
     end = time.perf_counter()
     usage = last.get("usage") or {}

@@ -1,4 +1,4 @@
-"""Servers that benchmarks and tests start: a port for one, and the wait until it answers."""
+"""Help to start servers in benchmarks and tests: reserve a port, and wait until the server answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATIENCE_S = 120
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a free port of 127.0.0.1, and keep other programs from it until the block ends.
+    """Yield a free port of 127.0.0.1. Other programs do not get this port until the block ends.
 
-    A socket stays bound to it without listening. Linux then lets a server listen there if it sets
-    SO_REUSEADDR or SO_REUSEPORT, as servers do, and does not choose the port for programs that ask for any
-    free one. On other systems the port is free at the start of the block and not reserved.
+    A socket is bound to the port, but does not listen. On Linux, a server can then still listen on this port
+    if it sets SO_REUSEADDR or SO_REUSEPORT, which servers do. A program that asks for any free port gets a
+    different port. On other systems, the port is free at the start of the block, but it is not reserved.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,14 +35,14 @@ def reserved_port() -> Iterator[int]:
 
 
 def answers(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until the server at this URL can answer. False if it ended, or PATIENCE_S seconds are over."""
+    """Wait until the server at this URL can answer. Return False if it has ended, or after PATIENCE_S."""
     end = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < end:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return True
         except urllib.error.HTTPError as error:
-            # llama_cpp.server has no /health; others answer with 503 while they load the model
+            # llama_cpp.server has no /health; other servers answer with 503 while they load the model
             if error.code == 404:
                 return True
         except (OSError, http.client.HTTPException):

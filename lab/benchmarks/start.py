@@ -1,12 +1,14 @@
-"""Time to the first token and memory of a chat, compared with llama-cpp-python's own Llama.
+"""Measure time to the first token and memory of a chat; compare with llama-cpp-python's class Llama.
 
     python -m lab.benchmarks.start --policy buzz --budget 512
 
-`kvtool chat` takes turns with a script that makes a Llama with as many cells and answers the same prompt.
-Each run is a new process. The Llama class comes from the sources that kvtool builds llama.cpp from, and loads
-the same library. Time is from the start of the process to the first byte of the reply. Memory is the peak of
-resident memory: of the chat, and of a process that only imports. kvtool's chat goes on for --tokens, past its
-budget and its first evictions; a Llama with as many cells cannot.
+`kvtool chat` takes turns with a script that creates a Llama with as many cells and answers the same prompt.
+Each run is a new process. The class Llama comes from the sources from which kvtool builds llama.cpp, and it
+loads the same library.
+
+Time is the time from the start of the process to the first byte of the reply. Memory is the peak of resident
+memory, of the chat and of a process that only imports the modules. kvtool's chat has about --tokens tokens,
+so that it exceeds its budget and evicts. A Llama with as many cells cannot do this.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def main() -> None:
     n_turn = {"stock": 1, "kvtool": max(args.tokens // (N_REPLY + len(PROMPT) // 4), 1)}
     taken: dict[str, dict[str, list[float]]] = {name: {"s": [], "mib": []} for name in commands}
     imports = {name: _run(["-c", text.format(args.policy)])[1] for name, text in IMPORTS.items()}
-    # the first round fills caches of the system and is not counted
+    # do not count the first round, which fills caches of the system
     for i in range(args.rounds + 1):
         for name, command in commands.items():
             first, most = _run(command, n_turn[name])
@@ -119,7 +121,7 @@ def main() -> None:
 
 
 def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
-    """Seconds to the first byte on stdout, and the most resident MiB, of a process that gets n_turn turns."""
+    """Run a chat of n_turn turns. Return seconds to the first byte on stdout, and the peak resident MiB."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -140,7 +142,7 @@ def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
 
 @contextmanager
 def _llama_cpp() -> Iterator[None]:
-    """In this block new processes import llama-cpp-python's package, which loads kvtool's library."""
+    """In the block, let new processes import llama-cpp-python's package with kvtool's library."""
     upstream = Upstream.read(patches_dir())
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -153,8 +155,9 @@ def _llama_cpp() -> Iterator[None]:
 
 
 def _resident(pid: int) -> float:
-    """The most resident MiB of a process so far; 0 after its end. Linux only."""
-    # wait4 would report at least this process's memory, because a child starts as a copy of this process
+    """Return the peak resident MiB of a process so far, or 0 after its end. This works only on Linux."""
+    # do not use wait4: it would report at least the memory of this process, because a child starts as a copy
+    # of it
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

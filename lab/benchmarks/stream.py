@@ -2,11 +2,14 @@
 
     python -m lab.benchmarks.stream FILE --policy h2o --budget 512 --tokens 200000 --plot stream.png
 
-Streams the text through one engine and scores every token. In turns with it, batch by batch, a fresh engine
-reads each segment of `--segment` tokens, starting with an empty cache. The first `--skip` tokens of a segment
-count in neither perplexity, because the fresh engine's cache is not full yet. Other programs slow
-both engines alike. The fresh engine has its own process, so the measured memory is the stream's. With
-`--from`, the last table and the plot also show earlier measurements (JSON); without FILE only those.
+The program streams the text through one engine and scores every token. A second, fresh engine reads the same
+tokens, but its cache is emptied at the start of each segment of `--segment` tokens. The two engines take
+turns, batch by batch, so that other programs slow down both of them. The fresh engine runs in a separate
+process, so that its memory is not measured.
+
+The first `--skip` tokens of a segment are left out of both perplexities, because the fresh engine's cache is
+not full yet. With `--from`, the last table and the plot also show earlier measurements (JSON files). Without
+FILE, they show only the earlier measurements.
 """
 
 from __future__ import annotations
@@ -100,10 +103,10 @@ def _engine(model: Model, args) -> Engine:
 
 
 def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
-    """For each segment: nll, fresh_nll, the standard error of their difference, speeds, resident memory."""
+    """Return for each segment: nll, fresh_nll, the error of their difference, speeds and resident memory."""
     engine = _engine(model, args)
     stream, timed, segments = perplexity.steps(engine, tokens), Counter(), []
-    # nll[i] belongs to token i of the segment; a text's first token has none
+    # nll[i] belongs to token i of the segment; the first token of the text has no nll
     nll = np.full(1, np.nan)
     with _fresh_process(args) as pipe:
         for start in range(0, len(tokens), args.segment):
@@ -124,7 +127,7 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
                     "start": start,
                     "nll": float(streamed.mean()),
                     "fresh_nll": float(restarted.mean()),
-                    # the standard error if tokens were independent
+                    # this is the standard error if tokens are independent
                     "error": float(difference.std() / math.sqrt(len(difference))),
                     "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
                     "cache_bytes": engine.cache_bytes,
@@ -143,12 +146,12 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
 
 @contextmanager
 def _fresh_process(args) -> Iterator[Connection]:
-    """The connection to `_fresh`, which runs in a new process that inherits nothing."""
+    """Yield a connection to `_fresh`, which runs in a new process that inherits nothing."""
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     process = context.Process(target=_fresh, args=(end, args), daemon=True)
     process.start()
-    # with this copy closed, `recv` raises EOFError if the process dies
+    # close this process's copy, so that `recv` raises EOFError if the new process dies
     end.close()
     try:
         yield pipe
@@ -158,7 +161,7 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Receive tokens and stream them through an empty cache. Each None asks for the next batch's scores."""
+    """Receive tokens and stream them through an empty cache. For each None, send the next batch's scores."""
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
         while True:
@@ -188,7 +191,7 @@ def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[n
 
 
 def _ratio(segment: dict) -> float:
-    """The perplexity divided by that of the fresh engine."""
+    """Return the perplexity divided by the fresh engine's perplexity."""
     return math.exp(segment["nll"] - segment["fresh_nll"])
 
 
@@ -228,7 +231,7 @@ def _print(results: dict) -> None:
 
 
 def _summary(several: list[dict]) -> None:
-    """Print a line per measurement: ranges over segments, and growth of memory in the last three quarters."""
+    """Print one line per measurement: ranges over its segments, and growth of memory in the last 3/4."""
     table = Table(title="over a fresh start at the same place, segment by segment")
     for column in ("", "tokens", "perplexity", "mean", "speed", "resident MiB", "more in the last 3/4"):
         table.add_column(column, justify="right")

@@ -1,11 +1,12 @@
-"""Speed of a server that writes several answers in joint steps, relative to one answer after the other.
+"""Compare the speed of a server that writes several answers in joint steps and one after the other.
 
     python -m lab.benchmarks.together -m M.gguf --chats 4 --ends 151643,151645 -- --policy recall -t 1
 
-Behind -- are options of `kvtool serve`. Two servers take turns, one with --parallel 1, one with --parallel N.
-Each gets N requests at once, of -n tokens each, after a round that does not count. A single chat then asks
-both servers, which shows what --parallel N costs a chat that is alone. Ratios are of the servers' CPU time
-and of wall time.
+The options after -- are for `kvtool serve`. Two servers take turns: one with --parallel 1, and one with
+--parallel N. Each server gets N requests at once, with answers of -n tokens. The first round is not counted.
+
+After that, both servers get requests of a single chat. This shows the cost of --parallel N for a chat that is
+alone. The ratios compare the servers' CPU time, and wall time.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Server:
             sys.exit("the server does not answer")
 
     def answer(self, n: int, args: argparse.Namespace) -> tuple[float, float]:
-        """Answer n chats, and return the seconds of CPU time and of wall time."""
+        """Let the server answer n chats. Return the seconds of CPU time and of wall time."""
         cpu, started = self._cpu_s(), time.perf_counter()
         with ThreadPoolExecutor(n) as pool:
             texts = list(pool.map(lambda i: self._ask(i, args), range(n)))
@@ -92,7 +93,7 @@ class Server:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": args.n,
             "temperature": 0,
-            # without end tokens all answers are equally long
+            # ban the end tokens, so that all answers have the same length
             "logit_bias": {token: -100 for token in args.ends.split(",")},
         }
         request = urllib.request.Request(

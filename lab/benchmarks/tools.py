@@ -1,20 +1,20 @@
-"""Which calls does a model make to the tools of coding agents, under each policy?
+"""How many right calls does a model make to the tools of coding agents, under each policy?
 
     python -m lab.benchmarks.tools -m M.gguf --policies full,recall@1024,h2o@+1024 --json tools.json
 
-data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. The
-program replaces the user's message by each of fifty made-up messages, the same for all agents: to read, list,
-search, run or write something. For each agent and policy a server starts, which reads the agent's prompt
-once. Only the first call of an answer counts.
+data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and its tools. The
+program replaces the user's message by fifty made-up messages, one after the other. They are the same for all
+agents, and ask to read, list, search, run or write something. For each agent and policy, a new server is
+started. It reads the agent's prompt once. Only the first call of an answer is examined.
 
-A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
-right if the tool is one that this agent has for the task, and the arguments name the path, word, command or
-line of the task. A command for a shell must also contain a program that does the task.
+A call is valid if the tool exists and the arguments fit its schema (required arguments, types, choices). A
+valid call is right if the tool is one of the agent's tools for the task, and the arguments contain the path,
+word, command or line of the task. A shell command must also contain a program that does the task.
 
-A policy is NAME, NAME@BUDGET, or NAME@+BUDGET for cells beyond the pinned system prompt and tools. Policies
-are compared with the first, request by request (McNemar's exact test). Requests that the --json file has are
-not asked again.
-With --choice auto the model decides whether it calls a tool; with required, a grammar makes it call one.
+A policy is NAME, NAME@BUDGET or NAME@+BUDGET. With NAME@+BUDGET, the cells for the pinned system prompt and
+tools are added to the budget. All policies are compared with the first policy, request by request (McNemar's
+exact test). Requests that the --json file already has are not asked again. With --choice auto, the model
+decides whether it calls a tool. With --choice required, a grammar forces a call.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ TASKS = {
         r">|\btee\b|\bsed\b|apply_patch",
     ),
 }
-"""For each kind: the user's texts, the parts that arguments must contain, the right tools, and a pattern that
-a right shell command matches."""
+"""For each kind of task: the user's texts, the parts that arguments must contain, the right tools, and a
+pattern that a right shell command must match.
+"""
 SHELLS = {"bash", "run_shell_command", "run_commands", "exec_command"}
 FOLDERS = "src lib app core docs scripts config data models services helpers parsers"
 NAMES = "orders invoice parser cache routes report schema worker mailer tokens prices export session"
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def _agents(model_path: str) -> Iterator[Json]:
-    """The recorded requests, with their tools' schemas and their number of pinned tokens."""
+    """Yield the recorded requests, each with the schemas of its tools and its number of pinned tokens."""
     model = Model(Path(model_path))
     rendering = Rendering(model, template_of(model))
     with lzma.open(REQUESTS, "rt", encoding="utf-8") as lines:
@@ -137,7 +138,7 @@ def _agents(model_path: str) -> Iterator[Json]:
 
 
 def make_requests(n: int, seed: int) -> list[Json]:
-    """Return n messages of the user: "kind", "text", and "needs", the strings that a call must contain."""
+    """Return n messages of the user. "needs" has the strings that a right call must contain."""
     draws, by_text = random.Random(seed), {}
     while len(by_text) < n:
         kind = list(TASKS)[len(by_text) % len(TASKS)]
@@ -156,7 +157,7 @@ def make_requests(n: int, seed: int) -> list[Json]:
 
 
 class Kvtool(Server):
-    """A server with a policy, for one agent."""
+    """A kvtool server for one agent, with one policy."""
 
     name = "kvtool"
 
@@ -201,11 +202,14 @@ def body_of(agent: Json, text: str, choice: str, n: int) -> Json:
 
 
 def answer_of(reply: Json) -> Json:
-    """Return an answer's first call ("name" and "arguments", None without a call), its text, and counts."""
+    """Return an answer's first call ("name" and "arguments"), its text, and counts.
+
+    If the answer has no call, name and arguments are None.
+    """
     usage, forgotten = reply["usage"], reply["kvtool"]["forgotten"]
     if "output" in reply:
         calls = [item for item in reply["output"] if item["type"] == "function_call"]
-        # prompt and schemas have NAMESPACE__NAME, but this API returns the two parts separately
+        # the prompt and the schemas have NAMESPACE__NAME, but this API returns the two parts separately
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
         texts = [item["content"][0]["text"] for item in reply["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
@@ -221,7 +225,7 @@ def answer_of(reply: Json) -> Json:
 
 
 def score(row: Json, schemas: Json) -> Json:
-    """Return {"valid": ..., "right": ...} of a call."""
+    """Return {"valid": ..., "right": ...} for a call."""
     name = row["name"]
     try:
         arguments = json.loads(row["arguments"] or "")
@@ -232,7 +236,7 @@ def score(row: Json, schemas: Json) -> Json:
 
 
 def fits(value: object, schema: Json) -> bool:
-    """Return True if a value has a schema's types, required and known properties, and choices."""
+    """Return True if a value fits a schema: types, choices, required properties, no unknown properties."""
     for key in ("anyOf", "oneOf"):
         if key in schema and not any(fits(value, part) for part in schema[key]):
             return False
@@ -277,7 +281,7 @@ def table_of(rows: list[Json], policies: list[str], title: str) -> Table:
     table = Table(title=f"{title}: valid and right calls")
     for column in ("agent", "tokens", "requests", *policies):
         table.add_column(column, justify="left" if column == "agent" else "right")
-    # count only requests that were answered under every policy
+    # count only requests that were answered with every policy
     by_policy: dict[str, Json] = {policy: {} for policy in policies}
     for row in rows:
         by_policy.get(row["policy"], {})[row["agent"], row["text"]] = row

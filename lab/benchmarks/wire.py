@@ -1,13 +1,15 @@
-"""Bytes per token that go to a worker and back, for stock llama.cpp and for policies.
+"""Count the bytes per token to a worker and back, for stock llama.cpp and for policies.
 
     python -m lab.benchmarks.wire wiki.test.raw --budget 512 --tokens 64
 
-A worker on loopback holds all layers, and a proxy in front of it counts. Stock is the same library with
-nothing of kvtool enabled; its cache is full except for the counted tokens. A policy's cache is at its budget
-before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
-by kind: `signals` come back; `edits` are the cells that move; `graphs` are llama.cpp's graphs, which are
-sent if the worker does not have them. A policy may have options (recall:exact=512).
-The bound is four bytes times rows times cells, for each signal that the policy reads.
+All layers are on one worker on loopback. A proxy between kvtool and the worker counts bytes. Stock is the
+same library with nothing of kvtool enabled. Its cache is full except for the counted tokens. The cache of a
+policy has reached its budget before counting starts, so that the policy plans every --evict-every tokens. A
+policy may have options (recall:exact=512).
+
+The bytes beyond stock are shown per plan and by kind. `signals` are sent from the worker to kvtool. `edits`
+are sent to the worker: they say which cells move. `graphs` are llama.cpp's graphs, which are sent unless the
+worker already has them. `bound` is four bytes times rows times cells, for each signal that the policy reads.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ from lab.benchmarks.servers import reserved_port
 STOCK = "stock"
 
 COMMANDS = {6: "set", 8: "get", 9: "copy", 10: "graph", 16: "graph", 5: "clear", 17: "clear"}
-"""The protocol's commands that come with a token or a plan. Number 16 computes the last graph again."""
+"""Kinds of the protocol's commands that are sent for a token or a plan, by command number.
+
+Command 16 computes the last graph again.
+"""
 
 
 class Meter:
@@ -88,14 +93,14 @@ class Meter:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=self._back, args=(worker, client), daemon=True)
             back.start()
-            # serve one client at a time, as the worker does
+            # serve one client at a time, like the worker
             self._forth(client, worker)
             back.join()
             client.close()
             worker.close()
 
     def _forth(self, client: socket.socket, worker: socket.socket) -> None:
-        """Count requests' bytes: one for the command, eight for a size, and as many as that size says."""
+        """Count the bytes of requests: 1 byte for a command, 8 bytes for a size, and `size` bytes of data."""
         head, n_left = b"", 0
         while data := _receive(client):
             # count before sending, because an answer is counted under the kind of the newest request
@@ -116,7 +121,10 @@ class Meter:
         _shut(worker)
 
     def _back(self, worker: socket.socket, client: socket.socket) -> None:
-        """Count answers. Each belongs to the newest request, because a client sends one request at a time."""
+        """Count the bytes of answers.
+
+        An answer belongs to the newest request, because a client sends one request at a time.
+        """
         while data := _receive(worker):
             self.received[self._kind] += len(data)
             client.sendall(data)
@@ -153,7 +161,7 @@ def worker(threads: int) -> Iterator[str]:
 
 
 def measure(meter: Meter, name: str, steps: Iterator[None]) -> dict:
-    """Bytes per token, by kind, while single tokens are decoded."""
+    """Decode single tokens. Return the bytes per token, by kind."""
     before = meter.read()
     n = sum(1 for _ in steps)
     after = meter.read()
@@ -178,7 +186,7 @@ def measure_stock(meter: Meter, model: Model, tokens: np.ndarray, args: argparse
                 context.logits()
                 yield
 
-        # the first token builds the graph of single tokens, so it is not counted
+        # do not count the first token, which builds the graph of single tokens
         sum(1 for _ in steps(1))
         context.remove(n_fill, n_fill + 1)
         return measure(meter, STOCK, steps(args.tokens))
@@ -206,7 +214,8 @@ def measure_policy(
         engine.evict = counted
 
         def steps(is_done: Callable[[int], bool]) -> Iterator[None]:
-            # end at a plan: only whole periods between plans count, and some policies plan seldom
+            # end at a plan, because only whole periods between plans must be counted; some policies plan
+            # seldom
             n = 0
             while engine.n_until_plan > 0 or not is_done(n):
                 at = n_fill + n % args.tokens
@@ -215,7 +224,7 @@ def measure_policy(
                 n += 1
                 yield
 
-        # the first tokens build the graph of single tokens, so they are not counted
+        # do not count the first tokens, which build the graph of single tokens
         sum(1 for _ in steps(lambda n: n > 0))
         n_plan = 0
         result = measure(meter, spec, steps(lambda n: n >= args.tokens))
@@ -231,7 +240,7 @@ def measure_policy(
 
 
 def against_stock(rows: list[dict]) -> None:
-    """Add the bytes per plan that each policy sends and receives beyond stock, and the bound."""
+    """Add to each row the bytes per plan beyond stock, by kind, and the bound."""
     stock = rows[0]
     for row in rows[1:]:
         every = row["tokens"] / row["n_plan"]

@@ -12,5 +12,5 @@ if __name__ == "__main__":
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # `plan | head` is no error; the rest of the output is dropped
+        # a closed pipe is no error, for example in `plan | head`: the rest of the output is dropped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

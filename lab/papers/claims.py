@@ -22,7 +22,7 @@ from lab.papers.tables import RESULTS
 from lab.papers.verdicts import compared
 
 MARGIN = 0.01
-"""Largest relative loss of score, or rise of perplexity, that is still "about as good" as the full cache."""
+"""A method is about as good as the full cache if it loses at most this share of score or perplexity."""
 
 _LEVEL = 0.05
 
@@ -43,18 +43,19 @@ class Look:
     experiment
         The experiment whose tables have the numbers.
     of
-        Description of the texts or items; {n} is their number, {tokens} their length, {of} the budget.
+        Description of the texts or items. {n} is replaced by their number, {tokens} by their length, and {of}
+        by the budget.
     method
         The paper's method.
     rivals
-        Rows that the method is compared with. If only `full`, the claim is that the method is about as good,
-        or better if `above`.
+        Rows that the method is compared with. If this is only `full`, the claim is that the method is about
+        as good as `full`, or with `above` that it is better than `full`.
     column
-        Heading of the tables' column, or its beginning.
+        Heading of the column in the tables, or the beginning of the heading.
     scores
         Scores of the tables.
     above
-        Whether the claim is that the method is better than `full`.
+        True if the claim is that the method is better than `full`.
     """
 
     experiment: str
@@ -198,7 +199,7 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """The lines of a row that belong to the column; all lines of the row if none does."""
+        """Return the row's lines that belong to the column; without such lines, all lines of the row."""
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
         return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines
@@ -264,7 +265,7 @@ def _number(sample: Measurements) -> str:
 
 
 def _how_far(look: Look, seen: _Seen) -> str:
-    """Distance of a score from the full cache's."""
+    """Return the text that compares the method's score with the full cache's score."""
     method, full = (seen.places[label, seen.column] for label in (look.method, "full"))
     if SCORES[method.score].exp:
         mean, error = method.apart(full).mean()
@@ -278,7 +279,10 @@ def _how_far(look: Look, seen: _Seen) -> str:
 def _ratio(
     method: Measurements, full: Measurements, method_lines: Sequence[Line], full_lines: Sequence[Line]
 ) -> tuple[float, float, float]:
-    """A score in percent of the full cache's, and its 95 % interval, by resampling items of each set."""
+    """Return a score in percent of the full cache's score, and the ends of its 95 % interval.
+
+    The interval comes from resampling the items of each data set.
+    """
     rng, places = np.random.default_rng(0), list(method.values)
     of = np.array([name for name, _ in places])
     groups = [np.flatnonzero(of == name) for name in dict.fromkeys(of)]
@@ -311,7 +315,7 @@ def _key(look: Look, model: str, seen: _Seen) -> Key:
 
 
 def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
-    """p-value and power of each test whether a method is about as good as the full cache.
+    """Return p-value and power of each test for the claim that a method is about as good as the full cache.
 
     The p-values are corrected for the number of tests (Holm).
     """
@@ -391,9 +395,9 @@ def _sizes(method_lines: Sequence[Line], full_lines: Sequence[Line], model: str)
 
 
 def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
-    """Mean cells held at the end, and MiB; 0 if not recorded.
+    """Return the mean number of cells held at the end, and their MiB; 0 for a number that is not known.
 
-    MiB that are not recorded are computed from the cells, unless rows differ in length.
+    If MiB are not recorded, they are computed from the cells, unless rows have different lengths.
     """
     evicted = [line["tokens"] * (1 - line["scores"]["evicted"][0]) for line in lines if "tokens" in line]
     held = [n for line in lines for n in line["scores"].get("cells_held", ()) if n is not None]

@@ -66,7 +66,7 @@ class CompareRun:
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
         for record in stored:
-            # without a budget there is a cell for each token of the text or the context
+            # True for a run without a budget: it has a cell for each token of the text or the context
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
             if "error" in record or not label or record["text"] not in texts:
@@ -123,7 +123,7 @@ class EvalRun:
     model
         The file of the model; empty for kvtool's default.
     named
-        Name of the table's row, if it is not the policy's; the run then has only one policy.
+        Name of the table's row if it is not the name of the policy. The run then has only one policy.
     minutes
         As in CompareRun.
     """

@@ -2,9 +2,10 @@
 
     python -m lab.papers.fading wiki.test.raw --budget 128 --rules full,h2o,h2o+16:cells,h2o+16,h2o+16:spare
 
-A row of `h2o+16` has 16 places for evicted tokens, and 16 cells fewer: a query sees `--budget` cells and
-means. An evicted token takes a place. If a row then has too many means, two of them merge into one mean key
-and value, and a bias that is added to its logit. The word after a colon selects the rule:
+A row of `h2o+16` has 16 places for means, and 16 fewer cells. A query sees `--budget` cells and means
+together. An evicted token takes a place, as a mean of one token. If a row then has too many means, two of
+them merge. The result has the mean key, the mean value, and a bias that is added to its logit. The word after
+a colon selects the rule:
 
 output  the default: merge the two means whose merge changes the outputs of the last queries least. Means are
         weighted by the attention of these queries, and the bias keeps the sum of that attention.
@@ -13,9 +14,9 @@ cells   no places, but as many cells as fit into the bytes of a row of `output`.
 
 `h2o+16:output:4` keeps the queries of 4 tokens; the default is 16.
 
-Policies decide for each row by that row's attention alone, so one layer is computed for all tokens before the
-next, in F32 and with an eviction at each token, like `kvtool perplexity --evict-every 1`. Runs a llama or
-qwen2 model in NumPy. lab/papers/fading.md has the results.
+A policy decides for each row by this row's attention alone, so one layer is computed for all tokens before
+the next layer. Numbers are in F32, and there is an eviction at each token, as in `kvtool perplexity
+--evict-every 1`. Runs a llama or qwen2 model in NumPy. lab/papers/fading.md has the results.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def main() -> None:
 
 
 def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int) -> np.ndarray:
-    """Return the negative log-likelihood f32[n - 1] of each token after the first. rule None: full cache."""
+    """Return the negative log-likelihood f32[n - 1] of each token after the first.
+
+    rule: None for the full cache.
+    """
     n, group = len(tokens), model.n_head // model.n_head_kv
     x = model.embd[tokens]
     for i, layer in enumerate(model.layers):
@@ -172,7 +176,7 @@ def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
-    """Rotate f32[n, head, head_dim]. The result has the first numbers of all pairs, then the second ones."""
+    """Rotate f32[n, head, head_dim]. The result has all first numbers of pairs, then the second numbers."""
     half = model.head_dim // 2
     a, b = (x[..., :half], x[..., half:]) if model.pairs_are_halves else (x[..., ::2], x[..., 1::2])
     angle = np.arange(len(x))[:, None, None] * model.freq[i]
@@ -226,7 +230,10 @@ def _apart(a, b):
 
 @numba.njit(fastmath=True, cache=True)
 def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
-    """Index of the cell to evict after token t, of the first n cells; the oldest among equals."""
+    """Return the index of the cell to evict after token t, among the first n cells.
+
+    If cells have equal scores, the oldest is evicted.
+    """
     if n_steady > 0:
         variance = np.full(n, np.inf)
         for c in range(n):
@@ -261,7 +268,7 @@ def _seen(key, bias, queries, totals, into):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_seen(m, seen, values, outputs):
-    """Index of the mean whose removal changes the outputs least.
+    """Return the index of the mean whose removal changes the outputs least.
 
     The cost ignores that the attention to all other tokens grows after a removal.
     """
@@ -277,7 +284,10 @@ def _least_seen(m, seen, values, outputs):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_changed(m, seen, total, values):
-    """Indices of the two means whose merge, which gets the attention of both, changes the outputs least."""
+    """Return the indices of the two means whose merge changes the outputs least.
+
+    The merged mean is assumed to get the sum of the two means' attention.
+    """
     one, other, least = -1, -1, _FAR
     for x in range(m):
         for y in range(x):
@@ -307,14 +317,14 @@ def _evict(
     n_query,
     output,
 ):
-    """Compute a row's outputs, evicting after each token. query is scaled."""
+    """Compute a row's outputs, with an eviction after each token. query: already scaled."""
     n_token, group, dim = query.shape
     f32 = np.float32
     keys, values = np.zeros((n_cell, dim), f32), np.zeros((n_cell, dim), f32)
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # queries of the last tokens; an empty place has the total _FAR, so that its attention is 0
+    # queries of the last tokens. A place without a query has the total _FAR, so that its attention is 0
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)
@@ -375,7 +385,8 @@ def _evict(
             now = f32(1e-20)
             for r in range(n_query * group):
                 now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-            # keep the bias within 3 of log(size): queries that hardly attend to the mean determine it badly
+            # keep the bias within 3 of log(size), because queries that hardly attend to the mean give a bad
+            # estimate
             log_size = np.log(size[a])
             bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1

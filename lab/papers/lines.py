@@ -17,13 +17,13 @@ Line = dict[str, Any]
 label
     The policy with its options.
 budget
-    The budget as the command has it; None for a policy without one.
+    The budget as in the command; None for a policy without a budget.
 of
     The file or the data set.
 scores
-    Lists by name, with a number for each item or for each block of tokens.
+    Lists by the name of the score. A list has a number for each item or for each block of tokens.
 weights
-    Tokens of each block, by name of the score.
+    Number of tokens of each block, by the name of the score.
 cells
     The budget of each item, in cells.
 bytes
@@ -46,7 +46,7 @@ class Ask:
     store
         Name of the file of records.
     goes_on
-        Whether the program writes that file itself and continues it.
+        True if the program itself writes the file of records, and continues an existing file.
     """
 
     command: tuple[str, ...]
@@ -82,7 +82,7 @@ def is_program(command: Sequence[str]) -> bool:
 
 
 def shell(command: Sequence[str], model: str = "") -> str:
-    """The command as a user types it: without folders, with quotes for an empty argument."""
+    """The command as a user types it: files have no folder, and an empty argument is written as quotes."""
     program = "python -m " if is_program(command) else "kvtool "
     words = [*command, *(("-m", model) if model else ())]
     return program + " ".join(Path(part).name if "/" in part else part or "''" for part in words)

@@ -36,16 +36,17 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Variant(WeightedKV):
-    """WeightedKV with another merge of the victim, the evicted token, into a neighbour.
+    """WeightedKV with another way to merge the victim (the evicted token) into a neighbour.
 
     Attributes
     ----------
     left
-        Whether the neighbour is the live token before the victim, not after it. A sink takes no victims.
+        True if the neighbour is the live token before the victim. False for the live token after it. No
+        victim is merged into a sink.
     scale
         Factor that multiplies the victim's share in the merged value.
     counts
-        Whether a merged value weighs as much as all its victims and itself in later merges.
+        True if, in later merges, a merged value has the weight of itself and of all its victims.
     together
         Number of rows that evict the same tokens, by the sum of their average attention. Each row merges by
         its own average.
@@ -59,7 +60,10 @@ class Variant(WeightedKV):
     paper: ClassVar[str] = ""
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the state, f32[row, cell]: sum of attention; weight of merged victims; 1 minus own share."""
+        """Return the state, three arrays f32[row, cell].
+
+        They have the sum of attention, the weight of merged victims, and 1 minus the own share.
+        """
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
     def observe(self, view: View, state: State) -> None:
@@ -84,7 +88,7 @@ class Variant(WeightedKV):
         return Plan(keep, Merge(*(term[:n] for term in terms)))
 
     def _summed(self, average: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """Average attention summed over rows that evict together. They hold the same tokens."""
+        """Return the average attention, summed over rows that evict together and hold the same tokens."""
         by_age = np.take_along_axis(average, order, axis=1)
         total = by_age.reshape(-1, self.together, by_age.shape[1]).sum(axis=1)
         summed = np.empty_like(average)
@@ -100,7 +104,7 @@ def _merge(
     pos, order, average, keep, victims, first, left, scale, counts,
     extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """Write the terms of all rows' merges, and return their number.
+    """Write the terms of the merges of all rows, and return the number of terms.
 
     A place is a cell's rank by position in its row. victims: places, in the order of eviction.
     """

@@ -3,9 +3,9 @@
     python -m lab.papers.one_merge wiki.test.raw
 
 In every row (layer and KV head) the `--victims` tokens with the lowest average attention after `--at` tokens
-are removed, one at a time: once by eviction, once by WeightedKV's merge. Sinks and window are exempt. The
-error is the squared difference of the heads' outputs, summed over all later queries; nothing else changes.
-Runs a llama or qwen2 model in NumPy, with weights in F32.
+are removed, one at a time: once by eviction, and once by WeightedKV's merge. Tokens of sinks and window are
+not removed. The error is the squared difference of the heads' outputs, summed over all later queries. Nothing
+else changes. Runs a llama or qwen2 model in NumPy, with weights in F32.
 """
 
 from __future__ import annotations
@@ -95,14 +95,15 @@ def average_of(attention, at: int):
 
 
 def share_of(average, gone: int) -> float:
-    """Share of an evicted value in the mixture with its neighbour's."""
+    """Share of the evicted value in its mixture with the neighbour's value."""
     return average[gone] / max(average[gone] + average[gone + 1], np.finfo(float).tiny)
 
 
 def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
-    """Errors of a merge and of an eviction of token `gone`.
+    """Return the errors of merging token `gone`, and of evicting it.
 
-    attention f64[head, query, token] and output f64[head, query, dim] are those of later queries.
+    attention: f64[head, query, token], of the later queries. output: f64[head, query, dim], of the same
+    queries.
     """
     lost, read = attention[:, :, gone, None], attention[:, :, gone + 1, None]
     share = share_of(average, gone)
@@ -110,7 +111,7 @@ def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
     change = read / (1 - lost) * (value[gone] - value[gone + 1])
     evicted, merged = error**2, (error + share * change) ** 2
     best = np.clip(-(error * change).sum() / max((change**2).sum(), np.finfo(float).tiny), 0, 1)
-    # how the error that the merge adds is spread over the queries
+    # the error that the merge adds for each query, the largest first
     added = np.sort((merged - evicted).sum(axis=2).ravel())[::-1]
     few = max(len(added) // 20, 1)
     ratio = np.log(np.maximum(lost, 1e-12) / np.maximum(read, 1e-12))

@@ -32,7 +32,7 @@ def _near(record: records.Record) -> Parts:
 
 
 def _ranks(record: records.Record) -> Parts:
-    """Ranks as a share of the dimensions, the mean over heads."""
+    """Ranks divided by the number of dimensions, as means over the heads."""
     for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
         n_dim = len(record[name]["normalised"])
         yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim

@@ -39,15 +39,15 @@ _STYLES = {
 _KINDS = {Path(file).name: kind for kind, files in FOUR_KINDS.items() for file in files}
 
 _APART = 1.2
-"""Least ratio of two sizes that are both written under an axis."""
+"""Minimum ratio of two neighbouring sizes that are written under an axis."""
 
 
 def _points(
     lines: Sequence[tables.Line], *, host: bool
 ) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
-    """MiB and percent above the full cache's perplexity, by kind of text and policy.
+    """Return MiB, and percent above the full cache's perplexity, by kind of text and policy.
 
-    host: whether host memory counts.
+    host: True to include host memory.
     """
     full = {line["of"]: _mean(line) for line in lines if line["label"] == "full"}
     sums: dict[tuple[str, str, str | None], list[tuple[float, float]]] = defaultdict(list)

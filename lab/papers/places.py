@@ -40,7 +40,7 @@ def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurement
                     lacking.add(place)
     _share(places)
     whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
-    # a place has no mean of bytes if some of its texts lack them
+    # if the bytes of some texts are not known, a place has no mean of bytes
     places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
@@ -66,7 +66,7 @@ def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
 
 
 def _share(places: Mapping[Place, Measurements]) -> None:
-    """Leave out the items of each column that some row lacks."""
+    """Leave out items that are missing in any row of their column."""
     rows = defaultdict(list)
     for (_, column), sample in places.items():
         # a single number is already a mean, from which no item can be left out
@@ -86,7 +86,7 @@ def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
 
 
 def _columns(line: Line, table: ScoreTable) -> Iterator[tuple[str, bool]]:
-    """The columns of a line, and whether they are pooled."""
+    """Yield the columns of a line, each with True if it is a pooled column."""
     first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
     yield ", ".join([first, *rest]), False
     for heading, members in table.pooled.items():
@@ -103,7 +103,7 @@ def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]
     score = SCORES[score].of or score
     values = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
     weights = line.get("weights", {}).get(score, [1] * len(values))
-    # older lines lack newer scores
+    # older lines do not have all scores
     items = line.get("items", range(len(values))) if values else ()
     return {
         (line["of"], str(item)): (value, weight)
@@ -115,7 +115,7 @@ def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]
 def _behind(
     values: Mapping[tuple[str, str], tuple[float, float]], budget: int
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """The blocks that begin after the first `budget` tokens."""
+    """Return the blocks that begin after the first `budget` tokens."""
     read, kept = 0.0, {}
     for place, (value, n_token) in values.items():
         if read >= budget:
@@ -135,10 +135,10 @@ def _of_line(line: Line) -> dict[str, list[float | None]]:
 
 
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """Contributions of the items to the geometric mean of three means, to first order (delta method).
+    """Return the items' contributions to the geometric mean of three means, to first order (delta method).
 
-    Their mean is that geometric mean, and their error is its error. If one of the three means is 0, the
-    result is a single 0 without an error.
+    The mean of the contributions is the geometric mean, and their standard error is its standard error. If
+    one of the three means is 0, the result is a single 0 without an error.
     """
     items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
     means = np.mean([item for item in items if None not in item], axis=0)

@@ -108,7 +108,7 @@ class RulerRun:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
-        """Yield a line for each place and task. Results that hold for both protocols are in lines of both."""
+        """Yield a line for each place and task. A result that holds for both protocols is in two lines."""
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in stored:
             if "error" in record or record["length"] != self.length:
@@ -120,7 +120,7 @@ class RulerRun:
             if place not in asked or task not in self.tasks:
                 continue
             question, label, budget = place
-            # a result that is in both protocols counts its time only in the first
+            # if a result is in both protocols, its time is counted only in the first
             is_first = of_place[0]["question"] == question
             yield {
                 "label": label,

@@ -50,7 +50,7 @@ def sharing(label: str, by: str = "heads") -> str:
 EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
 
 SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
-"""Policies that also run with a budget that the rows of a layer share, or with one that all layers share."""
+"""Policies that also run with shared budgets: the rows of a layer share a budget, or all layers share."""
 
 SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
 
@@ -74,9 +74,9 @@ class PolicyRow:
     policy
         Name and options, as in `kvtool compare`.
     removed
-        Share of the prompt's cells that it evicts after it has read the prompt whole.
+        Share of the prompt's cells that the policy evicts after the whole prompt has been read.
     budget
-        Budget in cells, used in place of `removed`: the prompt is read in a stream.
+        Budget in cells, instead of `removed`. The prompt is then read in a stream.
     type_kv
         The number format of keys and values.
     """
@@ -130,7 +130,7 @@ class PolicyRow:
         return spec.fit(n_kept + _ROOM)
 
     def settings(self, n_threads: int) -> Settings:
-        """The settings of its engine."""
+        """Settings of the row's engine."""
         return Settings(
             n_batch=_BATCH,
             n_output=N_OUTPUT,
@@ -143,10 +143,10 @@ class PolicyRow:
         )
 
     def knows(self, question: str) -> bool:
-        """True if the row runs in this protocol.
+        """True if the row is run in this protocol.
 
-        A known question changes nothing if no token is evicted for good. A policy that reads its prompt twice
-        prepares for any question, so it runs only without a known one.
+        Rows that evict no token for good run only in "after", because a known question changes nothing.
+        Policies that read the prompt twice also run only in "after", because they prepare for any question.
         """
         kind = policies.load(split_policy(self.policy)[0])
         forgets = kind.evicts and not kind.recalls()
@@ -154,7 +154,7 @@ class PolicyRow:
 
 
 def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[PolicyRow]:
-    """Yield the full cache, then each policy with each share, then the others.
+    """Yield the row of the full cache, then a row for each policy and share, then the rows of `others`.
 
     others: POLICY@CELLS or full@TYPE, such as "recall@128" and "full@q4_0".
     """
@@ -272,7 +272,8 @@ def main(words: Sequence[str] | None = None) -> None:
         try:
             measure(args)
         except (KvtoolError, OSError) as error:
-            # the task's message is for kvtool eval, which takes files by --set
+            # the message names options of kvtool eval, for example --set squad=FILE; here the option is
+            # --squad
             parser.exit(2, f"{parser.prog}: {str(error).replace('--set ', '--')}\n")
 
 

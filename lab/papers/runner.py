@@ -148,7 +148,7 @@ def _script(path: Path, arguments: Sequence[str]) -> None:
 
 
 def _rounded(line: Line) -> Line:
-    """The line with six digits per number, more than any error needs."""
+    """Return the line with six digits per number, which is more than the standard errors need."""
     scores = {
         name: [value if value is None else float(f"{value:.6g}") for value in values]
         for name, values in line["scores"].items()
@@ -159,7 +159,8 @@ def _rounded(line: Line) -> Line:
 def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
     """The runs of these experiments.
 
-    others: whether another model replaces the experiments' first. If so, runs of further models are left out.
+    others: True if another model replaces the first model of each experiment. Runs of further models are then
+    left out.
     """
     runs = []
     for name in names:
@@ -183,7 +184,7 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
 
 
 def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
-    """Missing commands, all commands, minutes of all, and minutes of the missing commands."""
+    """Return the numbers of missing and of all commands, and the minutes of all and of missing commands."""
     n_missing = n_all = minutes = 0
     left = 0.0
     for name in runs:

@@ -24,9 +24,9 @@ class Score:
     title
         Heading of the table.
     short
-        Subject of the score in a word or two; scores with the same subject share a verdict.
+        Subject of the score in a word or two. Scores with the same subject have one verdict together.
     lower
-        Whether lower is better.
+        True if lower numbers are better.
     scale
         Factor of the printed number.
     digits
@@ -36,7 +36,7 @@ class Score:
     less
         Number that is subtracted from the exponential.
     of
-        Name of the recorded score that it is computed from; if empty, its own name.
+        Name of the recorded score from which this score is computed. Empty if this score itself is recorded.
     words
         Words for a better (or higher) and for a worse (or lower) number.
     """
@@ -120,9 +120,9 @@ class Measurements:
     values
         Value and weight by file and item, or by text and block of tokens.
     of_text
-        Whether the values are successive blocks of texts, which depend on each other.
+        True if the values are successive blocks of texts. Such blocks depend on each other.
     same_item
-        Whether the same item of several files is one unit.
+        True if the items with the same number in several files are one unit.
     strata
         The category of each file; none if empty.
     """
@@ -151,11 +151,11 @@ class Measurements:
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
     def differences(self, other: Measurements) -> tuple[np.ndarray, np.ndarray]:
-        """Sum f64[unit] of the differences from another sample in each unit, and its weight f64[unit]."""
+        """Return the sum of the differences from another sample, and the weight, of each unit: f64[unit]."""
         return self._units(self.apart(other).values)
 
     def apart(self, other: Measurements) -> Measurements:
-        """The differences from another sample, for the values that both have."""
+        """Return the differences from another sample, for the values that are in both samples."""
         values = {
             place: (value - other.values[place][0], weight)
             for place, (value, weight) in self.values.items()
@@ -164,9 +164,10 @@ class Measurements:
         return replace(self, values=values)
 
     def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sum of the scores, and weight, of each unit that is resampled.
+        """Return the sum of the scores and the weight of each unit.
 
-        Units are the blocks of a text if there is one text, several texts, or the items of a task.
+        If there is one text, units are its blocks. If there are several texts, each is a unit. In a task,
+        units are items.
         """
         value, weight = np.array(list(values.values())).T
         places = list(values)
@@ -185,7 +186,10 @@ class Measurements:
         return value * weight, weight
 
     def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Weight of each item. Categories weigh the same; so do a category's data sets, and a set's items."""
+        """Return the weight of each item.
+
+        Categories have equal weights, and so do the data sets of a category, and the items of a data set.
+        """
         n_item: dict[str, int] = defaultdict(int)
         for of, _ in places:
             n_item[of] += 1
@@ -196,7 +200,7 @@ class Measurements:
         return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
 
     def _stratified(self) -> tuple[float, float]:
-        """The mean, and its error from the variance of the items within each data set."""
+        """Return the mean, and its standard error from the variance of the items within each data set."""
         places, (value, _) = list(self.values), np.array(list(self.values.values())).T
         weight = self.weights(places)
         variance = 0.0

@@ -1,9 +1,10 @@
 """Table of lab/papers/ruler.md: the gain of rows or layers that share a budget, in equal cells or bytes.
 
-Every row of a layer takes the bytes of the longest one, so rows that share take more bytes for as many cells.
-To compare equal bytes, the score of rows with equal budgets is interpolated, item by item, between the
-measured shares and the full cache. A task is a unit: the mean over all shares and over the policies that were
-measured both ways.
+Every row of a layer takes as many bytes as the longest row. So rows that share a budget take more bytes for
+the same number of cells. For a comparison in equal bytes, the score of rows with equal budgets is
+interpolated, item by item, between the measured shares and the full cache. The units of the tests are tasks.
+A task's number is the mean over all shares, and over the policies that were measured with and without
+sharing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """Return f64[task], the gain in score (0..1) over equal budgets. by: "heads" or "layers" that share."""
+    """Return f64[task], the gain in score (0..1) over equal budgets. by: "heads" or "layers", which share."""
     by_task: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)

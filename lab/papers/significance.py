@@ -10,13 +10,13 @@ import numpy as np
 from kvtool.measure import statistics
 
 _MOST_EXACT = 16
-"""Most differences for which all signs are tried."""
+"""Maximum number of differences for which all combinations of signs are tried."""
 
 _N_FLIP = 20_000
-"""Number of random draws of signs if there are more differences."""
+"""Number of random draws of signs if there are more than `_MOST_EXACT` differences."""
 
 _N_AT_ONCE = 100
-"""Draws that are in memory at the same time."""
+"""Number of draws that are in memory at the same time."""
 
 
 def sign_flip_test(differences: np.ndarray) -> float:
@@ -31,7 +31,7 @@ def sign_flip_test(differences: np.ndarray) -> float:
 
 @cache
 def _sign_flip(raw: bytes) -> float:
-    """The cached test: a table, its verdict and the index ask for the same differences."""
+    """The test. It is cached, because a table, its verdict and the index need the same test."""
     differences = np.frombuffer(raw)
     sizes = np.abs(differences[differences != 0])
     if len(sizes) <= _MOST_EXACT:
@@ -42,9 +42,9 @@ def _sign_flip(raw: bytes) -> float:
         rng = np.random.default_rng(0)
         parts = [_N_AT_ONCE] * (_N_FLIP // _N_AT_ONCE)
         sums = np.concatenate([(1 - 2 * rng.integers(2, size=(n, len(sizes)))) @ sizes for n in parts])
-        # the signs as measured count as a draw
+        # the measured signs are counted as another draw
         n_more = 1
-    # rounding must not tell equal sums apart
+    # a tolerance, because rounding makes equal sums differ
     is_far = np.abs(sums) >= abs(differences.sum()) - 1e-9 * sizes.sum()
     return float((is_far.sum() + n_more) / (len(sums) + n_more))
 
@@ -59,7 +59,7 @@ def holm(values: np.ndarray) -> np.ndarray:
 
 
 def not_worse_test(sums: np.ndarray, weights: np.ndarray, margin: float) -> float:
-    """Return the one-sided p-value of a mean this high, if the true mean is a margin below 0.
+    """Return the one-sided p-value of a mean this high, if the true mean is `margin` below 0.
 
     sums, weights: f64[n], the sum of differences and the weight of each unit.
     """
@@ -72,7 +72,7 @@ def not_worse_test(sums: np.ndarray, weights: np.ndarray, margin: float) -> floa
 def power(sums: np.ndarray, weights: np.ndarray, margin: float) -> float:
     """Return the chance that `not_worse_test` has p <= 0.05 if there is no difference at all.
 
-    Uses the normal approximation, which flatters tests of few units.
+    Uses the normal approximation, which gives too high a chance if there are few units.
     """
     _, error = statistics.mean_error(sums, weights)
     return NormalDist().cdf(margin / error - NormalDist().inv_cdf(0.95))

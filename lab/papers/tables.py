@@ -52,7 +52,7 @@ def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
 def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[str] | None = None) -> str:
     """An experiment's commands and tables with each model, with the paper's numbers in brackets.
 
-    others: the results are of another model, which ran in place of the experiment's first.
+    others: True if the results are of another model, which ran instead of the experiment's first model.
     shown: commands that the document already shows; the experiment's commands are added.
     """
     experiment, models = EXPERIMENTS[name], models_of(name)
@@ -180,15 +180,15 @@ class _ShownTable:
             yield f"| {name} | {' | '.join(cells)} |"
 
     def next_to(self, other: _ShownTable) -> _ShownTable | None:
-        """Return a grid with the columns of both, if each grid is of one score and their rows are alike.
+        """Return a grid with the columns of both grids.
 
-        Otherwise return None.
+        None if a grid has a title and several columns, or if the two grids have different heads.
         """
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
 
     def beside(self, other: _ShownTable) -> _ShownTable:
-        """The grid with the other's columns after its own."""
+        """Return this grid with the columns of the other grid after its own columns."""
         empty = ("",) * len(self.columns), ("",) * len(other.columns)
         rows = {
             name: self.rows.get(name, empty[0]) + other.rows.get(name, empty[1])
@@ -206,7 +206,7 @@ class _ShownTable:
 
 
 def _grid(places: Mapping[Place, Measurements], table: ScoreTable, model: str) -> _ShownTable:
-    """Return a table as it is shown. model: the paper's model."""
+    """Return a table in the form that is shown. model: the paper's model."""
     signs = compared(places, table)
     measured = list(dict.fromkeys(column for _, column in places))
     if table.by == ("budget",) and not table.budgets:
@@ -237,7 +237,7 @@ def _shown(
         if score.exp:
             mean, error = np.exp(mean) - score.less, np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
-        # an error of 0, as of equal numbers, is not shown
+        # if all numbers are equal, the error is 0 and is not shown
         if np.isfinite(error) and error:
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:

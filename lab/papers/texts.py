@@ -29,7 +29,7 @@ DATA_SETS = {
     for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
     for file in files
 }
-"""For each of the twelve texts, the data set of the papers that it stands for."""
+"""The papers' data set that each of the twelve texts represents."""
 
 _SETS = {
     TWELVE: "the twelve texts",

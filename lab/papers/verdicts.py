@@ -117,16 +117,16 @@ def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dic
 
 
 def _is_compared(place: Place, places: Mapping[Place, Measurements], table: ScoreTable) -> bool:
-    """True if the column counts and also has the paper's method, and the row is not that method."""
+    """True if the place is compared with the paper's method in its column, and the column is tested."""
     row, column = place
     counts = not table.only_pooled or is_pooled(column, table)
     return counts and row != table.against and (table.against, column) in places
 
 
 def _theirs(place: Place, table: ScoreTable) -> int:
-    """Sign of the paper's number of a place minus the paper's number of its own method; 0 if unknown.
+    """Return the sign of a difference in the paper: this place minus the paper's own method. 0 if unknown.
 
-    If the paper has no numbers of a pooled column, this is the sign of the mean over the columns it pools.
+    If the paper has no numbers for a pooled column, the means over the columns that it pools are compared.
     """
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():

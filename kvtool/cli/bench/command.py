@@ -66,7 +66,7 @@ class _BenchOptions(Options):
     plot: Path | None = option("--plot PNG", None, "Draw speed against depth into this picture.")
 
     def n_tokens(self) -> list[int]:
-        """Return the depths as numbers. Raises UsageError."""
+        """Parse --depths into numbers of tokens, without duplicates. Raises UsageError."""
         depths = []
         for part in filter(None, map(str.strip, self.depths.split(","))):
             match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
@@ -140,7 +140,7 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
 
 
 def _measure(benchmark: Bench) -> None:
-    """Measure the rows, and show the current row's name next to a progress bar."""
+    """Measure the rows. Show a progress bar with the name of the current row."""
     n_run = len(benchmark.rows) * benchmark.rounds
     with tokens_progress("bench", n_run) as step, stopping(benchmark):
         for n_done, row in enumerate(benchmark.measure()):

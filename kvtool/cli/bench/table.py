@@ -15,7 +15,7 @@ from kvtool.units import format_bytes
 Record = dict[str, Any]
 
 WIDE = 100
-"""Least terminal width at which the table shows the ranges of the rounds, and the memory of the process."""
+"""The table shows the range of the rounds and the memory of the process in terminals at least this wide."""
 
 LEGEND = (
     "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "
@@ -29,7 +29,9 @@ OLD = "; /old: the median over that of the earlier run"
 
 
 def show(console: Console, records: Sequence[Record], about: Record, *, has_device: bool) -> None:
-    """Print a line that names the machine, and a line per record. A pipe gets all columns, uncut.
+    """Print a line about the machine, and then one line per record.
+
+    If the output is a pipe or a file, all columns are printed and no text is cut.
 
     about: the model and the machine.
     """
@@ -79,7 +81,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
-    """Return the cells of a record, without its name."""
+    """Return the table cells of a record, without the name in the first column."""
     cells: list[str] = []
     for name, scale in (("read_tokens_per_s", 1), ("write_tokens_per_s", 1), ("first_s", 1000)):
         value = record[name]
@@ -94,5 +96,5 @@ def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Return a number with one decimal below 100, without decimals from 100 on."""
+    """Format a number: one decimal below 100, no decimals from 100 on."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,1 +1,1 @@
-"""kvtool chat: the command, its terminal, and the file that it keeps."""
+"""kvtool chat: the command, its terminal, and the files of a chat."""

@@ -64,7 +64,7 @@ def chat(
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
-            # import the terminal while the model loads: the import takes as long as loading a small model
+            # importing the terminal takes as long as loading a small model, so do both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
 
         opened, writer = stack.enter_context(open_writer(run, generation))
@@ -81,7 +81,7 @@ def chat(
         if args.session:
             if saved:
                 files.resume(args.session)
-            # now, because without that place no turn could be saved
+            # check this before the first turn: without this place no turn could be saved
             archive_file.check_place(args.session)
         with_thinking(generation, conversation.set_effort)
         conversation.pin_system()
@@ -111,7 +111,7 @@ def chat(
 
 
 def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:
-    """Read each line as a turn, and write only replies to stdout."""
+    """Read each line as a turn. Write the replies, and nothing else, to stdout."""
     writer, generation = conversation.writer, files.generation
     for line in lines:
         if not line.strip():
@@ -131,14 +131,14 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             say([why])
         elif writer.is_cut:
             say([generation.cut(writer.n_written)])
-        # between turns Ctrl-C ends the program at once
+        # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 
 
 def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> bool:
-    """Write the reply to a turn, and save both. Return True if the reply is empty.
+    """Write the reply to a turn, and save the turn with its reply. Return True if the reply is empty.
 
-    Raises OSError, after saving, if nobody reads stdout any more.
+    If nobody reads stdout any more, the chat is still saved; then OSError is raised.
     """
     is_empty = True
     try:

@@ -32,25 +32,26 @@ if TYPE_CHECKING:
 class ChatFiles:
     """Session and transcript of a chat.
 
-    The session is replaced when a turn is finished or undone. If it holds turns that the chat lacks, for
-    example after a reset, it is set aside first, as FILE.1, FILE.2, ..., so that no chat is lost.
+    The session file is replaced whenever a turn is finished or undone. No chat is lost by this: if the file
+    holds turns that the chat does not have, for example after a reset, the file is first renamed to FILE.1
+    (or FILE.2, ...).
 
     Attributes
     ----------
     run, generation
-        The options that the session keeps. `set` changes how tokens are sampled.
+        The options that are saved in the session. `set` changes the sampling options among them.
     path
         Path of the session, or None.
     transcript
-        Log to which finished turns are appended, or None.
+        File to which finished turns are appended, or None.
     unsaved
-        Error of the last save, or None.
+        Error of the last save, or None if there was no error.
     previous_path
-        Name to which the last `keep_session` moved the previous chat, or None.
+        Path to which the last `keep_session` moved the previous chat, or None.
     moved_archive
-        New name of another chat's archive that was in the way of the last save, or None.
+        New path of another chat's archive that the last save had to rename, or None.
     recovered
-        Files that were set aside earlier and that the last `keep_session` deleted, because the session has
+        The files among FILE.1, FILE.2, ... that the last `keep_session` deleted, because the session holds
         their chats again.
     """
 
@@ -66,19 +67,20 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # the chat in the session file: its version, and the values that `_would_lose` compares
+        # version of the chat in the session file
         self._saved_version: int | None = None
+        # values of the chat in the session file, which `_would_lose` compares
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
 
     @property
     def generation(self) -> GenerationOptions:
-        """Options of generated text, with the chat's effort of thinking."""
+        """Options for generating text, with the thinking effort that the chat has now."""
         return self._generation.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
-        """Continue the chat in a session. Raises SessionError if the given options do not match it."""
+        """Continue the chat that a session holds. Raises SessionError if the given options do not match."""
         system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):
@@ -107,9 +109,9 @@ class ChatFiles:
         return meta, arrays
 
     def set(self, name: str, text: str) -> None:
-        """Change one option of how tokens are sampled, from the next text on.
+        """Change one sampling option. The new value is used from the next text on.
 
-        Raises UsageError or InputError; then nothing changes.
+        Raises UsageError or InputError if the name or the value is wrong. In that case nothing changes.
         """
         generation, sampler = self.generation.set(name, text), self.chat.writer.sampler
         sampler.change(sampling_of(generation))
@@ -119,15 +121,16 @@ class ChatFiles:
 
     @property
     def has_previous(self) -> bool:
-        """True if the session holds turns that the chat lacks."""
+        """True if the session file holds turns that the chat does not have."""
         return self._saved is not None and self._would_lose(self._saved)
 
     def save(self, path: Path, may_replace: Callable[[str], bool] = lambda description: False) -> bool:
-        """Write the chat to a file. Return False if the file holds another chat that may not be replaced.
+        """Write the chat to a file. Return True if it was written.
 
-        Raises SessionError for a file that is not a session, is in use, or cannot be written.
+        If the file holds another chat, `may_replace` is called with a description of that chat. If it returns
+        False, nothing is written.
 
-        may_replace: called with a description of the other chat; returns True to replace that chat.
+        Raises SessionError if the file is not a session, is in use, or cannot be written.
         """
         from kvtool.chats import session
 
@@ -143,7 +146,10 @@ class ChatFiles:
         return True
 
     def keep(self, *, undone: bool = False) -> None:
-        """Save a finished turn in session and transcript. An error is put in `unsaved`."""
+        """Save the last turn and its reply in the session and in the transcript.
+
+        If saving fails, the error is stored in `unsaved`. undone: see `keep_session`.
+        """
         if not self.chat.n_turn:
             return
         self.keep_session(undone=undone, is_new_turn=True)
@@ -156,12 +162,12 @@ class ChatFiles:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
-        """Write the session, if there is a path for it. An error is put in `unsaved`.
+        """Write the session if it has a path. If this fails, the error is stored in `unsaved`.
 
-        undone: True after an undo. The session may then lose the undone turns. If it holds an earlier chat,
-        it is left unchanged, because further undo can lead back to that chat.
+        undone: True after an undo. Undone turns are not kept in the session. If the session holds an earlier
+        chat, the session is not written, because further undos can lead back to that chat.
 
-        is_new_turn: True after a new turn. The session is then written in any case.
+        is_new_turn: True after a new turn. The session is then always written.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()
@@ -181,7 +187,7 @@ class ChatFiles:
             raise self.unsaved
 
     def _check_archive(self, path: Path, arrays: Arrays) -> None:
-        """Raise SessionError for a session with more archived tokens than this chat's archive can hold."""
+        """Raise SessionError if a session has more archived tokens than this chat's archive can hold."""
         archive = self.chat.writer.engine.context.archive
         if archive and (n := archive.n_saved(arrays)) > archive.n_max:
             raise SessionError(
@@ -214,15 +220,15 @@ class ChatFiles:
             self._set_aside.append(aside)
 
     def _holds_earlier_chat(self, path: Path) -> bool:
-        """True if the session holds an earlier chat, and not a later one that was undone.
+        """True if the session holds an earlier chat, to which further undos can lead back.
 
-        An earlier chat stays in the session, because further undo can lead back to it.
+        False if it holds a later state of this chat, which was undone.
         """
         is_ours = self._saved is not None and self._saved["id"] == self.chat.id
         return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
 
     def _recovered(self) -> Iterator[Path]:
-        """Yield the files that were set aside and whose turns are all in the chat again."""
+        """Yield the files among FILE.1, FILE.2, ... whose turns are all in the chat again."""
         from kvtool.chats import session
 
         for spare in list(self._set_aside):
@@ -231,7 +237,7 @@ class ChatFiles:
                     yield spare
 
     def _drop_recovered(self) -> None:
-        """Delete the files that were set aside and whose turns are all in the session again."""
+        """Delete the files among FILE.1, FILE.2, ... whose turns are all in the session again."""
         from kvtool.chats import session
 
         for spare in self._recovered():
@@ -241,7 +247,7 @@ class ChatFiles:
                 self.recovered.append(spare)
 
     def _comparable(self) -> Meta:
-        """Return the values of the chat that `_would_lose` compares."""
+        """Return those values of the chat that `_would_lose` compares."""
         return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
     def _write(self, path: Path) -> None:
@@ -264,7 +270,7 @@ class ChatFiles:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
 
     def _would_lose(self, saved: Meta) -> bool:
-        """True if a saved chat has turns that this chat lacks."""
+        """True if a saved chat has turns that this chat does not have."""
         messages = saved["messages"]
         is_ours = saved.get("id") == self.chat.id and messages == self.chat.messages[: len(messages)]
         return saved["n_turn"] > 0 and not is_ours
@@ -274,13 +280,14 @@ class ChatFiles:
         return f"{path} holds {content} ({turns(saved['n_turn'])}, saved {saved['saved']})"
 
     def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
-        """Open the session's files if they hold the present chat; else return None.
+        """Open the session's files if they hold the current state of the chat. Otherwise return None.
 
-        POSIX only: there an open file stays readable after its session is replaced.
+        The files stay open while the session may be replaced. They remain readable only on POSIX systems, so
+        other systems get None.
         """
         if self.path and self._saved_version == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
-                # OSError: the user has removed the file
+                # there is an OSError if the user has removed the file
                 file = stack.enter_context(self.path.open("rb"))
                 archive = self._archive_file.reopen()
                 stack.pop_all()
@@ -289,7 +296,7 @@ class ChatFiles:
 
     @cached_property
     def _archive_file(self) -> ArchiveFile:
-        """Archive file of the session."""
+        """The session's archive file."""
         from kvtool.chats.archive_file import ArchiveFile
 
         return ArchiveFile(self.path)
@@ -301,14 +308,14 @@ class ChatFiles:
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        # computed when needed: hashing a large model takes time
+        # computed only when needed, because hashing a large model takes time
         return fixed_of(self.chat.writer.engine, self.run.policy)
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """Return the values for a chat's session that `Conversation.save` does not return.
+    """Return the values that a session stores in addition to the values of `Conversation.save`.
 
-    kept: options that the session keeps.
+    kept: the options that are saved in the session.
     """
     engine = chat.writer.engine
     return {
@@ -326,7 +333,10 @@ def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) 
 
 
 def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
-    """Return the values that may not change when a chat is continued. policy: as the user typed it."""
+    """Return the values that must be the same when a chat is continued.
+
+    policy: the policy's name or file, as the user typed it.
+    """
     from dataclasses import asdict
 
     from kvtool import policies
@@ -353,22 +363,28 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def _stored_type(name: str) -> str:
-    """Return a session's name of an archive type: "rotated q4_1", or "q4_1" if unrotated (old versions)."""
+    """Return the name of an archive type in a session.
+
+    Types of few bits are rotated: q4_1 is stored as "rotated q4_1". The name "q4_1" without the prefix means
+    an archive that is not rotated, which old versions of kvtool wrote.
+    """
     return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
 
 
 def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     """Return the options of a chat that continues a session. Raises UsageError.
 
-    The session's policy counts as given by the user. A session of an old kvtool may have parameters that the
-    policy no longer has: these and the adjustable parameters are then left out, unless the user typed -o.
+    The policy of the session is treated as if the user had typed it.
+
+    A session of an old kvtool may have parameters that the policy no longer has. If so, these parameters and
+    the adjustable parameters are left out. Nothing is left out if the user typed -o.
     """
     from kvtool import policies
 
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and kind.recalls():
-        # earlier versions had another default budget: keep the session's
+        # earlier versions had another default budget, so use the session's budget
         run = replace(run, budget=str(parameters["budget"]))
     stored = saved["fixed"].get("archive_type")
     run = replace(run, is_plain=stored == run.archive_type and stored in FEW_BITS)
@@ -387,7 +403,10 @@ def open_transcript(path: Path) -> Log:
 
 
 def moved_line(spare: Path) -> str:
-    """Return the message about another chat's archive that was moved. spare: its new name, FILE.1.archive."""
+    """Return the message about another chat's archive that was renamed.
+
+    spare: the new path, FILE.1.archive.
+    """
     name = spare.with_suffix("").stem + spare.suffix
     return f"{name} belonged to another chat; it is now {spare.name}"
 
@@ -398,7 +417,7 @@ def turns(n: int) -> str:
 
 
 _ROTATED = "rotated "
-"""Prefix of a session's archive type whose numbers are multiplied by a Hadamard matrix."""
+"""A session's archive type has this prefix if the archive's numbers are multiplied by a Hadamard matrix."""
 
 _FLAGS = {
     "model_sha256": "the model of SHA-256 {:.12}",
@@ -414,16 +433,17 @@ _FLAGS = {
     "value_type": "--cache-type-v {}",
     "llama_cpp": "llama.cpp {}",
 }
-"""Options that set the values of `fixed_of`; parameters of a policy are -o name=value."""
+"""Names of the values of `fixed_of` in messages. A parameter of a policy is named `-o name=value`."""
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the differing options of two chats, as pairs (theirs, ours).
+    """Return the options that differ between two chats, as pairs (theirs, ours).
 
-    If the model, the policy or the budget differs, only its pair is returned.
+    If the models differ, only their pair is returned. The same holds for the adapters, then for the policy,
+    then for the budget.
     """
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
-    # a chat without adapters has no value for them
+    # a chat without adapters has no value "lora"
     every = dict.fromkeys([*ours, "lora"])
     names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
     first = [name for name in ("model_sha256", "lora", "policy", "budget") if name in names][:1]
@@ -433,6 +453,6 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, 
 def _typed(name: str, value: object) -> str:
     text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
     if isinstance(value, list):
-        # the SHA-256 of each adapter, in short, and its scale
+        # show the first 12 digits of each adapter's SHA-256, and its scale
         text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
     return _FLAGS.get(name, f"-o {name}={{}}").format(text)

@@ -1,4 +1,7 @@
-"""The prompt of a chat: editing, history and completion. A pasted text is one turn."""
+"""The prompt at which a user types turns and commands: editing, history and completion.
+
+A pasted text is one turn, even if it has several lines.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from kvtool.errors import InputError
 from kvtool.system.texts import decoded, with_lf
 
 BLOCK = '"""'
-"""Mark before and after a text of several lines."""
+"""This mark begins and ends a text of several lines."""
 
 _OF_LINES = ("/system", "/edit")
-"""Commands that take a text, which may have several lines."""
+"""Commands whose argument is a text, which may have several lines."""
 
 _INSERTED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
 
@@ -34,12 +37,13 @@ Words = Callable[[], Iterable[str]]
 
 
 class Prompt:
-    """Asks for a turn or a command.
+    """Asks the user for a turn or a command.
 
     Parameters
     ----------
     commands
-        The slash commands, each with the words that may follow it; None means a path.
+        The slash commands. Each is mapped to a function that returns the words that may follow the command,
+        or to None if a path follows it.
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
@@ -57,7 +61,8 @@ class Prompt:
     def ask(self, default: str = "", *, selected: bool = False) -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
-        default: text at the prompt. selected: True if typing replaces that text; an arrow key keeps it.
+        default: text that is already at the prompt. selected: True if this text is selected, so that typing
+        replaces it. An arrow key ends the selection, and the text stays.
         """
         return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
 
@@ -67,14 +72,14 @@ class Prompt:
         buffer.start_selection()
         buffer.cursor_position = len(buffer.text)
         if buffer.selection_state:
-            # in shift mode typed text replaces the selection; otherwise it would be inserted
+            # in shift mode, typed text replaces the selection; otherwise it would be inserted next to it
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
-        """Drop the text that was typed ahead; return True if there was any."""
+        """Drop text that was typed before the prompt appeared. Return True if there was any."""
         typing = self._session.app.input
         dropped = get_typeahead(typing)
-        # in raw mode, an unfinished line can be read, and Ctrl-D is a key
+        # only in raw mode can an unfinished line be read; Ctrl-D is then an ordinary key
         with typing.raw_mode():
             while keys := typing.read_keys():
                 dropped += keys
@@ -82,29 +87,33 @@ class Prompt:
 
 
 def confirmed(question: str) -> bool:
-    """Return True if the answer is "y" or "yes". Raises as `Prompt.ask` does."""
-    # not input(): without readline it misses an immediate Ctrl-C
+    """Ask a question. Return True if the answer is "y" or "yes".
+
+    Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
+    """
+    # input() is not used, because without readline it misses a Ctrl-C that is pressed at once
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
 
 class Meant(NamedTuple):
-    """A command or a turn, without quotes and backslashes of its typed form."""
+    """A command or a turn, after the quotes and backslashes of its typed form were removed."""
 
     text: str
     is_command: bool
 
 
 def meant(typed: str) -> Meant:
-    """Return a typed text without the quotes of a block and without backslashes at line ends.
+    '''Remove the quotes around a text of several lines and the backslashes at line ends.
 
-    A single line that starts with a slash is a command, and so are several lines if the command takes a text.
-    A single line that starts with `//` is a turn that starts with a slash, and quoted text is a turn.
-    """
+    Also decide whether the text is a command. A line that starts with a slash is a command. Several lines
+    that start with a slash are a command only if this command takes a text. A text in `"""` is always a turn.
+    A line that starts with `//` is a turn: only its first slash is removed.
+    '''
     text = typed.strip()
     if text.startswith(BLOCK):
         return Meant(text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False)
-    # a backslash elsewhere is text
+    # backslashes inside a line belong to the text
     text = re.sub(r"\\\n", "\n", text)
     is_line = "\n" not in text
     if not text.startswith("/"):
@@ -116,13 +125,16 @@ def meant(typed: str) -> Meant:
 
 
 def typed_as(text: str) -> str:
-    """Return a typed form of a turn, from which `meant` returns the turn."""
+    """Return a text that a user can type for a turn: `meant` turns this text back into the turn."""
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
     return next((typed for typed in ways if meant(typed) == (text, False)), text)
 
 
 def goes_on(typed: str) -> bool:
-    """Return True if Enter adds a line break to the text: in an open block, or after a backslash."""
+    '''Return True if Enter adds a line break and does not send the text.
+
+    This is so after a backslash, and while a text that started with `"""` has no closing `"""`.
+    '''
     text = typed.lstrip()
     if text.startswith(BLOCK):
         return len(text) < 2 * len(BLOCK) or not text.rstrip().endswith(BLOCK)
@@ -132,8 +144,10 @@ def goes_on(typed: str) -> bool:
 def with_files(text: str) -> str:
     """Return the text with each @path replaced by the text of the file.
 
-    An @word that names no file stays if it does not look like a path, or if the text has several lines,
-    because code has such words. Raises InputError for other missing files, and for files that are not text.
+    If there is no such file, the word may not be meant as a path. It stays in the text if it does not look
+    like a path, or if the text has several lines, because code has words like @name. Otherwise InputError is
+    raised. InputError is also raised if @"path" in quotes does not exist, or if a file cannot be read or is
+    not text.
     """
     is_line = "\n" not in text
 
@@ -155,11 +169,11 @@ def with_files(text: str) -> str:
 
 
 def _history() -> History:
-    """Return the history in the user's state folder, or in memory if that cannot be written."""
+    """Return the history from the user's state folder. If this folder cannot be written, use memory."""
     try:
         path = user_state_path("kvtool", appauthor=False) / "chat-history"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # only the user may read it
+        # create a file that only the user may read
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except (OSError, RuntimeError):
         return InMemoryHistory()
@@ -176,7 +190,7 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    # in a search, Enter keeps prompt_toolkit's meaning
+    # not during a search, in which prompt_toolkit handles Enter
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
@@ -200,7 +214,7 @@ def _keys() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Completes commands, the words after them, and paths."""
+    """Completes commands, the words that may follow them, and paths."""
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
         self._commands = commands

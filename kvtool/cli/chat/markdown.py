@@ -1,7 +1,7 @@
 """Coloured Markdown in a terminal, printed while the model writes it.
 
-All characters are printed, also the marks of Markdown, and no line is printed again. Lines of prose break
-between words.
+Every character is printed, including Markdown's marks such as `**`. A printed line is never printed again.
+Prose is wrapped between words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CODE, BOLD, MARK = "cyan", "bold", "dim"
 
 _WIDE = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff60\U00020000-\U0003fffd"
 _UNITS = re.compile(rf"\n|[^\S\n]+|[^\s{_WIDE}]+|[{_WIDE}]")
-"""A line break, blanks, a word, or a character of a script without blanks between words."""
+"""One of: a line break, blanks, a word, or one character of a script that has no blanks between words."""
 
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 _BULLET = re.compile(r"[-*+]|\d+[.)]")
@@ -32,7 +32,7 @@ class ReplyStream:
     Parameters
     ----------
     plain
-        Print without colours, and do not break lines.
+        True to print without colours and without wrapping lines.
     """
 
     def __init__(self, console: Console, *, plain: bool = False) -> None:
@@ -51,8 +51,11 @@ class ReplyStream:
         self.end()
 
     def write(self, piece: str) -> None:
-        """Print a piece, except its last word, which may go on. Raises OSError if the terminal is closed."""
-        # the model must not control the terminal
+        """Print a piece. Raises OSError if the terminal is closed.
+
+        The last word of the piece is printed later, because the next piece may continue it.
+        """
+        # replace control characters, so that the model cannot control the terminal
         piece = _CONTROL.sub("\ufffd", piece.replace("\r", "").replace("\t", "    "))
         if self._is_plain:
             self._put([(piece, "")])
@@ -83,7 +86,7 @@ class ReplyStream:
         parts: list[tuple[str, str]] = []
         for unit in units:
             if unit == "\n":
-                # blanks at the end of a line are dropped
+                # do not print blanks at the end of a line
                 parts.append(("\n", ""))
                 self._start_line()
             elif unit.isspace():
@@ -103,7 +106,7 @@ class ReplyStream:
             styled = self._styled(word)
         width = cell_len(word)
         end = self._column + len(self._blanks) + width
-        # a line may break at blanks, or before a wide character, whose script has no blanks
+        # wrap at blanks, or before a wide character, because its script has no blanks between words
         may_break = not self._fence and (self._blanks or width > len(word))
         if may_break and self._column and end > self._console.width:
             parts.append(("\n" + " " * self._hang, ""))
@@ -113,7 +116,7 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # an indentation of half the width or more does not belong to a list
+            # text that is indented by half the width or more is not a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled
@@ -122,7 +125,7 @@ class ReplyStream:
         self._n_word += 1
 
     def _styled(self, word: str) -> list[tuple[str, str]]:
-        """Split a word into parts with styles: code, bold, and the marks of both."""
+        """Split a word into parts, each with its style: code, bold, or a mark of one of the two."""
         if self._n_word == 0 and re.fullmatch(r"#{1,6}", word):
             self._is_heading = True
         parts, before = [], ""
@@ -152,6 +155,6 @@ class ReplyStream:
         if not parts:
             return
         if not self._console.is_terminal:
-            # the terminal is closed; rich would draw nothing and raise no error
+            # the terminal is closed; without this check, rich would print nothing and raise no error
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._console.print(Text.assemble(*parts), end="", soft_wrap=True)

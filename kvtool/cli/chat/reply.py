@@ -1,4 +1,4 @@
-"""A reply in a terminal: the dimmed thought, which is replaced by one line when it ends, and the answer."""
+"""A reply in a terminal. The thought is dimmed. When it ends, a line replaces it, and the answer follows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.markdown import ReplyStream
 
 _EVERY_S = 1 / 12
-"""Minimum seconds between two drawings."""
+"""Minimum time between two drawings of the thought, in seconds."""
 
 _MOST_LINES = 8
-"""Number of newest lines that are shown while the model thinks."""
+"""While the model thinks, at most this many lines of the thought are shown, the newest ones."""
 
 
 class ReplyView:
@@ -26,9 +26,9 @@ class ReplyView:
     splitter
         Separates the thought from the answer.
     plain
-        Show the text exactly as the model writes it.
+        True to show the text exactly as the model writes it.
     hide
-        Show only that the model is thinking, and not the thought.
+        True to show only that the model is thinking, and not the thought.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class ReplyView:
             return
         self._fold()
         if self._is_new and self.thought:
-            # templates put line breaks between a thought and the answer
+            # drop the line breaks that templates put between a thought and the answer
             text = text.lstrip("\n")
         if text:
             self._is_new = False
@@ -82,7 +82,7 @@ class ReplyView:
         self.thought += text
         if self._live is None:
             self._started = time.monotonic()
-            # without a drawing thread, in which errors would be lost
+            # do not let rich draw in a thread: errors in this thread would be lost
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         now = time.monotonic()
@@ -94,13 +94,13 @@ class ReplyView:
         if self._hides:
             return Text("thinking", style="dim")
         n = max(min(_MOST_LINES, self._console.height // 2), 1)
-        # wrap only text that can be visible in n lines of the terminal
+        # do not wrap the whole thought, only as much as fits in n lines of the terminal
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)
         return Text("\n").join(lines[-n:])
 
     def _fold(self) -> None:
-        """Clear the finished thought from the terminal. Print a line instead unless thoughts are hidden."""
+        """Remove the finished thought from the terminal. Unless thoughts are hidden, print a line instead."""
         if self._live is None:
             return
         self._live.update("", refresh=True)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
 
 _N_LINES = 8
-"""Maximum lines of the last turn that are shown when a chat is continued."""
+"""When a chat is continued, at most this many lines of the last turn are shown."""
 
 _GONE = "the new turn is at the prompt again, and the turn that it replaced is gone"
-"""Note about a turn that was taken back and that had replaced another turn."""
+"""Note after the user took back a turn that had replaced another turn."""
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Terminal:
     thought
         Thought of the last reply.
     tokens_per_s
-        Speed of the last reply; 0 for a reply of at most one token.
+        Speed of the last reply; 0 if the reply has at most one token.
     typed
         Text to put at the next prompt.
     selects
-        True if typing replaces the text of `typed`, because that text was refused.
+        True if typing at the next prompt replaces the text in `typed`. It is set if this text was refused.
     edits
         True if the next turn replaces the last turn.
     last_typed
-        Maps the last turn to its typed form, which has @names of files instead of their texts.
+        The last turn, mapped to the text that the user typed for it, in which files are named as @FILE.
     keys
-        The keyboard.
+        Hides typed characters while the chat is busy.
     """
 
     conversation: Conversation
@@ -86,7 +86,7 @@ class Terminal:
         self.console.print(f"{text}", style="red")
 
     def confirm(self, question: str) -> bool:
-        """Ask a question; return True for the answers "y" and "yes"."""
+        """Ask a question. Return True if the answer is "y" or "yes"."""
         interrupt.raises()
         with self.keys.normal():
             try:
@@ -96,7 +96,7 @@ class Terminal:
                 return False
 
     def status(self) -> str:
-        """Return a line that shows the chat's length, where its tokens are, the cache size and the speed."""
+        """Return a line about the chat: its length, where its tokens are, the cache size and the speed."""
         from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
@@ -109,7 +109,7 @@ class Terminal:
         return " \u00b7 ".join(filter(None, parts))
 
     def saved(self) -> None:
-        """Report an error of saving, and the new names of files that were moved."""
+        """Report an error of the last save, and the new names of files that the save moved."""
         if self.files.unsaved:
             self.error(self.files.unsaved)
         if self.files.previous_path:
@@ -117,7 +117,7 @@ class Terminal:
         if self.files.moved_archive:
             self.note(moved_line(self.files.moved_archive))
         for spare in self.files.recovered:
-            # `spare` is FILE.1, and its stem is FILE
+            # if `spare` is FILE.1, its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def show_last(self) -> None:
@@ -130,7 +130,7 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # if the template reads thoughts from a field, the content has no thought
+        # if thoughts are a field of a message, its content has no thought to split off
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -167,10 +167,13 @@ class Terminal:
             self.note(self.status())
 
     def _replied(self, text: str, sent: str, again: bool, n_before: int, hung_up: Callable[[], bool]) -> bool:
-        """Read a turn, show its reply and save both. Return False, with a note, if the turn was taken back.
+        """Read a turn, show the reply, and save the turn with its reply.
 
-        text: the typed turn. sent: the same with the texts of files. again: it replaces another turn.
-        n_before: number of turns before it. hung_up: returns True if the terminal was closed.
+        If the turn was taken back, print a note and return False.
+
+        text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
+        again: True if the turn replaces another turn. n_before: number of turns before this turn.
+        hung_up: returns True if the terminal was closed.
         """
         typed_before, self.last_typed = self.last_typed, {sent: text}
         self.tokens_per_s, self.thought = 0.0, ""
@@ -195,7 +198,7 @@ class Terminal:
         return True
 
     def _read_turn(self, text: str) -> bool:
-        """Read a turn, and show the progress. Return False if the user stopped it."""
+        """Read a turn and show the progress. Return False if the user stopped reading."""
         from rich.text import Text
 
         from kvtool.cli.progress import ProgressLine
@@ -213,7 +216,7 @@ class Terminal:
                 writer.while_reading = lambda done, n: None
 
     def _answer(self, again: bool) -> None:
-        """Show the reply while the model writes it. Save it even if the terminal is closed meanwhile."""
+        """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
         from kvtool.cli.chat.reply import ReplyView
 
         writer, splitter = self.conversation.writer, self.conversation.splitter()
@@ -221,7 +224,7 @@ class Terminal:
         started = time.monotonic()
         writer.ends_loops = self.files.generation.stop_loops == "on"
         try:
-            # if the terminal is closed, an error ends the loop: closing the answer puts it into the chat
+            # if the terminal is closed, an error ends the loop; closing `pieces` adds the reply to the chat
             with view, closing(self.conversation.answer(self.files.generation.n)) as pieces:
                 for piece in pieces:
                     view.write(piece)
@@ -240,14 +243,17 @@ class Terminal:
         return not self.conversation.messages[-1]["content"].strip()
 
     def _refuse(self, text: str, again: bool) -> None:
-        """Put a refused turn at the prompt. Typing replaces it, unless it was to replace the last turn."""
+        """Put a refused turn at the next prompt. Typing replaces it there.
+
+        again: True if the turn was to replace the last turn. Then typing does not replace the text.
+        """
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects = not again
 
     def _took_back(self, n_before: int) -> bool:
-        """After an error, undo the turn if it has no reply; return True if the chat lacks the turn.
+        """After an error, undo the turn if it has no reply. Return True if the turn is no longer in the chat.
 
-        n_before: number of turns before it.
+        n_before: number of turns before this turn.
         """
         if self.conversation.n_turn == n_before:
             return True
@@ -256,13 +262,13 @@ class Terminal:
         return self.conversation.undo_turn() is not None
 
     def offer(self, turn: str) -> None:
-        """Put a turn at the next prompt in its typed form."""
+        """Put a turn at the next prompt, as the user typed it."""
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _cancel(self, instead: str | None) -> None:
         """Undo a turn that was stopped before its reply began.
 
-        instead: text of the stopped turn if it replaced another turn; otherwise None.
+        instead: the text of the stopped turn if it had replaced another turn. Otherwise None.
         """
         self.conversation.undo_turn()
         if instead is None:
@@ -273,12 +279,13 @@ class Terminal:
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
-    """Return the length of a chat of n tokens, and the shares of tokens in the cache, archived and forgotten.
+    """Return a line about a chat of n tokens: the shares in the cache, in the archive and forgotten.
 
-    If rows hold different tokens, the shares do not add up to 100 %. The line then says what share each KV
-    head keeps, and what share no head keeps.
+    If rows hold different tokens, these shares do not add up to 100 %. In this case the line says what share
+    each KV head keeps, and what share no KV head kept.
 
-    n_held: mean number of tokens that a row holds. n_forgotten: tokens in no row and in no archive.
+    n_held: mean number of tokens that a row holds. n_forgotten: number of tokens that are in no row and not
+    in the archive.
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:
@@ -288,19 +295,19 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
 
 
 def share(part: float) -> str:
-    """Return a share in percent. Only the shares 1 and 0 give 100 % and 0 %."""
+    """Format a share in percent. The text is "100 %" only for 1, and "0 %" only for 0."""
     percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
     return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
 
 
 class Keys:
-    """Hides characters that are typed while the chat is busy; the next prompt gets them."""
+    """Hides characters that the user types while the chat is busy. The next prompt gets them."""
 
     _before: Any = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Hide typed characters inside the block: they would disturb the output."""
+        """Do not show typed characters inside the block, because they would disturb the output."""
         try:
             import termios
         except ImportError:
@@ -309,7 +316,7 @@ class Keys:
         self._before = termios.tcgetattr(sys.stdin)
         waiting = termios.tcgetattr(sys.stdin)
         waiting[3] &= ~termios.ECHO
-        # disable the terminal's Ctrl-D: it would consume the key, and the prompt would never get it
+        # do not let the terminal handle Ctrl-D, because the next prompt would never get this key
         waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
         try:
             with _attributes(waiting):
@@ -319,7 +326,7 @@ class Keys:
 
     @contextmanager
     def normal(self) -> Iterator[None]:
-        """Show typed characters again inside the block, for a question inside `waiting`."""
+        """Show typed characters again inside the block. Used inside `waiting`, for questions."""
         with _attributes(self._before) if self._before else nullcontext():
             yield
 
@@ -328,14 +335,15 @@ class Keys:
 def _attributes(attributes: Any) -> Iterator[None]:
     """Set the terminal's attributes inside the block.
 
-    They are set again after Ctrl-Z and fg, because the shell changes them.
+    When the user suspends the program with Ctrl-Z, the shell changes the attributes. They are set again when
+    the program continues.
     """
     import termios
 
     before = termios.tcgetattr(sys.stdin)
 
     def set_to(values: Any) -> None:
-        # fails if the terminal is closed
+        # this fails if the terminal is closed
         with suppress(termios.error):
             termios.tcsetattr(sys.stdin, termios.TCSANOW, values)
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def cells(terminal: Terminal, last: str) -> None:
-    """Show the last tokens, coloured by the share of rows that hold them. last: number of tokens, or "".
+    """Show the last tokens, coloured by the share of rows that hold each token.
 
-    Raises UsageError for any other text.
+    last: number of tokens as text, or "" for the default. Any other text raises UsageError.
     """
     from kvtool.cli.inspect.command import LAST
     from kvtool.cli.inspect.terminal import show
@@ -39,7 +39,7 @@ def cells(terminal: Terminal, last: str) -> None:
 
 
 def stats(terminal: Terminal) -> None:
-    """Show where the chat's tokens are, sizes in bytes and the speed, with options that change them."""
+    """Show where the chat's tokens are, the sizes in bytes, the speed, and options that change these."""
     from kvtool.measure.holdings import n_forgotten
     from kvtool.system.memory import rss_bytes
     from kvtool.units import format_bytes
@@ -81,7 +81,7 @@ def stats(terminal: Terminal) -> None:
 
 
 def _renumbered(engine: Engine) -> str:
-    """Return a note for a chat that exceeded its context, so that positions were assigned again; else ""."""
+    """Return a note if the chat exceeded its context and positions were assigned again, else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 
@@ -120,13 +120,13 @@ def system(terminal: Terminal) -> None:
 
 
 def setting(terminal: Terminal, name: str) -> str:
-    """Return the value of a field of `GenerationOptions` as people read it."""
+    """Return the value of a field of `GenerationOptions` as readable text."""
     generation = terminal.files.generation
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
     value = generation.session_values()[name]
     if isinstance(value, list):
-        # in the form that /set takes: a line break is \n
+        # the same form as in /set, where \n is a line break
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     if value is None:
         return {"n": "no limit", "think": "(the model's own)", "think_budget": "no limit"}.get(name, "(none)")
@@ -134,7 +134,7 @@ def setting(terminal: Terminal, name: str) -> str:
 
 
 def settings(terminal: Terminal) -> None:
-    """Show the settings that users change most, and all settings with another value than the default."""
+    """Show the settings that users change most, and all settings that differ from their default."""
     generation, default = terminal.files.generation, GenerationOptions()
     names = [
         name
@@ -153,14 +153,14 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
     "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("the chat has no turns"),
 }
-"""Functions of /show, by the word after it."""
+"""For each word after /show: the function that it calls."""
 
 
 _MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
 """Settings that /set without a name always shows."""
 
 MORE = ("more",)
-"""Words after /help that are not commands."""
+"""Topics of /help other than commands."""
 
 HELP = {
     "/help, /?": "show this help; /help more explains typing, /undo and sessions",

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 _DEFAULT = "default"
-"""Value of /think for the default of the model's template."""
+"""With this word, /think goes back to the default of the model's template."""
 
 _HOT = 2
-"""Temperature above which text makes no sense. llama.cpp allows it; other programs refuse it."""
+"""Above this temperature, replies make no sense. llama.cpp allows such values, other programs refuse them."""
 
 
 class Commands:
-    """Commands of a chat in a terminal. After an error, which is one line, the chat continues."""
+    """Commands of a chat in a terminal. An error is reported in one line, and the chat continues."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
@@ -57,7 +57,7 @@ class Commands:
         }
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
-        """Return the commands, each with a function that lists the words after it; None means a path."""
+        """Map each command to a function that returns the words that may follow it, or to None for a path."""
         words: dict[str, Callable[[], Iterable[str]] | None] = {
             **dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple),
             "/save": None,
@@ -70,7 +70,7 @@ class Commands:
         return words
 
     def run(self, line: str) -> bool:
-        """Run the command of a line; return False to leave the chat."""
+        """Run the command in a line. Return False if the user leaves the chat."""
         typed, *text = line.split(maxsplit=1)
         rest = "".join(text)
         name = _ALIASES.get(typed.lower(), typed.lower())
@@ -90,12 +90,15 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # Ctrl-C can stop the first save while it hashes the model
+            # Ctrl-C is ignored, except while the first save hashes the model
             self.terminal.note("stopped")
         return True
 
     def _refuse(self, name: str, line: str) -> None:
-        """Report a line without a known command, or ask whether to send it: a turn may start with a path."""
+        """Report an unknown command. If it contains another slash, it may be a path at the start of a turn.
+
+        In that case ask whether to send the line to the model.
+        """
         if "/" in name[1:]:
             if self.terminal.confirm(f"There is no command {name}. Send the line to the model?"):
                 self.terminal.say(line)
@@ -107,7 +110,11 @@ class Commands:
         self.terminal.typed, self.terminal.selects = line, True
 
     def _meant(self, name: str) -> str | None:
-        """Return a command that takes `name` as its argument, or has a similar name; None without one."""
+        """Return the command that the user may have meant by the unknown command `name`, or None.
+
+        If a command takes this word as its argument, return the command with the argument. Otherwise return
+        the command with the most similar name.
+        """
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
                 return f"{command} {name[1:]}"
@@ -161,7 +168,7 @@ class Commands:
         except click.ClickException as error:
             why = error.message
             if isinstance(error.__cause__, OSError):
-                # the end of click's message is Python's text of the error, with an error number: replace it
+                # click's message ends with Python's error text and an error number; replace this end
                 why = f"{why.partition(':')[0]} cannot be started: {error.__cause__.strerror}"
             raise UsageError(f"{why}; set $EDITOR to an editor that works") from None
         if text := with_lf(written or "").strip():
@@ -173,7 +180,7 @@ class Commands:
     def _set(self, text: str) -> None:
         name, _, given = text.replace("=", " ", 1).partition(" ")
         given = given.strip()
-        # a text may be in quotes
+        # remove quotes around the value
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
             show.settings(self.terminal)
@@ -184,7 +191,7 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # if the template puts the budget into the prompt, the chat has to be read again
+            # some templates put the budget into the prompt, so that the chat has to be read again
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
@@ -197,7 +204,7 @@ class Commands:
             )
 
     def _check_start(self, name: str, value: str) -> None:
-        """Raise UsageError for an option of kvtool chat that cannot change while the chat runs."""
+        """Raise UsageError if `name` is an option of kvtool chat that cannot change while the chat runs."""
         if name == "system":
             raise UsageError("/system TEXT starts over with another system prompt")
         ours = near.ours(name)
@@ -237,7 +244,10 @@ class Commands:
         self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {does}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
-        """Change how much replies think. Return False if the user decides against it."""
+        """Change how much the model thinks before a reply. Return False if the user decides against it.
+
+        change: the command that asked for this, for /undo.
+        """
         chat = self.conversation
         again = chat.rereads(effort, budget)
         if again and not self._remember(change):
@@ -265,23 +275,26 @@ class Commands:
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
 
     def _remember(self, change: str) -> bool:
-        """Copy the chat for /undo. Without room for a copy, ask whether to go on; return False if not."""
+        """Copy the chat for /undo. If the disk has no room for a copy, ask whether to go on without one.
+
+        Return False if the user does not want to go on. change: the command that is about to change the chat.
+        """
         return self.conversation.remember(change) or self.terminal.confirm(
             f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
         )
 
     def _note_new(self, change: str) -> None:
-        """Report that another chat has begun, and the file that holds the previous chat."""
+        """Tell the user that another chat has begun, and which file holds the previous chat."""
         self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
-        """Return the end of a note: the file that holds the previous chat; "" if no file holds it."""
+        """Return the end of a note, which names the file with the previous chat. "" if no file holds it."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 
 
 def _path(command: str, name: str) -> Path:
-    """Return the path that follows a command. Raises SessionError without a path."""
+    """Return the path that follows a command. Raises SessionError if no path was given."""
     if not name:
         raise SessionError(f"{command} needs a file")
     try:

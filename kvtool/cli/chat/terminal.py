@@ -1,4 +1,4 @@
-"""The loop of a chat in a terminal: read a command or a turn, and run it."""
+"""The loop of a chat in a terminal: ask for a command or a turn, and run it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def run(terminal: Terminal) -> None:
 
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
-    """Return the next typed text; None if the user leaves."""
+    """Return the next text that the user types, or None if the user leaves."""
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
-    # drop text that was typed ahead: it was not meant to follow the text that is now offered
+    # if there is a text at the prompt, drop text that was typed ahead: the user did not mean to append it
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:

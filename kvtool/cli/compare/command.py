@@ -77,7 +77,7 @@ class _Grid(Options):
             raise UsageError("--policies names no policy; leave it out for all")
 
     def listed(self, name: str) -> list[str]:
-        """Return the values in a field, which commas separate."""
+        """Return the values of a field whose text is a list with commas."""
         return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
 
 
@@ -160,9 +160,10 @@ def compare(
     )
     common = of_runs.Common(identity | records.versions(), shared, len(tokens))
     if not names:
-        # leave out policies that read a text twice and, for models without values (MLA), that merge values
+        # leave out policies that read a text twice
         kinds = runnable()
         kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
+        # if the model has no values (MLA), also leave out policies that merge values
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
     say([patch_note(kinds), None if run.rpc else gpu_note(run)])
     names, why_not = _against_full(common, n_vocab, names)
@@ -171,7 +172,7 @@ def compare(
     if args.shard:
         runs = of_runs.shard(runs, args.shard)
     if not runs:
-        # if `full` was the only policy, and the text does not fit in its cache, `why_not` says so
+        # `why_not` is set if `full` was the only policy and the text does not fit in its cache
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = ComparisonResults(common, runs)
     if path:
@@ -182,9 +183,10 @@ def compare(
 
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
-    """Return the tokens i32[n], as for kvtool perplexity, and the SHA-256 of their text.
+    """Return the tokens of the text, i32[n], and the SHA-256 of these tokens' text.
 
-    Also return the size of the model's vocabulary, and its layers.
+    Also return the size of the model's vocabulary and the model's layers. kvtool perplexity reads the same
+    tokens.
     """
     import hashlib
 
@@ -197,7 +199,10 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
-    """Return the policies that can run, and why they cannot be compared with `full`; "" if they can."""
+    """Return the policies that can run, and the reason why they cannot be compared with `full`.
+
+    The reason is "" if they can be compared.
+    """
     from kvtool.measure import grid
     from kvtool.measure.divergence import fits
 
@@ -233,12 +238,12 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # the run that writes the reference: the grid's run of `full`, or an additional one
+        # the grid's run of `full` writes the reference; if the grid has no such run, add one
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Show the events of runs, and keep the records of the grid's runs. Return the last record."""
+        """Show the events of runs. Keep the records of the grid's runs. Return the last event's record."""
         record = None
         for event in events:
             show(event)
@@ -272,7 +277,7 @@ def _finish(
         from kvtool.measure import records
 
         def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            # another process may have added records meanwhile
+            # also use records in the file that another process has written meanwhile
             results.add(records)
             return results.finished()
 

@@ -13,15 +13,15 @@ from kvtool.cli.compare.table import Line
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
-    """Draw KL from the full cache against bytes, with a line for each policy. Without KL, draw nll.
+    """Draw the KL from the full cache, or nll if there is no KL, against bytes, with a line for each policy.
 
-    A point is at the bytes of the budget's cells; a thin line leads from it to the bytes allocated.
-    Each point of `full` is a cache type.
+    Points are drawn at the bytes of the budget's cells. A thin line goes from each point to the bytes that
+    were allocated. For `full`, which has no budgets, each point is one cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
-    # for each label: MiB of the budget's cells, MiB allocated, KL or nll
+    # for each label, tuples of: MiB of the budget's cells, MiB allocated, and KL or nll
     lines_of: dict[str, list[tuple[float, float, float]]] = {}
     for run, record in done:
         label = run.label
@@ -32,7 +32,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         elif run.options.type_k != "f16":
             label = f"{label} {run.options.type_k}"
         value = record[name]
-        # the KL of `full` itself is 0, which a logarithmic axis cannot show
+        # leave out the KL of `full`, because a logarithmic axis cannot show 0
         if value is not None and (value > 0 or not has_kl):
             mib = record["budget_bytes"] / 2**20, record["kv_bytes"] / 2**20
             lines_of.setdefault(label, []).append((*mib, value))

@@ -17,13 +17,13 @@ Line = tuple[Run, dict[str, Any]]
 """A run and its record."""
 
 WIDE = 100
-"""Least terminal width at which the table shows cells, intervals and speeds."""
+"""The table shows cells, intervals and speeds in terminals at least this wide."""
 
 WIDEST = 120
-"""Least terminal width at which it also shows the bytes of the budget's cells. A pipe gets all columns."""
+"""In terminals at least this wide, the table also shows the bytes of the budget's cells."""
 
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
-"""Columns in which the best value is marked, with the function that finds it."""
+"""Columns in which the best value is marked, each with the function that finds the best value."""
 
 LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
@@ -35,7 +35,10 @@ BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps o
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
-    """Print a line per run, grouped by budget. A pipe or a file gets all columns, uncut."""
+    """Print a line per run, grouped by budget.
+
+    If the output is a pipe or a file, all columns are printed and no text is cut.
+    """
     if not console.is_terminal:
         console = table_console(file=console.file, color_system=None)
     wide, widest = console.width >= WIDE, console.width >= WIDEST
@@ -66,7 +69,7 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
 
 
 def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[str, Text]:
-    """Return the cells of a run by column. mark: follows the best value of a column."""
+    """Return the table cells of a run by column name. mark: text after the best value of a column."""
 
     def marked(name: str, shown: str) -> Text:
         is_best = name in best and record[name] == best[name]
@@ -89,7 +92,7 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """Return a difference +- two standard errors, or "=" in place of a difference within them."""
+    """Format a difference +- two standard errors. A difference within two standard errors becomes "="."""
     value, error = record[name], record[f"{name}_stderr"]
     if value is None:
         return Text("-", "dim")
@@ -101,6 +104,6 @@ def difference(record: dict[str, Any], name: str) -> Text:
 
 
 def _best(group: Sequence[Line]) -> dict[str, float]:
-    """Return the best value of each column that has at least two different values."""
+    """Return the best value of each column. Columns in which all values are the same are left out."""
     values_of = {name: {record[name] for _, record in group if record.get(name) is not None} for name in BEST}
     return {name: BEST[name](values) for name, values in values_of.items() if len(values) > 1}

@@ -1,1 +1,1 @@
-"""kvtool inspect: the command, and its views in a terminal, a page and a picture."""
+"""kvtool inspect: the command, and its output in a terminal, as a web page and as a picture."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 LAST = 2048
-"""Tokens that a terminal shows by default."""
+"""Number of tokens that a terminal shows by default."""
 _LAST_HTML = 20_000
-"""Tokens that a page shows by default."""
+"""Number of tokens that a web page shows by default."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from kvtool.measure.holdings import Holdings
 
 
 def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) -> bytes:
-    """Return the web page, which contains all its data. last: number of last tokens that it shows."""
+    """Return the web page, which contains all the data that it shows.
+
+    last: the page shows this many tokens, the last ones of the text.
+    """
     first = max(len(texts) - last, 0)
     data = {
         "about": {
@@ -36,17 +39,17 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # all attention of each row's heads, 1 per head and query, in the unit of attn
+            # for each row, the sum of all attention: 1 for each head and query, in the unit of `attn`
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),
         }
-    # a "</" in a text could end the script element that holds the data
+    # escape "<", because "</" in a text could end the script element that holds the data
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = files("kvtool.cli.inspect").joinpath("page.html").read_text(encoding="utf-8")
     return page.replace("{{data}}", text).encode()
 
 
 def _deflated(array: np.ndarray) -> str:
-    """Return the bytes of an array, row by row, deflated, in base64."""
+    """Compress the bytes of an array (in row order) with zlib, and return them in base64."""
     return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode()

@@ -14,13 +14,16 @@ from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
 
 MOST_COLUMNS = 1600
-"""Columns of the picture; in a longer text several tokens share one."""
+"""Maximum number of columns of the picture. If the text is longer, each column shows several tokens."""
 
 _HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
 
 
 def picture(result: dict[str, Any], held: Holdings) -> Figure:
-    """Draw rows by positions: dark if a row holds the token, violet if only the archive holds it."""
+    """Draw which rows (down) hold which tokens (across).
+
+    A token is dark if the row holds it, and violet if only the archive holds it.
+    """
     rows = held.held()
     n_row, n = rows.shape
     first, size = equal_parts(n, MOST_COLUMNS)
@@ -30,7 +33,7 @@ def picture(result: dict[str, Any], held: Holdings) -> Figure:
         columns = np.add.reduceat(tokens, first, axis=1, dtype=np.float64) / size
         colours -= columns[..., None] * (1 - np.array(colour))
     figure = Figure(figsize=(12, min(max(2.5 + n_row * 0.055, 3.5), 14)), dpi=120, layout="constrained")
-    # at most 32 labels of layers: more would touch
+    # label at most 32 layers, because more labels would touch
     layer, row, n_head = np.unique(held.layer, return_index=True, return_counts=True)
     step, name = -(-len(layer) // 32), Path(result["model"]).stem
     title = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
@@ -51,13 +54,16 @@ def picture(result: dict[str, Any], held: Holdings) -> Figure:
 
 
 def legend(figure: Figure, marks: Mapping[str, Patch]) -> None:
-    """Add a legend at the bottom, in one line if the figure is wide."""
+    """Add a legend below the figure. If the figure is wide, the legend has a single line."""
     n_column = len(marks) if figure.get_figwidth() >= 12 else 1
     where: dict[str, Any] = {"loc": "outside lower center", "ncols": n_column, "frameon": False}
     figure.legend(handles=list(marks.values()), labels=list(marks), **where)
 
 
 def equal_parts(n: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split n tokens into at most `most` equal parts. Return the first token and the size of each part."""
+    """Split n tokens into at most `most` parts of about equal size.
+
+    Return the index of each part's first token, and each part's size.
+    """
     first = np.unique(np.arange(min(n, most)) * n // min(n, most))
     return first, np.diff(first, append=n)

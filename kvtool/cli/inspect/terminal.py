@@ -1,4 +1,8 @@
-"""Tokens in a terminal, shaded by the share of rows that hold each: for kvtool inspect and /cells."""
+"""Show tokens in a terminal, for kvtool inspect and /cells.
+
+The colour of a token shows the share of rows that hold the token. Shares are divided into levels: each level
+has one colour.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,12 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Largest share of levels 1 to 6, with finer steps where most shares are. Level 7: larger shares below 1."""
+"""Largest share of each of the levels 1 to 6. Level 7 is for larger shares below 1.
+
+The steps are finer where most shares are.
+"""
 N_ATTENDED = 10
-"""Number of archived tokens that a terminal lists: those with most attention."""
+"""A terminal lists this many archived tokens: the tokens that get the most attention."""
 
 ALL = len(BOUNDS) + 2
 """Level of a token that all rows hold."""
@@ -28,29 +35,32 @@ ARCHIVED = ALL + 1
 """Level of a token that only the archive holds."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
-"""Background colours of the levels (of 256 colours), for dark and for light terminals."""
+"""Background colours of the levels, for dark and for light terminals, as numbers of the 256 colours."""
 _BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
-"""Background colours on which letters are dark."""
+"""On these background colours, text is dark."""
 
 Line = list[tuple[str, int]]
-"""A line in a terminal: texts with their levels."""
+"""A line in a terminal, as pieces of text, each with its level."""
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
-    """Print a strip of the whole stream, and its last tokens, shaded by the share of rows that hold each.
+    """Print one line for the whole stream, and then the last tokens.
 
-    share: f64[n]. archived: b1[n], True for tokens that only the archive holds. A terminal without 256
-    colours gets marks below each line instead of shades.
+    The colour of a token shows the share of rows that hold the token. A terminal without 256 colours gets
+    marks below each line instead of colours.
+
+    share: f64[n], share of rows that hold each token. archived: b1[n], True for tokens that only the archive
+    holds.
     """
     n, n_archived = len(texts), int(archived.sum())
     levels = _levels(share, archived)
     shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
-    # some terminals break the line in the last column
+    # leave the last column free, because some terminals begin a new line after it
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    # without colours, `draw` returns a blank line and a line of marks: print only the marks
+    # without colours, `draw` returns the strip's blanks and a line of marks; print only the marks
     _print(console, draw(_strip(share, archived, width))[-1])
     heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
     _print(console, f"\n{heading}:\n")
@@ -63,9 +73,10 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
 
 
 def attended_record(held: Holdings) -> dict[str, Any] | None:
-    """Return columns for --json: the attention to each archived token, and the row and query with most of it.
+    """Return columns for --json about the attention to archived tokens. None if there is no archive.
 
-    None without an archive.
+    They hold, for each token: its share of all attention, the layer and head of the row that attends to it
+    most, and the query that attends to it most.
     """
     attended = held.attended
     if not attended:
@@ -84,7 +95,10 @@ def attended_record(held: Holdings) -> dict[str, Any] | None:
 
 
 def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> None:
-    """Print the archived tokens with most attention, each with the text before it, its row and its query."""
+    """Print the archived tokens that get the most attention.
+
+    Each is printed with the text before it, and with the row and the query that attend to it most.
+    """
     record = attended_record(held)
     if not record:
         return
@@ -96,7 +110,7 @@ def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> Non
         row = f"{at['layer']}/{at['head']} ({at['row_attention']:.1%})"
         rows.append((f"{at['attention']:.2%}", row, f"{at['query']:,} ({at['query_attention']:.1%})"))
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    # in a narrow terminal only the text is cut
+    # if the terminal is narrow, cut only the column with the text
     room = console.width - sum(max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True))
     columns.append(Column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1)))
     _print(console, f"\narchived tokens got at least {sum(shares):.0%} of all attention; these got most:\n")
@@ -105,14 +119,14 @@ def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> Non
 
 
 def _with_context(texts: Sequence[str], i: int) -> Text:
-    """Return token i, underlined, after its position and the text before it."""
+    """Return the position of token i, the text before the token, and the token itself, underlined."""
     before = visible("".join(texts[max(i - 5, 0) : i])).replace("\n", "")
     token = visible(texts[i]).replace("\n", "")
     return Text.assemble((f"{i:,} ", ""), (before, "dim"), (token, "underline"))
 
 
 def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[Line]:
-    """Split tokens into lines of at most `width` columns, between words and at line breaks."""
+    """Split tokens into lines of at most `width` columns. Lines end between words and at line breaks."""
     line: Line = []
     used = 0
     for word in _words(texts, levels):
@@ -136,7 +150,7 @@ def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[L
 
 
 def _words(texts: Iterable[str], levels: Iterable[int]) -> Iterator[Line]:
-    """Yield words: groups of tokens that no space separates."""
+    """Yield words. A word is a group of tokens without a space between them."""
     word: Line = []
     for text, level in zip(texts, levels, strict=True):
         if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
@@ -153,12 +167,12 @@ _PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202
 
 
 def visible(text: str) -> str:
-    """Replace control characters by pictures of them, so that a text cannot control the terminal."""
+    """Replace control characters by visible symbols, so that a text cannot control the terminal."""
     return text.replace("\r\n", "\n").translate(_PICTURES)
 
 
 def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
-    """Return the level of each token: 0 if no row holds it, 1 to 7 by `BOUNDS`, ALL or ARCHIVED."""
+    """Return the level of each token: 0 if no row holds it, 1 to 7 according to `BOUNDS`, ALL or ARCHIVED."""
     held = np.where(share < 1, np.searchsorted(BOUNDS, share) + 1, ALL)
     levels: list[int] = np.where(archived, ARCHIVED, np.where(share > 0, held, 0)).tolist()
     return levels
@@ -179,7 +193,7 @@ def _shaded(line: Line) -> list[Text]:
 
 
 def _marked(line: Line) -> list[str]:
-    """Return the line, and a line with a mark below each column."""
+    """Return the text of a line, and a second line that has a mark below each column."""
     marks = "".join(_MARKS[level] * cell_len(text) for text, level in line)
     return ["".join(text for text, _ in line), marks]
 
@@ -198,9 +212,10 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """Return a line with a blank column for each equal part of the stream.
+    """Split the stream into equal parts. Return a line that has one blank, with a level, for each part.
 
-    A column's level is ARCHIVED if most of the part is archived, else the level of the part's mean share.
+    The level is ARCHIVED if most tokens of the part are archived. Otherwise it is the level of their mean
+    share.
     """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])

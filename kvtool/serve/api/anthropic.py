@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: converts requests to chats, and answers and errors to Anthropic's format."""
+"""Anthropic's /v1/messages: convert requests to chats, and answers and errors to Anthropic's format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvtool.serve.api.fields import Fields, kind_of, need, shown, wrong
 from kvtool.serve.api.requests import MOST_STOPS
 
 _REFUSED = ("mcp_servers", "container")
-"""Fields that only Anthropic's servers can support."""
+"""Fields that only Anthropic's servers can support. They are refused."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Values of OpenAI's tool_choice by the values of Anthropic's tool_choice.type."""
+"""Values of Anthropic's tool_choice.type, mapped to values of OpenAI's tool_choice."""
 
 _FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
-"""Anthropic's stop reasons by OpenAI's finish reasons; any other finish reason becomes "end_turn"."""
+"""OpenAI's finish reasons, mapped to Anthropic's stop reasons. All other finish reasons become "end_turn"."""
 
 _KINDS = {
     400: "invalid_request_error",
@@ -30,15 +30,16 @@ _KINDS = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-"""Anthropic's types of errors by HTTP status."""
+"""HTTP statuses, mapped to Anthropic's types of errors."""
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
-    """Return the equivalent body of /v1/chat/completions, and `ClientPlaces.places` for it. Raises ApiError.
+    """Convert a body to a body of /v1/chat/completions. Raises ApiError.
 
-    Fields that mean the same in both APIs are copied.
+    Also return `ClientPlaces.places` for the converted body. Fields that have the same meaning in both APIs
+    are copied.
 
-    is_counted: True if the client only asks for the number of the prompt's tokens.
+    is_counted: True if the client wants only the number of tokens of the prompt.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
@@ -81,19 +82,25 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
 
 
 def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
-    """Raise ApiError if no answer can follow, or max_tokens is missing. last: place of the last message."""
+    """Raise ApiError if the messages cannot be answered, or if max_tokens is missing.
+
+    n_max: value of max_tokens, or None if it is missing. last: place of the last message.
+    """
     if n_max is None:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
     if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
         raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
     content = messages[-1]["content"]
     if messages[-1]["role"] == "assistant" and content != content.rstrip():
-        # models continue such a text badly; Anthropic's server refuses it
+        # refuse such a text, as Anthropic's server does, because models continue it badly
         raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
 
 
 def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:
-    """Yield (place, chat message) for one of Anthropic's messages. Each tool result becomes a message."""
+    """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
+
+    Each result of a tool becomes a message of the chat.
+    """
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -118,7 +125,7 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
 
 
 def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
-    """Yield the blocks of a content with their places. Raises ApiError for a block of another kind."""
+    """Yield (place, block) for each block of a content. Raises ApiError for a block of another kind."""
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
     if not isinstance(value, list):
@@ -160,7 +167,7 @@ def _result(block: Body, where: str, tools: list[Any]) -> Body:
 
 
 def _definition(block: Body, where: str, tools: list[Any]) -> str:
-    """Return the definition of a tool that a tool search found, as Claude Code describes it to models."""
+    """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
     name = _text(block, "tool_name", where)
     for tool in tools:
         if isinstance(tool, dict) and tool["function"]["name"] == name:
@@ -171,10 +178,11 @@ def _definition(block: Body, where: str, tools: list[Any]) -> str:
 
 
 def _tools(value: object, places: dict[str, str]) -> list[Any]:
-    """Return tools as in a chat. Anthropic's own tools, which have another type and no schema, are left out.
+    """Convert tools to tools of a chat. Anthropic's own tools, which have no schema, are left out.
 
-    A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request has
-    Anthropic's own tool search, which never runs here, no result can refer to tools: all are in the prompt.
+    A tool with "defer_loading" is not in the prompt until a result refers to the tool. But if the request has
+    Anthropic's own tool search, all tools are in the prompt: that search never runs here, so that results
+    cannot refer to tools.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
@@ -207,7 +215,7 @@ def _choice(value: object) -> object:
 
 
 def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
-    """Return the place of the JSON schema that the answer must fit, and the schema or None."""
+    """Return the place of the JSON schema for the answer, and the schema, or None if there is no schema."""
     where = "output_config.format" if output_format is None else "output_format"
     given = config.get("format") if output_format is None else output_format
     if given is None:
@@ -235,20 +243,22 @@ def error_body(error: ApiError, request_id: str) -> Body:
     status, message = status_of(error), error.message
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
-        # clients recognize a full context by these words
+        # use these words, by which clients recognize a full context
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**error.more)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class AnthropicBodies(AnswerBodies):
-    """The bodies of one message.
+    """Makes the bodies of one message.
 
     Parameters
     ----------
-    model, policy
-        Names of the model and the policy.
+    model
+        Name of the model.
+    policy
+        Name of the policy.
     asked
-        Checked body of the request.
+        Body of the request, which has been checked.
     id
         Id of the request.
     """
@@ -258,8 +268,9 @@ class AnthropicBodies(AnswerBodies):
         self._hides_thoughts = (asked.get("thinking") or {}).get("type") == "disabled"
         self._reports_writes = has_cache_control(asked)
         self._has_begun = False
-        # kind of the block that is open, and the number of the last block
+        # kind of the block that is open, or None
         self._open: str | None = None
+        # index of the last block
         self._n_block = -1
         id = f"msg_{secrets.token_hex(12)}"
         super().__init__(policy, {"id": id, "type": "message", "role": "assistant", "model": model})
@@ -284,7 +295,7 @@ class AnthropicBodies(AnswerBodies):
         return [server_event("message_start", message=message)]
 
     def ping(self) -> str:
-        # clients expect message_start as the first event
+        # before message_start, do not send an event, because clients expect message_start as the first event
         return server_event("ping") if self._has_begun else super().ping()
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
@@ -328,7 +339,7 @@ class AnthropicBodies(AnswerBodies):
 
     def _close(self) -> list[str]:
         kind, self._open = self._open, None
-        # clients expect a signature, which kvtool does not check
+        # send an empty signature, because clients expect one; kvtool does not check signatures
         signed = [self._delta(type="signature_delta", signature="")] if kind == "thinking" else []
         return [*signed, server_event("content_block_stop", index=self._n_block)] if kind else []
 
@@ -336,10 +347,11 @@ class AnthropicBodies(AnswerBodies):
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
     def _usage(self, counts: Body) -> Body:
-        """Return the token counts. Each token of the prompt is in exactly one of the three input counts."""
+        """Return the numbers of tokens. Each token of the prompt is in one of the three input numbers."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
-        # all tokens that are read go into the cache; report that only to clients that send "cache_control"
+        # every token that is read is written to the cache; report this only to clients that use
+        # "cache_control"
         n_created = n_read if self._reports_writes else 0
         return {
             "input_tokens": n_read - n_created,

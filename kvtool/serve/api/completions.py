@@ -1,4 +1,4 @@
-"""Bodies of answers in OpenAI's API, with llama-server's timings and kvtool's own fields."""
+"""Bodies of answers in OpenAI's API. They also have the timings of llama-server, and fields of kvtool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def server_event(kind: str, **values: Any) -> str:
 
 
 class AnswerBodies:
-    """The body of one answer, or the lines of its stream. Each API has a subclass.
+    """Makes the body of one answer, or the lines of its stream. Each API has a subclass.
 
     Parameters
     ----------
     policy
         Name of the policy.
     common
-        Fields with which each body of the answer begins.
+        The first fields of each body of the answer.
     """
 
     def __init__(self, policy: str, common: Body) -> None:
@@ -43,15 +43,21 @@ class AnswerBodies:
         return []
 
     def begun(self, counts: Body | None) -> list[str]:
-        """Return lines with the prompt's number of tokens when it is first known. Called for each event."""
+        """Return lines with the number of tokens of the prompt.
+
+        Called for each event. Lines are returned only once, when the number is known.
+        """
         return []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """Return lines that report how much of the prompt is read. event: of kind "reading"."""
+        """Return lines that report how much of the prompt has been read. event: a "reading" event."""
         return []
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
-        """Return the lines of a delta, such as {"content": ...}. logprobs: one record a token, or None."""
+        """Return the lines of a delta, such as {"content": ...}.
+
+        logprobs: a record for each token of the delta, or None if none were requested.
+        """
         raise NotImplementedError
 
     def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
@@ -59,27 +65,29 @@ class AnswerBodies:
         raise NotImplementedError
 
     def failed(self, error: ApiError) -> list[str]:
-        """Return the last lines of a stream that an error ends."""
+        """Return the last lines of a stream that ends with an error."""
         raise NotImplementedError
 
     def ping(self) -> str:
-        """Return a line that shows that the stream is alive."""
+        """Return a line without content, which shows the client that the stream is alive."""
         return ": ping\n\n"
 
     def _held(self, end: Body) -> Body:
-        """Return kvtool's own field: how much of the chat is held."""
+        """Return the field "kvtool", which says how much of the chat is held."""
         return {"kvtool": {"policy": self._policy, **end["held"]}}
 
 
 class CompletionBodies(AnswerBodies):
-    """The bodies of one answer in OpenAI's API.
+    """Makes the bodies of one answer in OpenAI's API.
 
     Parameters
     ----------
     kind
         "chat" or "text".
-    model, policy
-        Names of the model and the policy.
+    model
+        Name of the model.
+    policy
+        Name of the policy.
     with_usage
         True if a stream ends with the numbers of tokens.
     """
@@ -102,7 +110,7 @@ class CompletionBodies(AnswerBodies):
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """Return llama-server's report: the prompt's tokens, the cached ones, and those read until now."""
+        """Report the tokens of the prompt, cached tokens, and tokens read so far, like llama-server."""
         if not counts:
             return []
         n, n_cached = counts["n_prompt"], counts["n_cached"]
@@ -137,7 +145,7 @@ class CompletionBodies(AnswerBodies):
         return _line(self._head() | {"choices": [choice]} | (more or {}))
 
     def counts(self, end: Body) -> Body:
-        """Return the answer's tokens and times, and how much of its chat is held."""
+        """Return the numbers of tokens and the times of an answer, and how much of the chat is held."""
         n_prompt, n_cached, n = end["n_prompt"], end["n_cached"], end["n_written"]
         n_read = n_prompt - n_cached
         return {
@@ -177,7 +185,7 @@ def _top(likeliest: list[Body] | None) -> dict[str, float] | None:
         return None
     logprobs: dict[str, float] = {}
     for top in likeliest:
-        # several tokens may have one text, such as parts of a character: keep the likeliest
+        # several tokens may have the same text, for example parts of a character; keep the likeliest token
         logprobs.setdefault(top["token"], top["logprob"])
     return logprobs
 

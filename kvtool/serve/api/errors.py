@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Error of a request, with the fields of OpenAI's error bodies.
+    """The error of a request. It has the fields of OpenAI's error bodies.
 
     Attributes
     ----------
     message
-        One line: the fault, and a remedy.
+        One line that names the fault and a remedy.
     param
-        Field of the request that is wrong, such as "messages[2].role".
+        The field of the request that is wrong, such as "messages[2].role".
     code
         Code for programs, such as "context_length_exceeded".
     status
@@ -26,7 +26,7 @@ class ApiError(Exception):
     kind
         OpenAI's `type`, such as "invalid_request_error".
     more
-        Further fields of the error body.
+        Other fields of the error body.
     """
 
     message: str
@@ -38,7 +38,7 @@ class ApiError(Exception):
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # the message may quote a request's text: replace line breaks and control characters
+        # replace line breaks and control characters, because the message may quote a request's text
         self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
 
@@ -51,27 +51,27 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientPlaces:
-    """Translates places in a checked chat ("messages[1].content") to places in the client's request.
+    """Translates places in a checked chat, such as "messages[1].content", to places in the client's request.
 
     Attributes
     ----------
     places
-        Maps each place in the converted body (of /v1/chat/completions) to its place in the client's request.
+        Maps places in the converted body (a body of /v1/chat/completions) to places in the client's request.
     shift
-        Index of a message in the request minus its index in the chat. Above 0 if messages at the start were
-        joined or dropped; -1 if a system prompt was added.
+        Index of a message in the request, minus the index of this message in the chat. It is above 0 if
+        messages at the start were joined or dropped, and -1 if a system prompt was added.
     """
 
     places: Mapping[str, str]
     shift: int = 0
 
     def in_error(self, error: ApiError) -> ApiError:
-        """Return the error with the client's places in its message and `param`."""
+        """Return the error, in which the message and `param` name places in the client's request."""
         param = None if error.param is None else self.in_text(error.param)
         return replace(error, message=self.in_text(error.message), param=param)
 
     def in_text(self, text: str) -> str:
-        """Return a text with the client's places."""
+        """Return the text, in which places are replaced by places in the client's request."""
         if self.shift:
             text = re.sub(r"\bmessages\[(\d+)\]", lambda match: self._message(int(match[1])), text)
         if not self.places:
@@ -84,7 +84,7 @@ class ClientPlaces:
 
 
 def internal_error(error: Exception) -> ApiError:
-    """Return the error for a bug in kvtool, and print its traceback to the log."""
+    """Print the traceback of a bug in kvtool to the log, and return the error for the client."""
     traceback.print_exception(error)
     name = type(error).__name__
     return ApiError(f"kvtool has failed ({name}); its log says more", status=500, kind="server_error")

@@ -1,4 +1,4 @@
-"""Fields of a request's JSON, each checked for its type and range when it is read."""
+"""Read the fields of a request's JSON. Type and range of a field are checked when the field is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvtool.serve.api.errors import ApiError
 _T = TypeVar("_T")
 
 MOST_DEEP = 200
-"""Maximum levels of a request's JSON, because functions that walk through it recurse."""
+"""Maximum number of levels of a request's JSON. It is limited because functions that process it recurse."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
-"""Values that turn a field off."""
+"""A field with one of these values is turned off."""
 
 _TEXT_ONLY = "kvtool only reads and writes text; remove it"
 
@@ -82,10 +82,10 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("raw", (False,), "use /v1/completions"),
     ("template", ("",), "the model's own is used; remove it"),
 )
-"""Fields of other servers that change an answer there and that kvtool does not support.
+"""Fields that change answers of other servers and that kvtool does not support.
 
-Each row has names of fields, their values that change nothing, and a hint for the error. null is always
-accepted.
+Each row has the names of fields, the values that do not change an answer, and a hint for the error. These
+values and null are accepted.
 """
 
 NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name in names.split()}
@@ -95,7 +95,7 @@ HARMLESS = frozenset(
         # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
         *("prediction",),
-        # llama-server; the last two are parameters of samplers that must be off
+        # llama-server; the last two are parameters of samplers that are refused unless they are off
         *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),
@@ -120,11 +120,11 @@ _ESCAPE = re.compile(
         "XX", "[0-9a-fA-F]{2}"
     )
 )
-"""Escapes in JSON. The group matches all except lone surrogates (halves of characters)."""
+"""Escapes in JSON. The group matches every escape that is not a lone surrogate (half of a character)."""
 
 
 def parsed(data: bytes) -> Any:
-    """Return the JSON of a body. Lone surrogates, which cannot be encoded, become U+FFFD. Raises ApiError."""
+    """Parse the JSON of a body. Lone surrogates become U+FFFD, as they cannot be encoded. Raises ApiError."""
     try:
         text = data.decode("utf-8-sig")
         if _HALF.search(text):
@@ -137,7 +137,7 @@ def parsed(data: bytes) -> Any:
     except (json.JSONDecodeError, _NotJson) as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     except ValueError:
-        # Python refuses to read a number of thousands of digits
+        # Python refuses to parse a number that has thousands of digits
         raise ApiError("the body has a number of too many digits") from None
     _check_depth(body)
     return body
@@ -173,9 +173,10 @@ def _finite(digits: str) -> float:
 
 
 class Fields:
-    """A request's JSON object. Each method removes a field and returns it; null counts as missing.
+    """The JSON object of a request. Each method removes a field and returns its value.
 
-    Raises ApiError, which names the field, for a value of another type or out of range.
+    A field that is null is treated as missing. Raises ApiError, which names the field, if a value has another
+    type or is out of range.
     """
 
     def __init__(self, body: object) -> None:
@@ -189,7 +190,7 @@ class Fields:
         return list(self._left)
 
     def pop(self, name: str) -> Any:
-        """Return the value unchecked; None if the field is missing."""
+        """Return the value without checking it, or None if the field is missing."""
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
@@ -234,7 +235,7 @@ class Fields:
         return value
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        """Return a list of tokens, which are whole numbers of 0 or more; empty if the field is missing."""
+        """Return a list of tokens, which are whole numbers from 0. It is empty if the field is missing."""
         value = self.pop(name)
         if value is None:
             return ()
@@ -243,7 +244,7 @@ class Fields:
         return tuple(value)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """Return a list of at most this many strings. A single string is a list of one."""
+        """Return a list of at most `most` strings. A single string becomes a list with one string."""
         value = self.pop(name)
         if value is None:
             return ()
@@ -255,12 +256,12 @@ class Fields:
         return tuple(texts)
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Remove these fields. Raises ApiError if one of them is not turned off."""
+        """Remove the fields with these names. Raises ApiError if a field is not turned off."""
         for name in names:
             self._refuse(name, NOTHING, "remove it")
 
     def check_rest(self) -> None:
-        """Remove the known fields of other servers. Raises ApiError for an unsupported value."""
+        """Remove the known fields of other servers. Raises ApiError if a value is not supported."""
         for name, (neutral, hint) in NEUTRAL.items():
             self._refuse(name, neutral, hint)
         for name in HARMLESS:
@@ -276,19 +277,19 @@ _NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", 
 
 
 def need(value: object, kind: type[_T], where: str) -> _T:
-    """Return the value. Raises ApiError if it is not of this type. where: its place in the request."""
+    """Return the value. Raises ApiError if it does not have this type. where: its place in the request."""
     if not isinstance(value, kind):
         raise wrong(where, _NEEDED[kind], value)
     return value
 
 
 def optional(value: object, kind: type[_T], where: str) -> _T | None:
-    """Return the value, which may be None. Raises ApiError if it is not of this type."""
+    """Return the value, which may be None. Raises ApiError if it does not have this type."""
     return None if value is None else need(value, kind, where)
 
 
 def wrong(name: str, needed: str, value: object) -> ApiError:
-    """Return the error for a value of another type."""
+    """Return the error for a value that has the wrong type."""
     return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
 
 
@@ -306,7 +307,7 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the text of any value, cut to fit on a line."""
+    """Return the text of a value for a message. Long texts are cut."""
     if value is None:
         return "null"
     text = str(value)

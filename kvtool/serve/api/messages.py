@@ -1,4 +1,4 @@
-"""The messages of a request, checked."""
+"""Check the messages of a request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ MOST = 100_000
 
 
 def check(value: object) -> list[Message]:
-    """Return the messages of a request as templates expect them. Raises ApiError.
+    """Return the messages of a request in the form that templates expect. Raises ApiError.
 
-    A content in parts becomes one text, and the role "developer" becomes "system". System messages at the
-    beginning become one, because many templates accept no second. Calls and results without an id get one.
+    If a content is a list of parts, it becomes one text. The role "developer" becomes "system". System
+    messages at the beginning are joined, because many templates accept only one. Calls and results without an
+    id get an id.
     """
     given = need(value, list, "messages")
     if not given:
@@ -39,7 +40,7 @@ def check(value: object) -> list[Message]:
 def drop_header(messages: list[Message]) -> None:
     """Remove Claude Code's header before the system prompt.
 
-    The header changes with each request. With it, the chat would match no stored chat.
+    The header is different in each request, so that a chat with the header would never match a stored chat.
     """
     if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
         content = messages[0]["content"].partition("\n")[2].lstrip("\n")
@@ -62,7 +63,7 @@ def _message(value: object, where: str) -> Message:
         raise ApiError(f"{where}.content is missing", param=f"{where}.content")
     if role == "tool":
         message["tool_call_id"] = _id(given, "tool_call_id", where)
-    # Ollama names it tool_name
+    # Ollama calls this field tool_name
     if isinstance(name := given.get("name", given.get("tool_name")), str):
         message["name"] = name
     return message
@@ -75,7 +76,7 @@ def _thought(given: Message) -> str:
 
 
 def _name_calls(messages: list[Message]) -> None:
-    """Give ids to calls and results without one. Raises ApiError for a result without a call."""
+    """Give ids to calls and results that have none. Raises ApiError if there is no call for a result."""
     waiting: list[Message] = []
     n = 0
     for i, message in enumerate(messages):
@@ -88,7 +89,8 @@ def _name_calls(messages: list[Message]) -> None:
             continue
         id, name = message["tool_call_id"], message.get("name")
         fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # a result without an id belongs to the first waiting call with its name, or else to the first
+        # if a result has no id, it belongs to the first waiting call with its name, or to the first waiting
+        # call
         same_name = [call for call in fitting if call["function"]["name"] == name]
         call = next(iter(same_name or fitting), None)
         if call:
@@ -132,14 +134,14 @@ def _calls(value: object, where: str) -> list[Message]:
 
 
 def _arguments(value: object, where: str) -> str:
-    """Return the JSON text of a call's arguments. Clients may send an object."""
+    """Return the arguments of a call as JSON text. Clients may send JSON text or an object."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
     return _clean(value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
 
 
 def _id(given: Message, name: str, where: str) -> str | None:
-    """Return the id of a call or a result; None if it is missing or empty."""
+    """Return the id of a call or a result, or None if the id is missing or empty."""
     return _text(given, name, where) or None if given.get(name) is not None else None
 
 
@@ -148,7 +150,7 @@ def _text(given: Message, name: str, where: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replace lone surrogates, which JSON can contain and no tokenizer accepts."""
+    """Replace lone surrogates. JSON can contain them, but tokenizers do not accept them."""
     return text.encode("utf-8", "replace").decode()
 
 

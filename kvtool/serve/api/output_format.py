@@ -1,4 +1,4 @@
-"""Structured output: an answer that must fit a JSON schema, a grammar, a regular expression or a choice."""
+"""Structured output: answers that must fit a JSON schema, a grammar, a regular expression or a choice."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class OutputFormat:
     kind
         Kind of `value`.
     value
-        A schema, the text of a grammar or of a regular expression, or a list of texts.
+        A schema, the text of a grammar or of a regular expression, or a list of texts to choose from.
     where
-        Field of the request that has the value.
+        The field of the request with the value.
     strict
-        True if a schema must be enforced as a whole.
+        True if it is an error that a part of the schema cannot be enforced.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class OutputFormat:
     strict: bool = False
 
     def rules(self) -> tuple[Rules, list[str]]:
-        """Return the rules of the answer, and remarks on keywords that are not enforced. Raises ApiError."""
+        """Return the rules for the answer, and remarks on keywords that are not enforced. Raises ApiError."""
         if self.kind == "schema":
             schema = enforced_at(self.value, self.where, strict=self.strict)
             return schema.rules, remarks_of(schema, self.where)
@@ -61,7 +61,7 @@ class OutputFormat:
 
 
 def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
-    """Call `enforced` for the schema in this field. Raises ApiError, which names the keyword."""
+    """Call `enforced` for the schema in the field `where`. Raises ApiError, which names the wrong keyword."""
     try:
         return enforced(schema, strict=strict)
     except UsageError as error:
@@ -72,12 +72,12 @@ def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enfor
 
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:
-    """Return remarks on keywords that are not enforced. where: the schema's field."""
+    """Return remarks on keywords of a schema that are not enforced. where: the field with the schema."""
     return [f"{where}: {', '.join(schema.not_held)} cannot be enforced"] if schema.not_held else []
 
 
 def check(fields: Fields) -> OutputFormat | None:
-    """Return the output format that a request's fields ask for. Raises ApiError, also if there are two."""
+    """Return the output format in the fields of a request, or None. Raises ApiError, also for two formats."""
     candidates = [_of_response_format(fields.mapping("response_format")), *_of_structured(fields)]
     candidates += [_format(kind, fields.pop(name), name) for name, kind in _FIELDS.items()]
     if fields.flag("guided_json_object"):
@@ -90,7 +90,7 @@ def check(fields: Fields) -> OutputFormat | None:
 
 
 def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> OutputFormat | None:
-    """Return a checked output format; None for null and an empty text."""
+    """Check a value and return the output format, or None if the value is null or an empty text."""
     if value is None or value == "":
         return None
     if kind == "schema" and isinstance(value, str):
@@ -108,7 +108,7 @@ def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Outp
 
 
 def _of_response_format(given: dict[str, Any] | None) -> OutputFormat | None:
-    """Return the format of OpenAI's response_format."""
+    """Return the output format in OpenAI's response_format."""
     if given is None:
         return None
     kind = given.get("type")
@@ -129,7 +129,7 @@ def _of_response_format(given: dict[str, Any] | None) -> OutputFormat | None:
 
 
 def _of_structured(fields: Fields) -> list[OutputFormat | None]:
-    """Return the formats in vLLM's structured_outputs."""
+    """Return the output formats in vLLM's structured_outputs."""
     inner = Fields(fields.mapping("structured_outputs") or {})
     formats = [
         _format(kind, inner.pop(name), f"structured_outputs.{name}") for name, kind in _STRUCTURED.items()

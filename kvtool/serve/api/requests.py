@@ -1,4 +1,4 @@
-"""Requests: checked fields, with the server's defaults for missing ones."""
+"""Check the fields of requests, and fill in the server's defaults for missing fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_STOPS = 16
 MOST_BREAKERS = 64
 
 MOST_IGNORED = 20
-"""Maximum number of ignored fields that an answer names."""
+"""An answer lists at most this many ignored fields."""
 
 _KINDS = get_type_hints(Sampling)
 _NUMBERS = {
@@ -33,7 +33,7 @@ _NUMBERS = {
     for name in option.request
     if _KINDS[field] in (int, float)
 }
-"""Fields of `Sampling` that are numbers, by their names in OpenAI's and llama-server's requests."""
+"""Names of numbers in requests to OpenAI's servers or llama-server, mapped to fields of `Sampling`."""
 
 _ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
 """Fields in which -1 means all written tokens, as in llama-server."""
@@ -41,22 +41,22 @@ _ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Values for fields that a request lacks.
+    """Values for fields that are missing in a request, and settings of the server for all requests.
 
     Attributes
     ----------
     sampling
         Sampling parameters.
     n_max
-        Maximum tokens of an answer. None for no limit.
+        Maximum number of tokens of an answer. None for no limit.
     seed
-        Seed of the sampler. None for a random one for each answer.
+        Seed of the sampler. None for a new random seed for each answer.
     system
-        System prompt of chats without one.
+        System prompt for chats that have none.
     model
-        The only model name that requests may have. None to accept all.
+        The only model name that requests may have. None to accept all names.
     keep_headers
-        True if a system prompt keeps the header that Claude Code puts before it.
+        True to keep the header that Claude Code puts before a system prompt.
     thinking
         Effort and budget of thoughts.
     """
@@ -72,36 +72,37 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Fields that chats and plain completions share.
+    """The fields that chats and plain completions have in common.
 
     Attributes
     ----------
     sampling
         Sampling parameters.
     output_format
-        Format that the answer must fit. None for the server's default.
+        Format of the answer. None for the server's default.
     n_max
-        Maximum tokens of the answer. None for no limit.
+        Maximum number of tokens of the answer. None for no limit.
     seed
-        Seed of the sampler. None for a random one.
+        Seed of the sampler. None for a random seed.
     stop_tokens
-        Tokens that end the answer. They are not part of it.
+        Tokens that end the answer. They are not part of the answer.
     allowed
-        The only tokens that the answer may have. Empty to allow all.
+        The only tokens that the answer may have. Empty to allow all tokens.
     ignores_end
         True to continue after the model's end token.
     logprobs
-        Number of the likeliest tokens to list for each token. None to list no log-probabilities.
+        Number of likeliest tokens that are listed for each token of the answer. None to list no
+        log-probabilities.
     stream
         True to send the answer piece by piece.
     with_usage
         True if a stream ends with the numbers of tokens.
     with_progress
-        True if a stream reports how much of the prompt is read.
+        True if a stream reports how much of the prompt has been read.
     n_share
-        Number of the chat's last tokens for which the answer reports the share of rows that hold each token.
+        For this many last tokens of the chat, the answer reports the share of rows that hold the token.
     ignored
-        Unknown fields, which the answer names.
+        Unknown fields. The answer lists them.
     places
         Translates places in errors to places in the client's request.
     """
@@ -124,20 +125,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest(Request):
-    """Request of a chat's next reply.
+    """A request for the next reply of a chat.
 
     Attributes
     ----------
     messages
-        All messages, as templates expect them.
+        All messages, in the form that templates expect.
     begun
-        Text of a last assistant message, which the reply continues. The message is not in `messages`.
+        If the reply continues the last message: the text of this message, which is then not in `messages`.
+        Otherwise "".
     thinking
-        Effort, budget and variables of the template.
+        Effort, budget, and variables of the template.
     name
         Name of the chat, if the client names its chats.
-    tools, choice
-        The tools that the model may call, and the choice among them.
+    tools
+        The tools that the model may call.
+    choice
+        Whether the model may or must call a tool.
     """
 
     messages: list[Message]
@@ -149,14 +153,14 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends back thoughts. A guess if there are no replies yet."""
+        """True if the client sends thoughts back. If there are no replies yet, this is a guess."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest(Request):
-    """Request to continue a text.
+    """A request to continue a text.
 
     Attributes
     ----------
@@ -175,7 +179,7 @@ def chat(
 ) -> ChatRequest:
     """Check a body of /v1/chat/completions. Raises ApiError.
 
-    places: as in `ClientPlaces`, if the body was converted from a request to another API.
+    places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
     """
     try:
         return _chat(body, defaults, name, places or {})
@@ -218,11 +222,12 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
 
 
 def _begun(fields: Fields, checked: list[Message]) -> str:
-    """Remove a last assistant message that the reply continues, and return its text, or "".
+    """If the reply continues the last message, remove this message and return its text. Otherwise return "".
 
-    Raises ApiError if the fields demand a continuation without such a message, or contradict each other.
+    Raises ApiError if the fields ask for a continuation but the last message cannot be continued, or if the
+    fields contradict each other.
     """
-    # text-generation-webui uses the second name
+    # the second name is used by text-generation-webui
     names = ("continue_final_message", "continue_")
     given = [name for name in names if name in fields.left]
     continues = all([fields.flag(name, True) for name in names])
@@ -254,7 +259,7 @@ def text(body: object, defaults: Defaults) -> TextRequest:
 
 def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
-    # clients also send false, as for chats, where it means no log-probabilities
+    # some clients send false as for chats, which means no log-probabilities
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 
@@ -296,14 +301,14 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
 
 
 def _n_max(fields: Fields, default: int | None) -> int | None:
-    """Return the maximum tokens of the answer. -1 is no limit, as in llama-server."""
+    """Return the maximum number of tokens of the answer. In a request, -1 means no limit (llama-server)."""
     given = [fields.whole(name, -1, 2**31 - 1) for name in declared(GenerationOptions)["n"].request]
     n = next((n for n in given if n is not None), default)
     return None if n == -1 else n
 
 
 def check_model(name: str | None, defaults: Defaults) -> None:
-    """Raise ApiError for the name of another model, if the server accepts only one."""
+    """Raise ApiError if the server accepts only one model name and this is another name."""
     if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
         raise ApiError(
             f"this server runs {defaults.model}, and not {shown(name)}",
@@ -323,7 +328,7 @@ def _n_share(options: dict[str, Any] | None) -> int:
 
 def _seed(fields: Fields, default: int | None) -> int | None:
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    # -1 asks for a random seed, as in llama-server
+    # -1 is treated as a missing seed, because it means a random seed in llama-server
     return default if seed is None or seed == -1 else seed % 2**31
 
 
@@ -347,7 +352,7 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """Return an option's error with the names of fields instead of options."""
+    """Return the error of an option for a client: names of options are replaced by names of fields."""
     message = str(error)
     for name, parameter in _NUMBERS.items():
         message = message.replace(f"--{parameter.replace('_', '-')} ", f"{name} ")
@@ -355,7 +360,10 @@ def of_usage(error: UsageError) -> ApiError:
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    """Return (token, bias) pairs of OpenAI's object, or of llama-server's list, where false bans a token."""
+    """Return (token, bias) pairs. The value is an object as in OpenAI's API, or a list as in llama-server.
+
+    A bias of false bans the token.
+    """
     if value is None:
         return ()
     pairs = list(value.items()) if isinstance(value, dict) else value

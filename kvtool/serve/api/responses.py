@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: converts its requests to chats, and answers of chats to responses."""
+"""OpenAI's /v1/responses: convert requests to chats, and answers of chats to responses."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, shown, wrong
 
 _REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
-"""Fields that only a server that stores responses can support."""
+"""Fields that need a server that stores responses. They are refused."""
 
 _LOGPROBS = "message.output_text.logprobs"
-"""Item of "include" that asks for log-probabilities."""
+"""With this item in "include", a request asks for log-probabilities."""
 
 
 def as_chat(body: object) -> tuple[Body, dict[str, str]]:
-    """Return the equivalent body of /v1/chat/completions, and `ClientPlaces.places` for it. Raises ApiError.
+    """Convert a body to a body of /v1/chat/completions. Raises ApiError.
 
-    Fields that mean the same in both APIs are copied.
+    Also return `ClientPlaces.places` for the converted body. Fields that have the same meaning in both APIs
+    are copied.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
@@ -58,14 +59,14 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat["response_format"] = response_format
         places["response_format.json_schema"] = places["response_format"] = "text.format"
     if text.get("verbosity") not in (None, "medium"):
-        # kvtool does not support it: pass it on as an unknown field, which the answer lists as ignored
+        # kvtool does not support this; pass it on as an unknown field, so that the answer lists it as ignored
         chat["text.verbosity"] = text["verbosity"]
     top, included = fields.pop("top_logprobs"), fields.pop("include")
     if top or (isinstance(included, list) and _LOGPROBS in included):
         chat |= {"logprobs": True, "top_logprobs": top}
-    # truncation is ignored: the policy decides which tokens of a long chat stay
+    # ignore truncation, because the policy decides which tokens of a long chat stay
     fields.pop("truncation")
-    # in this API a last item of the assistant is complete; by default a chat's reply would continue it
+    # do not continue the last item: in this API, a last item of the assistant is complete
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     return copied | chat, places
 
@@ -73,7 +74,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
 def _add(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
     """Add an item of the input to the messages."""
     item = need(item, dict, where)
-    # thought, text and calls of a reply are separate items: put them into one message
+    # join the thought, the text and the calls of a reply, which are separate items, into one message
     thought = _pop_thought(messages)
     kind, at = item.get("type", "message"), f"messages[{len(messages)}]"
     if kind == "message":
@@ -106,19 +107,19 @@ def _add(messages: list[Body], places: dict[str, str], item: object, where: str)
 
 
 def _pop_thought(messages: list[Body]) -> Body:
-    """Remove the last message if it is a thought without a reply; return it, or {}."""
+    """If the last message is a thought without a reply, remove it and return it. Otherwise return {}."""
     return messages.pop() if messages and messages[-1].keys() == {"role", "reasoning_content"} else {}
 
 
 def _thought(item: Body) -> str:
-    """Return the text of a reasoning item; "" if it is encrypted."""
+    """Return the text of a reasoning item, or "" if the item is encrypted."""
     parts = item.get("content") or item.get("summary")
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _tools(value: object, places: dict[str, str]) -> object:
-    """Return tools as in a chat, where the fields of a function are one level deeper."""
+    """Convert tools to tools of a chat, in which the fields of a function are one level deeper."""
     tools: list[object] = []
     for where, group, tool in _functions(value):
         at = f"tools[{len(tools)}]"
@@ -132,10 +133,10 @@ def _tools(value: object, places: dict[str, str]) -> object:
 
 
 def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
-    """Yield each function: its place, the name of its namespace or None, and the tool. Raises ApiError.
+    """Yield (place, name of the namespace or None, tool) for each function. Raises ApiError.
 
-    Leaves out tools that OpenAI's servers run, such as web_search, and tools whose input is not JSON, because
-    clients send them to every model.
+    Tools that OpenAI's servers run, such as web_search, and tools whose input is not JSON are left out. There
+    is no error for them, because clients send such tools to every model.
     """
     for i, tool in enumerate(need(tools, list, where)):
         kind, at = tool.get("type") if isinstance(tool, dict) else None, f"{where}[{i}]"
@@ -147,7 +148,7 @@ def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str |
 
 
 def _full_name(group: object, name: object) -> object:
-    """Return a function's name in the prompt: with its namespace, if it has one."""
+    """Return the name of a function in the prompt. It begins with the function's namespace, if it has one."""
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
@@ -156,20 +157,22 @@ def _status(end: Body) -> str:
 
 
 def _response_format(given: Any) -> Any:
-    """Return text.format as a chat's response_format, where a schema is one level deeper."""
+    """Convert text.format to the response_format of a chat, in which a schema is one level deeper."""
     is_schema = isinstance(given, dict) and given.get("type") == "json_schema"
     return {"type": "json_schema", "json_schema": given} if is_schema else given
 
 
 class ResponseBodies(AnswerBodies):
-    """The bodies of one response.
+    """Makes the bodies of one response.
 
     Parameters
     ----------
-    model, policy
-        Names of the model and the policy.
+    model
+        Name of the model.
+    policy
+        Name of the policy.
     asked
-        Body of the request, parts of which a response repeats.
+        Body of the request. A response repeats some of its fields.
     """
 
     def __init__(self, model: str, policy: str, asked: Body) -> None:
@@ -177,7 +180,7 @@ class ResponseBodies(AnswerBodies):
         self._output: list[Body] = []
         # the thought or message that is being streamed
         self._item: Body | None = None
-        # functions of namespaces, by their names in the prompt
+        # functions that have a namespace, by their names in the prompt
         self._namespaced = {
             _full_name(group, tool.get("name")): {"name": tool.get("name"), "namespace": group}
             for _, group, tool in _functions(asked.get("tools") or [])
@@ -207,7 +210,7 @@ class ResponseBodies(AnswerBodies):
             return [*self._open("reasoning"), self._add(thought)]
         if text := delta.get("content"):
             return [*self._open("message"), self._add(text, logprobs or [])]
-        # `last` sends the calls
+        # do not send calls here, because `last` sends them
         return []
 
     def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
@@ -233,7 +236,7 @@ class ResponseBodies(AnswerBodies):
     # parts of a stream
 
     def _open(self, kind: str) -> list[str]:
-        """Open an item of this kind, and close one of another kind."""
+        """Open an item of this kind. If an item of another kind is open, close it first."""
         if self._item and self._item["type"] == kind:
             return []
         lines = self._close("completed")
@@ -245,7 +248,7 @@ class ResponseBodies(AnswerBodies):
         ]
 
     def _add(self, text: str, logprobs: list[Body] | None = None) -> str:
-        """Add a text to the open item. logprobs: records of a message's tokens; None for a thought."""
+        """Add a text to the open item. logprobs: records of the text's tokens, or None for a thought."""
         assert self._item
         (part,) = self._item["content"]
         part["text"] += text
@@ -255,7 +258,10 @@ class ResponseBodies(AnswerBodies):
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> list[str]:
-        """Close the open item, if there is one. status: status of a message; a thought gets "completed"."""
+        """Close the open item, if there is one.
+
+        status: status of the item if it is a message. A thought always gets the status "completed".
+        """
         if not (item := self._item):
             return []
         (part,) = item["content"]
@@ -300,7 +306,7 @@ class ResponseBodies(AnswerBodies):
                 "input_tokens": n_prompt,
                 "input_tokens_details": {
                     "cached_tokens": end["n_cached"],
-                    # all tokens that are read go into the cache
+                    # every token that is read is written to the cache
                     "cache_write_tokens": n_prompt - end["n_cached"],
                 },
                 "output_tokens": n,
@@ -314,7 +320,7 @@ class ResponseBodies(AnswerBodies):
         return self._event(f"response.output_item.{change}", item=item, output_index=len(self._output))
 
     def _part_event(self, kind: str, **values: Any) -> str:
-        """Return an event of the open item's only part."""
+        """Return an event about the open item's part. Each item has only one part."""
         assert self._item
         place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
         return self._event(kind, **place, **values)
@@ -329,7 +335,7 @@ def _id(kind: str) -> str:
 
 
 def _text_item(kind: str, status: str, text: str, logprobs: list[Body] | None = None) -> Body:
-    """Return an item with one part: a "message" or a thought ("reasoning")."""
+    """Return an item with one part. kind: "message", or "reasoning" for a thought."""
     if kind == "reasoning":
         part: Body = {"type": "reasoning_text", "text": text}
         return {"id": _id("rs"), "type": kind, "status": status, "summary": [], "content": [part]}

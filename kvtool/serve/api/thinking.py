@@ -1,4 +1,4 @@
-"""Thinking: the effort, the budget and the template variables that a request asks for."""
+"""Options of a request about thinking: the effort, the budget, and variables of the template."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, optional, shown
 
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
-"""Efforts by the values of thinking.type. None leaves the effort to the template."""
+"""For each value of thinking.type: the effort. None means that the template decides."""
 
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
-"""Fields of other servers for the maximum tokens of a thought."""
+"""Fields for the maximum number of tokens of a thought, as other servers name them."""
 
 _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingOptions:
-    """Thinking options of a request, or of a server for requests without them.
+    """Options about thinking. A request can set them, and the server has default values for requests.
 
     Attributes
     ----------
     variables
-        Variables of the chat template, with any JSON as values.
+        Variables of the chat template. Their values may be any JSON.
     effort
-        Effort of thinking, as in `Efforts.variables`. None leaves it to the template.
+        Effort of thinking. See `Efforts.variables`. None if the template decides.
     name
         Field of the request that sets the effort, for errors.
     is_needed
-        True if an effort that the template does not support is an error. If False, the nearest one is used.
+        True if it is an error that the template does not support the effort. If False, the nearest effort is
+        used instead.
     budget
-        Maximum tokens of a thought. None for no limit.
+        Maximum number of tokens of a thought. None for no limit.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
@@ -46,9 +47,10 @@ class ThinkingOptions:
 
 
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
-    """Return the options that a request's fields set. Raises ApiError.
+    """Return the options that the fields of a request set. Raises ApiError.
 
-    default: the server's options. Their effort is for requests without one, their budget is an upper limit.
+    default: the server's options. Their effort is used for requests that set no effort. Their budget is an
+    upper limit for the budget of a request.
     """
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -68,9 +70,9 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, dict[str, int | None]]:
-    """Return the effort or None, the name of its field, `is_needed`, and the budgets by their fields' names.
+    """Return the effort or None, the name of its field, `is_needed`, and budgets by names of fields.
 
-    The first budget that is not None counts.
+    The first budget that is not None is used.
     """
     switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
     kind, n_thinking = _thinking(fields.mapping("thinking"))
@@ -93,7 +95,7 @@ def _effort(fields: Fields) -> tuple[str | None, str, bool, dict[str, int | None
 
 
 def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
-    """Return effort and budget of `thinking`, such as {"type": "enabled", "budget_tokens": 1024}."""
+    """Return the effort and the budget in `thinking`, such as {"type": "enabled", "budget_tokens": 1024}."""
     if value is None:
         return None, None
     kind = value.get("type")
@@ -105,7 +107,7 @@ def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
 
 
 def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, int | None]:
-    """Return switch, level and budget of `reasoning`, such as {"effort": "high", "max_tokens": 1024}."""
+    """Return switch, level and budget in `reasoning`, such as {"effort": "high", "max_tokens": 1024}."""
     if value is None:
         return None, None, None
     enabled = optional(value.get("enabled"), bool, "reasoning.enabled")
@@ -131,11 +133,12 @@ def _level(value: Any, name: str) -> str | None:
 def template_for(
     template: Template, efforts: Efforts, options: ThinkingOptions
 ) -> tuple[Template, list[str]]:
-    """Return the template with the variables for these options, and a remark on each option that it lacks.
+    """Return the template with the variables for these options, and remarks on options without effect.
 
-    Raises ApiError if it lacks a needed effort, or renders no chat with these variables.
+    Raises ApiError if the template does not support an effort that is needed, or if the template cannot
+    render chats with these variables.
 
-    template: the model's template, still without variables.
+    template: the model's template, which has no variables yet.
     """
     remarks: list[str] = []
     variables: dict[str, Any] = {}

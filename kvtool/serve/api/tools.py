@@ -1,4 +1,4 @@
-"""The tools that a request offers, and its choice among them."""
+"""Check the tools of a request, and its tool_choice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Choice:
     Attributes
     ----------
     kind
-        "none" if the model must not call a tool, "auto" if it may, "required" if it must.
+        "none" if the model must not call a tool, "auto" if it may call a tool, "required" if it must.
     name
-        Name of the tool that it must call. None for any tool.
+        Name of the tool that the model must call. None if it may choose the tool.
     """
 
     kind: Literal["none", "auto", "required"]
@@ -30,9 +30,10 @@ class Choice:
 
 
 def check_tools(value: object) -> list[dict[str, Any]]:
-    """Return a request's tools without unknown fields; no tools for null. Raises ApiError.
+    """Return the tools of a request without unknown fields. null means that there are no tools.
 
-    Each function has "name" and "parameters", as templates expect. "defer_loading" is kept if true.
+    Each returned function has "name" and "parameters", as templates expect. "defer_loading" is kept if it is
+    true. Raises ApiError.
     """
     tools = [_tool(each, f"tools[{n}]") for n, each in enumerate(optional(value, list, "tools") or [])]
     names = [tool["function"]["name"] for tool in tools]
@@ -75,16 +76,16 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
     required = value.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         _wrong(f"{where}.required", "must be a list of names")
-    # the template shows the keys in the client's order
+    # do not change the order of the keys, because the template shows them in this order
     return value if "type" in value else {"type": "object", **value}
 
 
 def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
-    """Return a request's tool_choice. Raises ApiError.
+    """Return the tool_choice of a request. Raises ApiError.
 
-    null is auto. Without tools, auto becomes none.
+    null means auto. If there are no tools, auto becomes none.
 
-    tools: as `check_tools` returns them.
+    tools: the result of `check_tools`.
     """
     if value is None or value == "auto":
         return Choice("auto" if tools else "none")
@@ -113,7 +114,7 @@ def _named(value: dict[str, Any], names: list[str]) -> str:
 
 
 def _got(value: object) -> str:
-    """Return the end of an error message: the value if it is a text, and nothing otherwise."""
+    """Return the end of an error message. It has the value if the value is a text. Otherwise it is empty."""
     return f", got {value[:80]!r}" if isinstance(value, str) else ""
 
 

@@ -1,1 +1,1 @@
-"""HTTP: the server, its routes, limits on clients, and the web page."""
+"""The HTTP server, its routes, the limits on clients, and the web page."""

@@ -1,4 +1,4 @@
-"""The access log: one line for each request, after its answer has ended."""
+"""The access log. It gets one line for each request, after the answer has ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.serve.api.fields import shown
 
 _GONE = 499
-"""Status of an answer that nobody gets, because the client has left."""
+"""Status of an answer that is not sent, because the client has left."""
 
 
 class AccessLog:
     """Calls `say` with a line about each request.
 
-    The line has its time, client, method, path, status and duration, and the tokens of its answer, the reason
-    of a refusal, or what cut the answer.
+    The line has the time, client, method, path, status and duration of the request. It ends with the tokens
+    of the answer, or with the error if the request was refused or the answer was cut.
     """
 
     def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, is_over, started = 0, False, time.perf_counter()
-        # the routes store the answer's job here, and the error that the client gets
+        # here the routes store the job of the answer, and the error that the client gets
         state: dict[str, Any] = scope.setdefault("state", {})
 
         async def send_noted(message: Message) -> None:

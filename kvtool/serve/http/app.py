@@ -1,4 +1,4 @@
-"""Routes, and the answers and streams that they send. They never block while an engine computes."""
+"""The routes of the server, and the answers that they send. They never wait while an engine computes."""
 
 from __future__ import annotations
 
@@ -39,38 +39,47 @@ _HEADERS = {
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
-"""Headers of errors by their status."""
+"""Additional headers of error responses, by status."""
 
 PING_S = 5.0
-"""Seconds without output after which a stream sends a ping."""
+"""A stream sends a ping if it has sent nothing for this many seconds."""
 
 
 @dataclass(slots=True)
 class Site:
-    """State that the routes share.
+    """State that all routes use.
 
     Attributes
     ----------
-    model, policy
-        Names of the model and the policy.
+    model
+        Name of the model.
+    policy
+        Name of the policy.
     jobs
         Queue of the requests.
-    defaults, limits
-        Defaults of requests, and limits on clients.
+    defaults
+        Default values of requests.
+    limits
+        Limits on clients.
     props
         Body of /props. None until the model is loaded.
-    tokenize, detokenize
-        `tokenize(text, adds_special, parses_special)` returns tokens, and `detokenize(tokens)` their text.
+    tokenize
+        `tokenize(text, adds_special, parses_special)` returns the tokens of a text.
+    detokenize
+        `detokenize(tokens)` returns the text of tokens.
     count
         Returns the number of tokens of a chat's prompt.
-    has_metrics, counts
-        True if there is /metrics, and the sums that it reports.
+    has_metrics
+        True if the server has the route /metrics.
+    counts
+        The sums that /metrics reports.
     log
-        Called with a line about each request. None to keep no log.
+        Called with a line about each request. None if there is no log.
     stored
-        Returns the number of stored chats, and their bytes.
+        Returns the number of stored chats, and the number of their bytes.
     caches
-        Returns the maximum number of slots, the number that were made, and the bytes of their caches.
+        Returns the maximum number of slots, the number of slots that were made, and the bytes of their
+        caches.
     """
 
     model: str
@@ -113,7 +122,7 @@ def make(site: Site) -> Starlette:
         return Route(path, endpoint, methods=[method])
 
     routes = [
-        # open without a key: the page asks its user for one
+        # this needs no key, because the page asks the user for the key
         route("/", _page, is_open=True),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
@@ -127,9 +136,9 @@ def make(site: Site) -> Starlette:
         route("/props", _props),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
-        # lm-evaluation-harness looks for this address to decide that the server can tokenize
+        # if this address exists, lm-evaluation-harness lets the server tokenize
         route("/tokenizer_info", _props),
-        # programs that check if a server is alive have no key
+        # this needs no key, because programs that check whether a server is alive have no key
         route("/health", _health, is_open=True),
     ]
     if site.has_metrics:
@@ -139,7 +148,7 @@ def make(site: Site) -> Starlette:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
     handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    # no redirects: they would go to whatever host the client has named
+    # do not redirect, because a redirect would lead to any host that the client has named
     app.router.redirect_slashes = False
     return app
 
@@ -195,7 +204,7 @@ async def _counted(site: Site, request: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt. Raises ApiError."""
     assert site.count
     try:
-        # in another thread, because rendering a chat takes time
+        # use another thread, because rendering a chat takes time
         return await asyncio.to_thread(site.count, request)
     except ApiError as error:
         raise request.places.in_error(error) from None
@@ -232,7 +241,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
 
 
 async def _first(job: Job, skipped: tuple[str, ...]) -> Body | None:
-    """Return the first event, or None if it does not come before the client needs a ping."""
+    """Return the first event, or None if the client needs a ping before the event comes."""
     try:
         return await asyncio.wait_for(job.next_event(*skipped), PING_S)
     except asyncio.TimeoutError:
@@ -240,7 +249,7 @@ async def _first(job: Job, skipped: tuple[str, ...]) -> Body | None:
 
 
 class _Streamed(StreamingResponse):
-    """A stream that cancels its job at its end, even if the client leaves before the first line."""
+    """A streamed response. At its end it cancels its job, even if the client left before the first line."""
 
     def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -271,7 +280,7 @@ async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies
 async def _stream(
     site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Body | None
 ) -> AsyncIterator[str]:
-    """Yield the lines of an answer. first: the first event, or None to begin with a ping."""
+    """Yield the lines of an answer that is streamed. first: the first event, or None to begin with a ping."""
     skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
     # log-probabilities of tokens whose text has not been sent yet
@@ -295,7 +304,7 @@ async def _stream(
                 job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
-            # the beginning of a tool call is held back, maybe for long: send a ping meanwhile
+            # the beginning of a tool call may be held back for a long time, so send a ping
             if not lines and time.monotonic() - sent_at > PING_S:
                 lines.append(bodies.ping())
             for line in lines:
@@ -315,7 +324,8 @@ async def _stream(
 
 async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
     """Yield None each time that a ping is due, and finally the next event."""
-    # one future for the skipped events and the next one: otherwise each event would postpone the ping
+    # use one future for the skipped events and the next event; otherwise each skipped event would delay the
+    # ping
     waited = asyncio.ensure_future(job.next_event(*skipped))
     try:
         while True:
@@ -423,7 +433,7 @@ async def _gone(http: HttpRequest) -> None:
 
 def _failed(http: HttpRequest, error: ApiError) -> Response:
     """Return the error response of the API that the client uses."""
-    # for the log
+    # store the error for the log
     http.state.error = error
     headers = _HEADERS.get(error.status, {})
     if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
@@ -442,6 +452,6 @@ async def _no_route(http: HttpRequest, error: Any) -> Response:
     fault = f"{http.method} is not for this address" if is_known else "no such address"
     code = "method_not_allowed" if is_known else "not_found"
     answer = _failed(http, ApiError(f"{fault}: {http.url.path}", status=error.status_code, code=code))
-    # starlette's headers list the allowed methods
+    # add starlette's headers, which list the allowed methods
     answer.headers.update(error.headers or {})
     return answer

@@ -18,10 +18,10 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import parsed, shown
 
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins of web pages that may always send requests."""
+"""Pattern of origins that are always allowed: pages from this machine may send requests."""
 
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
-"""Encodings of bodies that are decoded."""
+"""Content encodings of request bodies that can be decoded."""
 
 
 @dataclass(slots=True)
@@ -31,15 +31,16 @@ class Limits:
     Attributes
     ----------
     keys
-        API keys, one of which each request must have. Empty if no key is needed.
+        API keys. Each request must have one of these keys. Empty if requests need no key.
     local_only
-        True if a request must name this machine as its host.
+        True if the host in a request must be this machine.
     origins
-        Origins of web pages and apps that may send requests, in addition to this machine's; "*" allows all.
+        Origins of web pages and apps that may send requests. Pages from this machine are always allowed. "*"
+        allows all origins.
     most_bytes
-        Maximum bytes of a body, before and after decoding.
+        Maximum number of bytes of a body, before and after decoding.
     read_timeout
-        Maximum seconds until a body has arrived.
+        Maximum time until a body has arrived, in seconds.
     """
 
     keys: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class Limits:
     read_timeout: float = 30.0
 
     def allows(self, origin: str) -> bool:
-        """True if a page of this origin may send requests to a server without keys."""
+        """True if a page from this origin may send requests to a server that needs no keys."""
         return bool("*" in self.origins or origin in self.origins or re.fullmatch(_LOCAL, origin))
 
 
@@ -61,19 +62,19 @@ def cors(limits: Limits) -> Middleware:
         allow_origin_regex=_LOCAL,
         allow_methods=["*"],
         allow_headers=["*"],
-        # browsers ask the server first if a page of the internet may connect to this machine
+        # before a page of the internet connects to this machine, browsers ask the server for permission
         allow_private_network=bool(limits.origins),
     )
 
 
 def check_key(limits: Limits, http: Request) -> None:
-    """Raise ApiError for a request without one of the keys."""
+    """Raise ApiError if keys are needed and a request does not have one of the keys."""
     if not limits.keys:
         return
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
     given = key.encode("utf-8", "surrogatepass")
-    # compare with all keys, so that the time reveals nothing about them
+    # compare with all keys, so that the time for the comparison says nothing about the keys
     if not sum(hmac.compare_digest(given, key.encode()) for key in limits.keys):
         raise ApiError(
             "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
@@ -81,10 +82,10 @@ def check_key(limits: Limits, http: Request) -> None:
 
 
 def check_host(limits: Limits, http: Request) -> None:
-    """Raise ApiError for a request of a foreign web page, if no key is needed.
+    """Raise ApiError if a request comes from a foreign web page and no key is needed.
 
-    Such a page may let its own name resolve to this machine's address. CORS does not help: a browser sends
-    the request even if the page may not read the answer.
+    Such a page can also let its own host name resolve to this machine's address. CORS does not prevent this,
+    because browsers send the request even if the page may not read the answer.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")
@@ -110,7 +111,7 @@ def check_host(limits: Limits, http: Request) -> None:
 
 
 def client(http: Request) -> str:
-    """Return an id of the client, for a fair queue."""
+    """Return an id of the client, by which the queue lets clients take turns."""
     names = ("authorization", "x-api-key", "x-session-id")
     id = next(filter(None, map(http.headers.get, names)), None)
     return id or (http.client.host if http.client else "")
@@ -130,7 +131,7 @@ async def body(limits: Limits, http: Request) -> Any:
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
     if encoding in _ENCODINGS:
-        # in another thread, because the data may become a thousand times as long
+        # decode in another thread, because decoded data can be a thousand times as long
         data = await asyncio.to_thread(_decoded, data, encoding, limits.most_bytes)
     return parsed(data)
 
@@ -146,8 +147,8 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str, most: int) -> bytes:
-    """Return the decoded data. Raises ApiError if they have more than `most` bytes."""
-    # some clients send deflate without zlib's header; the low 4 bits of the header's first byte are 8
+    """Return the decoded data. Raises ApiError if the data have more than `most` bytes."""
+    # some clients send deflate without a zlib header; in a header, the low 4 bits of the first byte are 8
     is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
     window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
     decoded = b""
@@ -161,7 +162,7 @@ def _decoded(data: bytes, encoding: str, most: int) -> bytes:
             raise _too_large(most)
         if not decoder.eof:
             raise ApiError(f"the body ends in the middle of its {encoding} data")
-        # gzip data may have several parts
+        # continue with the rest, because gzip data may have several parts
         data = decoder.unused_data
         if not data:
             return decoded

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the start: requests, and the tokens and seconds of reading prompts and writing replies."""
+    """Sums since the start: numbers of requests, and tokens and seconds of reading and of writing."""
 
     answered: int = 0
     refused: int = 0
@@ -29,7 +29,7 @@ class Counts:
 
 
 def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int], cache_bytes: int) -> str:
-    """Return the text for Prometheus. stored: number of stored chats, and their bytes."""
+    """Return the text for Prometheus. stored: number of stored chats, and number of their bytes."""
     n_stored, stored_bytes = stored
     rows: list[tuple[str, str, str, float]] = [
         ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),

@@ -1,4 +1,4 @@
-"""The chat page at /: one HTML file that loads no other files."""
+"""The chat page at /. It is a single HTML file and does not load other files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLICY = {
 
 
 def response() -> Response:
-    """Return the page. Its headers let it run only its own script, and connect only to its own server."""
+    """Return the page. Its headers allow it to run only its own script and to connect only to its server."""
     text, policy = _read()
     return HTMLResponse(
         text,
@@ -27,7 +27,7 @@ def response() -> Response:
             "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-            # the page changes when kvtool is updated
+            # do not let browsers cache the page, because it changes when kvtool is updated
             "Cache-Control": "no-cache",
         },
     )

@@ -1,4 +1,4 @@
-"""The whole server: HTTP in the main thread, engines in other threads."""
+"""Run the server. HTTP is handled in the main thread, engines run in other threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvtool.serve.http.app import Site, make
 from kvtool.serve.pool import SlotPool
 
 _HEADERS = 64 * 2**10
-"""Maximum bytes of the headers of a request."""
+"""Maximum number of bytes of a request's headers."""
 
 _GRACE_S = 1
-"""Seconds for HTTP, and then for the engine, to end after the server is stopped."""
+"""When the server stops, HTTP gets this many seconds to end, and then the engine gets as many."""
 
 
 def serve(
@@ -30,26 +30,28 @@ def serve(
     listening: socket.socket,
     ready: Callable[[SlotPool], None],
 ) -> int:
-    """Serve until a signal stops the server, and return the signal. An engine may then still be in a step.
+    """Serve until a signal stops the server. Return the signal. An engine may still be in a step by then.
 
-    Raises the KvtoolError of an engine that cannot be opened.
+    Raises KvtoolError if the engine cannot be opened.
 
     Parameters
     ----------
+    site
+        State of the routes.
     opened
-        Loads the model and yields its slots, in the engine's thread.
+        Loads the model and yields the slots. Called in the engine's thread.
     listening
-        A bound socket.
+        A socket that listens.
     ready
-        Called in the engine's thread after the model is loaded.
+        Called in the engine's thread after the model was loaded.
     """
     config = uvicorn.Config(
         make(site),
-        # uvicorn would use httptools if it is installed, which has other limits
+        # without this, uvicorn would use httptools if it is installed; httptools has other limits
         http="h11",
         ws="none",
         log_config=None,
-        # uvicorn would log clients' mistakes; bugs of kvtool are printed by `internal_error`
+        # do not let uvicorn log mistakes of clients; `internal_error` prints bugs of kvtool
         log_level="critical",
         access_log=False,
         lifespan="off",
@@ -66,12 +68,12 @@ def serve(
                 ready(pool)
                 pool.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
-            # the main thread raises it
+            # the main thread raises this error again
             failed.append(error)
             site.props = None
             server.should_exit = True
 
-    # a daemon thread ends with the process. This is safe in any step, because no file is ever half written
+    # a daemon thread ends with the process; this is safe at any time, because files are never half written
     engine = threading.Thread(target=work, name="engine", daemon=True)
     with _noted_signals(server) as signals:
         engine.start()
@@ -88,12 +90,12 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with time limits. Without them a slow client could keep its connection forever."""
+    """uvicorn's server with time limits. Without the limits, slow clients could keep connections forever."""
 
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
-        # time when each connection began to wait for its client
+        # for each connection that waits for its client: the time at which it began to wait
         self._stalled: dict[Any, float] = {}
 
     async def on_tick(self, counter: int) -> bool:
@@ -102,7 +104,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_stalled(self, now: float) -> None:
-        """Close connections whose client sends no request, or reads no answer, for too long."""
+        """Close connections whose clients have sent no request, or have read no answer, for too long."""
         connections: list[Any] = list(self.server_state.connections)
         stalled = [
             each for each in connections if each.conn.their_state is h11.IDLE or each.flow.write_paused
@@ -116,7 +118,7 @@ class _Server(uvicorn.Server):
         self._site.jobs.close()
         connections: list[Any] = list(self.server_state.connections)
         for each in connections:
-            # the client is still sending its request, or does not read the answer
+            # do not wait for clients that are still sending a request or that do not read the answer
             if each.conn.their_state is h11.SEND_BODY or each.flow.write_paused:
                 each.transport.abort()
         await super().shutdown(sockets)
@@ -124,10 +126,10 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
-    """Yield a list that gets each SIGINT and SIGTERM within the block.
+    """Yield a list. Each SIGINT and SIGTERM that comes while the block runs is added to this list.
 
-    uvicorn handles these signals while it runs, and raises them again at its end. A signal that comes earlier
-    stops the server as soon as it has started.
+    uvicorn handles these signals while it runs, and raises them again when it ends. If a signal comes before
+    uvicorn runs, the server stops as soon as it has started.
     """
     signals: list[int] = []
 

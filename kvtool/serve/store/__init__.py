@@ -1,1 +1,1 @@
-"""Stored chats: files on disk, and how a request continues one."""
+"""Stored chats: their files on disk, and how requests continue them."""

@@ -1,7 +1,7 @@
-"""Stored chats of a server: a session of each, with its archive file, as `kvtool chat --session` writes them.
+"""The stored chats of a server. Each is a session with an archive file, as `kvtool chat --session` writes it.
 
-The next turn of a chat replaces its session. A request that edits or repeats an earlier turn rewinds the
-stream, and is stored as another chat.
+After the next turn of a chat, its session is replaced. If a request edits or repeats an earlier turn, the
+stream is rewound, and the result is stored as another chat.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?
 
 @dataclass(eq=False, slots=True)
 class StoredChat:
-    """A chat after a turn. The chat after its next turn is another object, in the same file.
+    """A chat after a turn. After the next turn, the chat is another object, which has the same file.
 
     Attributes
     ----------
     path
         Session file.
     archive_file
-        Its archive file.
+        The session's archive file.
     digest
-        Digest of its messages.
+        Digest of the messages.
     n_bytes
-        Bytes of the session file.
+        Number of bytes of the session file.
     is_start
-        True if its messages are a system prompt alone, with which several chats may begin.
+        True if the chat has only a system prompt, with which several chats may begin.
     marks
         Marks at the ends of the replies that the server wrote.
     places
-        Numbers of tokens before the checkpoints in its archive file.
+        For each checkpoint in the archive file: the number of tokens before it.
     used
-        Time of its last use, by the monotonic clock.
+        Time of the last use, in seconds of the monotonic clock.
     tokens
-        Tokens i32[n] of its stream, or None before `ChatStore.tokens` reads them.
+        Tokens of the stream, i32[n]. None until `ChatStore.tokens` reads them.
     """
 
     path: Path
@@ -73,18 +73,18 @@ class ChatStore:
     Parameters
     ----------
     folder
-        The folder, which is made if it is missing. One server uses it at a time.
+        The folder. It is made if it is missing. Only one server at a time may use it.
     most_bytes
-        Maximum bytes of all files. The least recently used chats are deleted.
+        Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
-        Values that a session must have for this server to continue it. Other sessions are left alone.
+        The server continues only sessions that have these values. It does not change other sessions.
 
     Attributes
     ----------
     chats
         The chats.
     n_others
-        Number of files that this server cannot continue and leaves alone.
+        Number of files in the folder that the server cannot continue. It does not change these files.
 
     Raises
     ------
@@ -107,18 +107,18 @@ class ChatStore:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all sessions and archives."""
+        """Number of bytes of all sessions and archives."""
         return sum(archive_file.size(chat.path) + chat.n_bytes for chat in self.chats)
 
     def __len__(self) -> int:
         return len(self.chats)
 
     def find(self, digest: bytes) -> StoredChat | None:
-        """Return the chat whose messages have this digest."""
+        """Return the chat whose messages have this digest, or None."""
         return next((chat for chat in self.chats if chat.digest == digest), None)
 
     def tokens(self, chat: StoredChat) -> np.ndarray:
-        """Return the tokens i32[n] of a chat's stream. Only `load` checks them."""
+        """Return the tokens of a chat's stream, i32[n]. They are not checked here, only in `load`."""
         if chat.tokens is None:
             try:
                 chat.tokens = session.read_tokens(chat.path)
@@ -127,7 +127,7 @@ class ChatStore:
         return chat.tokens
 
     def load(self, chat: StoredChat) -> tuple[session.Meta, session.Arrays]:
-        """Read a chat. Raises SessionError if it cannot be read. A damaged one is dropped."""
+        """Read a chat. Raises SessionError if it cannot be read. If the chat is damaged, it is deleted."""
         try:
             with chat.path.open("rb") as file:
                 meta, arrays = session.load(file, chat.path.name, chat.path)
@@ -135,7 +135,7 @@ class ChatStore:
             self.drop(chat)
             raise SessionError(str(error)) from None
         except OSError as error:
-            # keep the chat: a later try may succeed, for example after too many open files
+            # do not delete the chat, because a later try may succeed, for example if too many files were open
             raise session.cannot("read", chat.path, error) from None
         chat.archive_file.adopt(arrays)
         return meta, arrays
@@ -149,18 +149,21 @@ class ChatStore:
         *,
         marks: list[Mark],
     ) -> StoredChat:
-        """Store a chat, which is on the disk when this returns.
+        """Store a chat. When this returns, the chat is on the disk.
 
         Parameters
         ----------
         before
-            The chat that it replaces, unless that is a start or another request has continued it; or None.
+            The stored chat that the chat continues, or None. It is replaced, unless it is a start, or another
+            request has already continued it.
         digest
-            Digest of its messages.
-        conversation, meta
-            The chat, and values for its session's JSON.
+            Digest of the chat's messages.
+        conversation
+            The chat.
+        meta
+            Values for the session's JSON.
         marks
-            As in `StoredChat`.
+            See `StoredChat.marks`.
 
         Raises
         ------
@@ -182,12 +185,12 @@ class ChatStore:
         finally:
             if not (is_written or replaced):
                 _delete(path, archive)
-        # `adopt` closes the archive's file: with thousands of chats, too many files would be open
+        # `adopt` closes the archive's file, because with thousands of chats too many files would be open
         archive.adopt(dict(listed))
         if replaced:
             self.chats.remove(replaced)
         for twin in [each for each in self.chats if each.digest == digest]:
-            # a repeated request replaces its earlier chat
+            # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_start = _is_start(conversation.messages)
         tokens = conversation.writer.tokens
@@ -197,23 +200,23 @@ class ChatStore:
         return chat
 
     def drop(self, chat: StoredChat) -> None:
-        """Delete a chat, unless it is no longer stored."""
+        """Delete a chat if it is still stored."""
         if chat in self.chats:
             self.chats.remove(chat)
             _delete(chat.path, chat.archive_file)
 
     def close(self) -> None:
-        """Close open files; they stay on the disk."""
+        """Close open files. The files stay on the disk."""
         for chat in self.chats:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Drop the least recently used chats until the rest is small enough."""
+        """Delete the least recently used chats until the chats are small enough together."""
         while self.n_bytes > self.most_bytes and len(self.chats) > 1:
             self.drop(min((each for each in self.chats if each is not keep), key=lambda each: each.used))
 
     def _read(self, names: list[str]) -> None:
-        """Find the chats of earlier servers in the folder."""
+        """Read the chats that earlier servers have stored in the folder."""
         earlier: dict[str, list[tuple[int, Path]]] = {}
         for name in names:
             if match := session.SERVED.fullmatch(name):
@@ -225,9 +228,9 @@ class ChatStore:
         self._tidy(names, earlier)
 
     def _tidy(self, names: list[str], keys: Collection[str]) -> None:
-        """Remove unfinished files of a killed server. keys: names of the chats that have a session file.
+        """Remove files that a killed server has not finished. keys: names of chats that have a session file.
 
-        An archive without a session stays, because the user may have moved the session.
+        An archive without a session is not removed, because the user may have moved the session.
         """
         for match in filter(None, map(_UNFINISHED.fullmatch, names)):
             if match[2] or (match[3] and match[1] not in keys):
@@ -237,7 +240,10 @@ class ChatStore:
                 self.n_others += 1
 
     def _read_one(self, path: Path, numbered: list[Path]) -> None:
-        """Read a chat. numbered: FILE.1, FILE.2, ..., where earlier versions of kvtool kept earlier turns."""
+        """Read a chat.
+
+        numbered: FILE.1, FILE.2, ..., in which earlier versions of kvtool stored earlier turns of the chat.
+        """
         if numbered and not path.exists():
             with suppress(OSError):
                 os.replace(numbered[-1], path)
@@ -245,12 +251,12 @@ class ChatStore:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
-            # sessions of earlier versions have no checkpoints, or do not list them here
+            # sessions of earlier versions have no checkpoints, or do not list the checkpoints here
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
-            # the session is damaged, or of another model or policy
+            # the session is damaged, or it belongs to another model or policy
             self.n_others += 1 + len(numbered)
             return
         for file in numbered:
@@ -267,7 +273,7 @@ def _marks_in(meta: session.Meta) -> list[Mark]:
     """Return the marks of a session."""
     if "turns" not in meta:
         return [Mark(*saved) for saved in meta.get("marks", ())]
-    # the session is of an earlier version of kvtool
+    # an earlier version of kvtool has written the session
     return [
         Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
         for n, n_token, recent in meta["turns"]
@@ -279,9 +285,9 @@ def _is_start(messages: list[Message]) -> bool:
 
 
 def _delete(path: Path, archive: archive_file.ArchiveFile) -> None:
-    """Remove a chat's files.
+    """Remove the files of a chat.
 
-    The archive is removed first, because no later server removes an archive without a session.
+    The archive is removed first, because later servers do not remove an archive that has no session.
     """
     archive.close()
     archive_file.delete(path)
@@ -291,9 +297,9 @@ def _delete(path: Path, archive: archive_file.ArchiveFile) -> None:
 
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[Path]:
-    """Yield a folder, locked for this server. folder: None for a temporary one.
+    """Lock a folder for this server, and yield it. folder: None for a temporary folder.
 
-    Raises SessionError if another server uses the folder, or `kvtool chat` uses one of its files.
+    Raises SessionError if another server uses the folder, or if `kvtool chat` uses a file in it.
     """
     if folder is None:
         spare = spare_folder()

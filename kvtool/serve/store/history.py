@@ -1,4 +1,4 @@
-"""Digests of a chat's beginnings, which find the stored chat that a request continues."""
+"""Digests of the beginnings of a chat. They are used to find the stored chat that a request continues."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""Field that `Rendering` adds to a reply: the thought or other unusual text before it in the prompt."""
+"""`Rendering` adds this field to a reply. It has the thought or other unusual text before the reply."""
 
 
 class History:
-    """Digests of a chat's beginnings. Equal digests mean the same tools and the same messages.
+    """Digests of the beginnings of a chat. If two digests are equal, the tools and the messages are the same.
 
     Parameters
     ----------
     name
-        Name of the chat, if its client names chats. After the system prompt, digests depend on it.
+        Name of the chat, if the client names its chats. All digests after the system prompt depend on the
+        name.
     tools
         Tools in the prompt.
     past
-        As in `Rendering`.
+        See `Rendering.past`.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class History:
 
     def add(self, message: Message) -> None:
         """Add a message."""
-        # agents name each chat, but begin all chats with the same long system prompt: share it
+        # the digest of the system prompt does not depend on the name: agents give each chat a name, but begin
+        # all chats with the same long system prompt
         is_start = len(self.digests) == 1 and message["role"] == "system"
         name = None if is_start else self._name
         self.digests.append(_digest(self.digests[-1], [name, _compared(message)]))

@@ -1,4 +1,4 @@
-"""Temporary folders with chats, left in the cache folder by killed servers."""
+"""Temporary folders with chats that killed servers have left in the cache folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from kvtool.system.files import LOCK, is_locked, locked
 
 PREFIX = "serve-"
-"""Start of the name of a server's temporary folder."""
+"""The name of a server's temporary folder begins with this."""
 
 SUFFIX = ".kv"
-"""End of the name of a chat's file."""
+"""The name of a chat's file ends with this."""
 
 _YOUNG_S = 60.0
 
 
 class Leftover(NamedTuple):
-    """Temporary folder whose server was killed.
+    """The temporary folder of a server that was killed.
 
     Attributes
     ----------
@@ -39,11 +39,11 @@ class Leftover(NamedTuple):
 
 
 def leftovers(cache: Path) -> Iterator[Leftover]:
-    """Yield the folders in the cache folder whose server was killed."""
+    """Yield the folders of killed servers in the cache folder."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
         with suppress(OSError):
             stat = folder.stat()
-            # the server of a young folder may not have locked it yet
+            # leave out young folders, which their server may not have locked yet
             if time.time() - stat.st_mtime > _YOUNG_S and not is_locked(folder / LOCK):
                 # restore the folder's time, which `is_locked` has changed
                 os.utime(folder, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -53,7 +53,7 @@ def leftovers(cache: Path) -> Iterator[Leftover]:
 
 
 def remove(folder: Path) -> bool:
-    """Remove a server's temporary folder. Returns False if it is in use, or cannot be removed."""
+    """Remove the temporary folder of a server. Returns False if it is in use or cannot be removed."""
     with suppress(OSError), locked(folder / LOCK, wait=False):
         shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()

@@ -1,4 +1,4 @@
-"""Continuing a request's chat from its longest stored beginning, and storing it after the answer."""
+"""Continue the chat of a request after its longest stored beginning, and store the chat after the answer."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum tokens for which it is worth storing a chat's beginning, or loading another chat."""
+"""Minimum number of tokens for which a beginning of a chat is stored, or another chat is loaded."""
 
 _GAPS, _FAR_GAP = 32, 8192
-"""Stops are at least a 32nd of `Checkpoints.spacing` apart, and 1/8192 of it times their distance to the end.
+"""Two limits for the distance between two stops of `Resumer._stops`, which depend on `Checkpoints.spacing`.
 
-With the least spacing, that is 32 tokens, and an eighth of the distance.
+The distance is at least spacing / 32. It is also at least spacing / 8192 times the distance to the end of the
+prompt. With the smallest spacing, these limits are 32 tokens and an eighth of the distance to the end.
 """
 
 
 class _Candidate(NamedTuple):
-    """A stream that begins as the requested chat does.
+    """A stream whose beginning is also the beginning of the requested chat.
 
     Attributes
     ----------
     n
-        Number of tokens that it shares with the chat, less the cost of loading, in tokens.
+        Number of tokens at the beginning that stream and chat have in common. The cost of loading the stream,
+        expressed in tokens, is subtracted.
     n_stream
-        Number of its tokens.
+        Number of tokens of the stream.
     chat
-        Its stored chat; None for the engine's stream if that is not stored.
+        The stored chat to which the stream belongs. None for the engine's stream if it is not stored.
     tokens, n_pinned
         Results of `_after`.
     first
-        Number of the stream's tokens before `tokens`.
+        Number of tokens of the stream that are before `tokens`.
     marks
-        Marks at the ends of the chat's replies that are in the stream.
+        Marks at the ends of those replies of the chat that are in the stream.
     """
 
     n: int
@@ -59,25 +61,25 @@ class _Candidate(NamedTuple):
 
 
 class Resumer:
-    """Continues one chat after another in the engine, and stores each after its answer.
+    """Continues chats in the engine, one after the other. Stores each chat after its answer.
 
     Parameters
     ----------
     conversation
         The engine's chat.
     rendering
-        Renders the first chat; see `use`.
+        Renders chats until `use` sets another rendering.
     chats
         The stored chats.
     meta
-        Returns values to save in a session's JSON, in addition to those of `Conversation.save`.
+        Returns values that are saved in a session's JSON, in addition to the values of `Conversation.save`.
     pins
-        True if the system prompt and the tools of a chat are pinned.
+        True to pin the system prompt and the tools of a chat.
 
     Attributes
     ----------
     n_cached
-        Number of tokens of the last chat that were in the cache when its request began.
+        Number of tokens of the last chat that were in the cache when the request began.
     unsaved
         Reason why the last turn could not be stored, or None.
     """
@@ -96,10 +98,11 @@ class Resumer:
         self._meta = meta
         self._pins = pins
         self._engine = conversation.writer.engine
-        # stored chat from which the chat was continued, and stored chat that the engine holds
+        # the stored chat that the engine's chat continues
         self._before: StoredChat | None = None
+        # the stored chat whose stream the engine holds
         self._at: StoredChat | None = None
-        # marks at the ends of the chat's earlier replies
+        # marks at the ends of earlier replies of the chat
         self._marks: list[Mark] = []
         # number of tokens of the system prompt and the tools of the last chat
         self._n_start = 0
@@ -107,7 +110,7 @@ class Resumer:
         self.unsaved: str | None = None
 
     def leave(self) -> None:
-        """Forget the engine's chat, because another text will use the engine."""
+        """Forget which chat the engine holds. Call this before another text uses the engine."""
         self._at = None
 
     def use(self, rendering: Rendering) -> None:
@@ -117,16 +120,16 @@ class Resumer:
             self.conversation.use_template(rendering.template, rendering.header)
 
     def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
-        """Number of a chat's tokens that the engine holds and can continue from."""
+        """Return how many tokens of a chat the engine holds, up to a place where it can continue."""
         n = n_equal(self._stream, self._whole(messages, tools)[0])
         return self._engine.n_kept(min(n, self._engine.n_past))
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
-        """Bring the engine to the longest stored beginning of a chat; return the tokens i32[n] after it."""
+        """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n]."""
         at, self._at = self._at, None
         for candidate in self._candidates(at, messages, tools, history):
             if (tokens := self._rewind(candidate, at, history)) is not None:
-                # the engine can be rewound from here even if the client leaves
+                # remember the chat that the engine holds, so that it can be rewound even if the client leaves
                 self._at = self._before
                 return tokens
             # the failed rewind may have loaded another stream
@@ -139,7 +142,10 @@ class Resumer:
         return tokens[self.n_cached :]
 
     def _start_of(self, history: History, tokens: np.ndarray) -> StoredChat | None:
-        """Load the stored system prompt and tools of a chat with these tokens i32[n], if they are stored."""
+        """Load the system prompt and the tools of a chat, if they are stored. Otherwise return None.
+
+        tokens: the tokens of the whole chat, i32[n].
+        """
         start = self.chats.find(history.digests[1])
         if not start or not start.is_start:
             return None
@@ -150,17 +156,19 @@ class Resumer:
         except SessionError:
             return None
         start.used = time.monotonic()
-        # the template may have changed what was read
+        # do not use them if the template now gives other tokens
         return start if n_equal(writer.tokens, tokens) == self._engine.n_past < len(tokens) else None
 
     def _candidates(
         self, at: StoredChat | None, messages: list[Message], tools: list[Any], history: History
     ) -> list[_Candidate]:
-        """Return up to three streams that begin as the chat does, best first.
+        """Return up to three streams that have a beginning in common with the chat. The best stream is first.
 
-        If a stored chat has the same replies, its stream has the tokens that the model wrote. The tokenizer
-        may give other tokens for the same text. Therefore such a stream is compared only after the last of
-        these replies; any other stream is compared from its first token. The engine's stream is not loaded.
+        A stream is usually compared with the tokens of the chat from the first token on. But if a stored chat
+        has replies of this chat, its stream has the tokens that the model wrote, and the tokenizer may give
+        other tokens for the same text. Such a stream is compared only after the last of these replies.
+
+        One of the streams may be the engine's own, which does not have to be loaded.
         """
         known = {digest.hex() for digest in history.digests}
         marks_of: dict[StoredChat | None, list[Mark]] = {at: []}
@@ -188,20 +196,21 @@ class Resumer:
             if marks and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
-        # among equal ones prefer the engine's stream, then the shortest, which loads fastest
+        # if several are equally good, prefer the engine's stream, then the shortest stream, which loads
+        # fastest
         ranked = sorted(usable, key=lambda each: (each.n, each.chat is at, -each.n_stream), reverse=True)
         return ranked[:3]
 
     @property
     def _stream(self) -> np.ndarray:
-        """Tokens i32[n] of the engine's stream, read and unread."""
+        """The tokens of the engine's stream, i32[n], including unread tokens."""
         writer = self.conversation.writer
         return np.concatenate([writer.tokens, writer.unread])
 
     def _rewind(self, candidate: _Candidate, at: StoredChat | None, history: History) -> np.ndarray | None:
-        """Rewind a stream to the first token that differs from the chat; return the chat's tokens from there.
+        """Rewind a stream to the first token that is different in the chat. Return the chat's other tokens.
 
-        at: stored chat that the engine holds. Returns None if the engine cannot be rewound to that token.
+        Returns None if the engine cannot be rewound to this token. at: the stored chat that the engine holds.
         """
         writer = self.conversation.writer
         seed, chat = writer.sampler.seed, candidate.chat
@@ -210,21 +219,21 @@ class Resumer:
                 self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
                 return None
-            # the end of the chat's last reply, to which the next request may go back
+            # this is the end of the chat's last reply, and the next request may go back to it
             self._engine.checkpoints.take()
         stream, tokens = self._stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
-        # at least one token is read, because its logits are needed
+        # read at least one token, because its logits are needed
         most = len(tokens) - max(self.conversation.header.n_opening, 1)
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt needs other pins: do not rewind if an eviction has made pins final, or if that
-        # prompt is stored
+        # another system prompt needs other pins; do not rewind if there was an eviction, after which pins
+        # cannot change, or if this system prompt is stored and can be loaded
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the chat replaces the stored one if it keeps all of its marks
+        # the chat replaces the stored chat if it keeps all marks of the stored chat
         is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
         self._before = chat if is_kept else None
         if n < len(stream):
@@ -237,7 +246,7 @@ class Resumer:
         if chat:
             chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
-        # a stop may have left tokens before `first` unread
+        # if an earlier request was stopped, tokens before `first` may be unread
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -248,10 +257,10 @@ class Resumer:
     def _after(
         self, n_message: int, messages: list[Message], tools: list[Any]
     ) -> tuple[np.ndarray, int | None]:
-        """Return the tokens i32[n] of a chat after its first n_message messages, and None as second value.
+        """Return the tokens of a chat after its first n_message messages, i32[n], and None.
 
-        These messages end with a reply. If n_message is 0, or the template cannot render the rest alone,
-        return the tokens of the whole chat, and how many of them are pinned.
+        These messages end with a reply. If n_message is 0, or if the template cannot render the other
+        messages alone, return the tokens of the whole chat and the number of pinned tokens.
         """
         if n_message:
             with suppress(ModelError):
@@ -259,12 +268,12 @@ class Resumer:
         return self._whole(messages, tools)
 
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
-        """Read a new chat's system prompt and tools, store them, and return the tokens that are left.
+        """Read the system prompt and the tools of a new chat, and store them. Return the other tokens.
 
-        Without small checkpoints, reads only full batches: the batches are then the same as without this
-        separate step, and so is the cache.
+        If checkpoints are not small, only full batches are read here. The batches, and so the cache, are then
+        the same as if the whole prompt was read at once.
         """
-        # if the cache can be rewound anywhere, only pins are stored, as they are final after an eviction
+        # if the cache can be rewound anywhere, store only pins, because they cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.rewinds_anywhere else self._n_start
         if not self._engine.checkpoints.are_small:
@@ -276,23 +285,26 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        # copies of whole caches are few: those of a long chat may not have one here
+        # if checkpoints are whole caches, also store the start: there are few such checkpoints, and a long
+        # chat may have none here
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
         return tokens[n:]
 
     def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
-        """Read a prompt up to the reply header, make checkpoints, and return the tokens that are left.
+        """Read a prompt up to the header of the reply, and make checkpoints. Return the unread tokens.
 
-        A request that is repeated, or has another reply, continues from there. A short prompt gets no copy of
-        a whole cache. If the engine makes no checkpoints, nothing is read.
+        If a request is repeated or has another reply, it continues after the last checkpoint. If a checkpoint
+        is a copy of the whole cache, short prompts get none. If the engine makes no checkpoints, nothing is
+        read.
 
-        keeps_thought: True if the reply's thought may stay until the user's next message. With that message
-        the template drops it. The chat then continues from the checkpoint, so even a short prompt has one.
+        keeps_thought: True if the thought of the reply stays in the prompt until the user's next message.
+        With that message, the template leaves the thought out, and the chat continues after the checkpoint.
+        In this case short prompts also get a checkpoint.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
-        # a stop may have left tokens before these unread
+        # if an earlier request was stopped, tokens before these tokens may be unread
         n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else self._least
@@ -308,10 +320,12 @@ class Resumer:
         return tokens[n:]
 
     def _stops(self, tokens: np.ndarray) -> list[int]:
-        """Return where to make checkpoints in a prompt's tokens i32[n]: between messages, and at its end.
+        """Return the places for checkpoints in the tokens of a prompt, i32[n].
 
-        A client that edits a message sends it anew, so what changes usually begins with a message. As the
-        newest messages change most often, the distances between stops grow with that from the end.
+        Places are between messages and at the end of the prompt.
+
+        Places between messages are useful, because a client that edits a chat replaces whole messages. The
+        newest messages change most often, and therefore stops are closer together near the end of the prompt.
         """
         piece, spacing = self._engine.model.piece, self._engine.checkpoints.spacing
         markers = [token for token in self.conversation.header.tokens.tolist() if not piece(token)]
@@ -323,15 +337,15 @@ class Resumer:
 
     @property
     def _least(self) -> int:
-        """Minimum tokens after which a state is kept: a small checkpoint takes less time than a large one."""
+        """Minimum number of tokens for a checkpoint. It is 1 for small checkpoints, which take less time."""
         return 1 if self._engine.checkpoints.are_small else _LEAST_START
 
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
-        """Store the chat with the reply to these messages. If that fails, `unsaved` has the reason.
+        """Store the chat with the reply to these messages. If this fails, `unsaved` has the reason.
 
-        The reply's thought stays in the cache if the template will render it.
+        The thought of the reply stays in the cache if the template will render it in later requests.
 
-        reply: as for `Rendering.earlier_reply`.
+        reply: see `Rendering.earlier_reply`.
         """
         earlier = self.rendering.earlier_reply(messages, reply, tools)
         self.conversation.finish_reply(earlier.start)

@@ -1,4 +1,4 @@
-"""Parsing of tool calls in the text of a reply, which arrives piece by piece."""
+"""Parse tool calls in the text of a reply. The text arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 """Schema of each tool's parameters, by the tool's name."""
 
 Calls = list[tuple[str, str]]
-"""Name of each call, and its arguments as the JSON text of an object."""
+"""For each call: its name, and its arguments as the JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class Call:
     Attributes
     ----------
     index
-        Number of the call in its reply, from 0.
-    id, name
-        Id of the call, and name of the tool.
+        Index of the call in its reply, from 0.
+    id
+        Id of the call.
+    name
+        Name of the tool.
     arguments
-        JSON text of an object.
+        The arguments, as the JSON text of an object.
     """
 
     index: int
@@ -41,31 +43,34 @@ class Call:
 
 
 Event = str | Call
-"""A text of the reply, or a call."""
+"""A part of the reply's text, or a call."""
 
 
 class Parser:
     """Separates the calls of a reply from its text. The reply may be cut into pieces anywhere.
 
-    The text is the reply without its calls; without calls, the joined texts equal the reply. A call includes
-    its tags and the white space around it. If something that looks like a call is malformed, incomplete, or
-    names an unknown tool, it is text, and the search continues after its opening tag. If one call of a
-    list is such text, the whole list is text.
+    The text is the reply without its calls. If there are no calls, the joined texts are equal to the reply. A
+    call includes its tags and the white space around it.
 
-    Each parser also accepts Hermes's tags, because rules may force a model to write them. If a format's calls
-    are JSON objects, models often write other tags or none: the parser then also accepts calls in Markdown
-    code blocks, calls in the tags around the list of tools, and a reply of only calls without tags.
+    Something that looks like a call may be malformed or incomplete, or it may name an unknown tool. It is
+    then text, and the search continues after its opening tag. If this happens to one call of a list, the
+    whole list is text.
 
-    The input is the part of a reply after its thought, which `Splitter` separates. It has the texts of the
-    format's control tokens; see `shown_tokens`.
+    Each parser also accepts Hermes's tags, because rules may force a model to write them. If the calls of a
+    format are JSON objects, models often write other tags or no tags. For such formats, the parser also
+    accepts calls in Markdown code blocks, calls in the tags around the list of tools, and a reply that has
+    only calls without tags.
+
+    The input is the part of a reply after its thought, which `Splitter` separates. It includes the texts of
+    the format's control tokens. See `shown_tokens`.
 
     Parameters
     ----------
     tools
-        Tools that the model may call, as `check_tools` returns them.
+        Tools that the model may call. The result of `check_tools`.
     rules
-        "call" if rules force a call, "or" if they allow a call or an answer, "" without rules. With rules, an
-        incomplete call is left out instead of being text.
+        "call" if rules force the model to write a call. "or" if rules allow a call or an answer. "" if there
+        are no rules. With rules, an incomplete call is left out and is not text.
 
     Attributes
     ----------
@@ -82,14 +87,14 @@ class Parser:
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
         self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
-        # reads calls that begin without a tag; None if each call needs a tag
+        # reads calls that have no tag; None if each call must have a tag
         self._bare_reader: _Reader | None = None
-        # if an answer is allowed, JSON without a tag is an answer
+        # if the rules allow an answer, JSON without a tag is an answer and not a call
         if format.is_json and rules != "or":
             self._bare_reader = _json if format is formats.LLAMA else _nothing_else
             self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
-        # white space before a tag: part of a call, or text if there is no call
+        # white space before a tag; it belongs to the call, or to the text if there is no call
         self._space = ""
         self._source: _GrowingText | None = None
         self._n = 0
@@ -98,7 +103,7 @@ class Parser:
         self._follows_call = False
 
     def feed(self, piece: str) -> Iterator[Event]:
-        """Yield the texts and calls that a piece completes. Text that may begin a call is held back."""
+        """Yield the texts and calls that a piece completes. Text that may belong to a call is held back."""
         if self._source:
             self._source.text += piece
         else:
@@ -106,7 +111,7 @@ class Parser:
         yield from self._events(False)
 
     def end(self) -> Iterator[Event]:
-        """End the reply, and yield what was held back."""
+        """End the reply, and yield the text or the calls that were held back."""
         yield from self._events(True)
 
     def _events(self, has_ended: bool) -> Iterator[Event]:
@@ -169,7 +174,7 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # reading begins after the tag, but a brace is part of the call
+        # begin to read after the tag; but a brace is not a tag, it belongs to the call
         self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
@@ -185,9 +190,9 @@ _Text = Generator[None, None, str]
 class _GrowingText:
     """The text of a reply from a possible call on. It grows while it is read.
 
-    The methods that read are generators. They yield if they need more text, or its end, before they can
-    decide. Therefore their results do not depend on how the reply is cut into pieces. They raise NoCall if
-    the text is not a call.
+    The methods that read are generators. A method yields if it cannot decide before there is more text, or
+    before the text has ended. Results therefore do not depend on how the reply is cut into pieces. The
+    methods raise NoCall if the text is not a call.
     """
 
     def __init__(self, text: str, at: int) -> None:
@@ -196,7 +201,10 @@ class _GrowingText:
         self.has_ended = False
 
     def accept(self, *options: str) -> _Text:
-        """Skip the option that comes next, and return it, or "". No option may begin with another."""
+        """If one of the options comes next, skip it and return it. Otherwise return "".
+
+        An option must not begin with another option.
+        """
         while True:
             for option in options:
                 if self.text.startswith(option, self.at):
@@ -208,11 +216,11 @@ class _GrowingText:
             yield
 
     def expect(self, *options: str) -> _Text:
-        """Skip the option that comes next, and return it. Raises NoCall if none does."""
+        """Skip the option that comes next, and return it. Raises NoCall if something else comes next."""
         return (yield from self.accept(*options)) or _no_call()
 
     def skip_space(self) -> _Text:
-        """Skip white space, and return the character after it; "" at the end."""
+        """Skip white space, and return the character after it, or "" at the end of the text."""
         while True:
             while self.text[self.at : self.at + 1].isspace():
                 self.at += 1
@@ -221,12 +229,12 @@ class _GrowingText:
             yield
 
     def accept_spaced(self, *options: str) -> _Text:
-        """Skip white space, and then do as `accept`."""
+        """Skip white space, and then call `accept`."""
         yield from self.skip_space()
         return (yield from self.accept(*options))
 
     def expect_spaced(self, *options: str) -> _Text:
-        """Skip white space, and then do as `expect`."""
+        """Skip white space, and then call `expect`."""
         yield from self.skip_space()
         return (yield from self.expect(*options))
 
@@ -241,7 +249,7 @@ class _GrowingText:
             yield
 
     def until(self, tag: str) -> _Text:
-        """Read the text before a tag, and skip the tag. Returns all text if the tag never comes."""
+        """Read the text before a tag, and skip the tag. Returns all text if it ends without the tag."""
         start = searched = self.at
         while (end := self.text.find(tag, searched)) < 0:
             if self.has_ended:
@@ -260,7 +268,7 @@ class _GrowingText:
         depth, in_string = 0, False
         while depth or at == start:
             match = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
-            # `at` may be beyond the text: the character after a backslash is skipped even if not read yet
+            # `at` may be beyond the text, because a character after a backslash is skipped before it has come
             at = match.end() if match else max(at, len(self.text))
             if not match:
                 if self.has_ended:
@@ -293,9 +301,9 @@ def _json(source: _GrowingText, tools: Tools) -> _Read:
 
 
 def _objects(source: _GrowingText, tools: Tools) -> _Read:
-    """Read JSON calls, or lists of them, until something else comes.
+    """Read calls in JSON, or lists of calls, until something else comes.
 
-    A call must begin with its name, so that other JSON is soon known to be text.
+    A call must begin with its name. For other JSON it is then soon clear that it is text.
     """
     calls: Calls = []
     while (yield from source.skip_space()) in ("{", "["):
@@ -311,11 +319,11 @@ def _objects(source: _GrowingText, tools: Tools) -> _Read:
 
 
 def _wrapped(close: str) -> _Reader:
-    """Return a reader of JSON calls up to this closing tag."""
+    """Return a reader for calls in JSON up to a closing tag."""
 
     def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _objects(source, tools)
-        # some models end the reply without the tag
+        # the tag may be missing at the end of the reply, because some models do not write it
         if (yield from source.skip_space()):
             yield from source.expect(close)
         return calls
@@ -329,7 +337,7 @@ def _nothing_else(source: _GrowingText, tools: Tools) -> _Read:
 
 
 def _closed(close: str) -> _Reader:
-    """Return a reader of JSON that a closing tag may follow."""
+    """Return a reader for calls in JSON. A closing tag may follow."""
 
     def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _json(source, tools)
@@ -340,7 +348,7 @@ def _closed(close: str) -> _Reader:
 
 
 def _tagged(source: _GrowingText, tools: Tools) -> _Read:
-    """Read what follows <tool_call>: JSON, <function=...>, or a name and GLM's tags."""
+    """Read the text after <tool_call>: JSON, <function=...>, or a name and GLM's tags."""
     after = yield from source.skip_space()
     reader = _closed("</tool_call>") if after in ("{", "[") else _inner_function if after == "<" else _glm
     return (yield from reader(source, tools))
@@ -369,9 +377,12 @@ def _parameters(
     end: str,
     is_padded: bool = False,
 ) -> _Text:
-    """Read parameters, each as `start KEY middle VALUE stop`, up to `end`. Returns the JSON of an object.
+    """Read parameters up to the tag `end`. Each is written as `start KEY middle VALUE stop`.
 
-    middle: tags, with white space between them. is_padded: True if values are between two line breaks.
+    Returns the parameters as the JSON text of an object.
+
+    middle: tags, which may have white space between them. is_padded: True if there is a line break before and
+    after each value.
     """
     arguments: dict[str, object] = {}
     while (yield from source.expect_spaced(start, end)) == start:
@@ -424,7 +435,7 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     mark, end = '<|"|>', "<tool_call|>"
     arguments = "{" + (yield from source.until(end))
     while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
-        # the end tag was in a string: read up to the next one
+        # this end tag was in a string, so read up to the next end tag
         arguments += end + (yield from source.until(end))
     return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
 
@@ -443,4 +454,4 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
-"""Tags that open a call, with their readers, by the format's name. All formats also have <tool_call>."""
+"""For each format: the tags that open a call, and their readers. All formats also have <tool_call>."""

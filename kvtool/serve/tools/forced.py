@@ -27,25 +27,26 @@ _PLAIN_OBJECT = {
 
 _PARTS = {"properties", "items", "prefixItems"}
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-"""A reference to something other than a definition. A parameter's schema alone cannot resolve it."""
+"""A reference to something other than a definition. It cannot be resolved in a parameter's schema alone."""
 
 
 class _NoSyntax(Exception):
-    """A format cannot express the values of a schema."""
+    """Raised if a format cannot express the values of a schema."""
 
 
 class CallRules:
-    """Writes the rules of a tool call, in the syntax that `Parser` reads.
+    """Writes the rules of a tool call, in a syntax that `Parser` reads.
 
-    The arguments must fit the tool's schema. If the format cannot express the schema, such as a pattern of a
-    text without quotes, the call is in Hermes's format.
+    The arguments must fit the tool's schema. If the format cannot express the schema, for example a pattern
+    for a text without quotes, the rules are for a call in Hermes's format.
 
     Parameters
     ----------
     vocabulary
-        The model's vocabulary. Rules name control tokens by number, because text in a rule never matches one.
+        The model's vocabulary. Rules have the ids of control tokens, because text in a rule never matches a
+        control token.
     format
-        Format in which the model writes calls.
+        The format in which the model writes calls.
 
     Attributes
     ----------
@@ -66,11 +67,11 @@ class CallRules:
         self.remarks: list[str] = []
 
     def call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
-        """Return the rules of a call of one of the tools, or of the tool with this name.
+        """Return the rules of a call.
 
-        Raises ApiError if the schema of a strict tool cannot be enforced.
+        Raises ApiError if a tool is strict and its schema cannot be enforced.
 
-        tools: as `check_tools` returns them.
+        tools: the result of `check_tools`. name: the tool that must be called, or None for any of the tools.
         """
         calls = [
             self._call_of(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
@@ -80,15 +81,15 @@ class CallRules:
         return Rules(" | ".join(calls), tuple(self._rules))
 
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
-        """Return the rules of a call of one of the tools, or of an answer. Raises ApiError as `call` does."""
+        """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
         if self._format is LLAMA:
-            # Llama's tag is optional: require it, because the JSON of a call could also be an answer
+            # require Llama's tag, which is optional, because the JSON of a call could also be an answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
         call = self.call(tools)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
 
     def _call_of(self, name: str, function: Mapping[str, Any], where: str) -> str:
-        """Add the rule of a call of one tool, and return its name. where: field of the schema."""
+        """Add the rule of a call of a tool, and return the name of the rule. where: field with the schema."""
         is_strict = bool(function.get("strict"))
         try:
             parameters = enforced_at(function["parameters"], where, strict=is_strict)
@@ -106,19 +107,19 @@ class CallRules:
             return self._call(name, HERMES, function["name"], parameters.schema)
 
     def _call(self, name: str, format: Format, tool: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a call in a format, and return its name."""
+        """Add the rule of a call in a format, and return the name of the rule."""
         syntax = format.parameters
         arguments = json_texts(schema) if syntax is None else self._parameters(name, syntax, schema)
         start = self._literal(format.open + format.start + tool + format.middle)
         return self._add(name, f"{start} {arguments} {self._literal(format.end + format.close)}")
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return its name."""
+        """Add a rule, and return the name of the rule."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 
     def _parameters(self, name: str, syntax: Parameters, schema: Mapping[str, Any]) -> str:
-        """Add the rules of arguments, in the schema's order, and return the name of the first rule."""
+        """Add the rules of arguments in the order of the schema, and return the name of the first rule."""
         names = schema.get("properties")
         if (
             not isinstance(names, Mapping)
@@ -135,7 +136,7 @@ class CallRules:
             item = self._add(
                 f"{name}_item{n}", f"{self._literal(syntax.start + key + syntax.middle)} {value}"
             )
-            # rules "first" continue a call that has no argument yet, and rules "next" one that has some
+            # a rule "first" is for a call without arguments so far, a rule "next" for a call with arguments
             for rule, before in (("first", ""), ("next", self._literal(syntax.between))):
                 skip = "" if key in required else f" | {name}_{rule}{n + 1}"
                 self._add(f"{name}_{rule}{n}", f"{before} {item} {name}_next{n + 1}{skip}")
@@ -144,7 +145,7 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of one value and the text after it. name: for a rule that may be added."""
+        """Return the expression of a value and the text after it. name: name of a rule that may be added."""
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
         if not isinstance(known, Mapping) or (syntax.mark and not types):
@@ -167,7 +168,7 @@ class CallRules:
         return f"({' | '.join(self._literal(text + syntax.end) for text in texts)})"
 
     def _free_text(self, name: str, syntax: Parameters, may_be_null: bool) -> str:
-        """Return the expression of any text up to the mark or the tag that ends it."""
+        """Return the expression of any text, followed by the mark or the tag that ends the text."""
         tag = syntax.mark or syntax.tag
         _, _, after = syntax.end.rpartition(tag) if not syntax.mark else ("", "", syntax.end)
         if tag in self._control:
@@ -181,7 +182,7 @@ class CallRules:
         return f"({self._literal(syntax.mark)} {text}{null})"
 
     def _literal(self, text: str) -> str:
-        """Return the expression of a text; "" for no text."""
+        """Return the expression of a literal text, or "" if the text is empty."""
         parts, at = [], 0
         for tag in self._tags.finditer(text):
             parts += [literal(text[at : tag.start()]), f"<[{self._control[tag[0]]}]>"]
@@ -190,7 +191,7 @@ class CallRules:
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
-    """True if a value that fits a schema may contain strings, or objects, whose members have names."""
+    """True if a value that fits a schema may contain strings, or objects, in which names are strings."""
     types = types_of(schema, root)
     if "array" in types and isinstance(schema, Mapping):
         types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})
@@ -198,7 +199,7 @@ def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """True if a schema accepts every text, written without quotes."""
+    """True if a schema accepts every text that is written without quotes."""
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False

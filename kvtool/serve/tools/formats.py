@@ -1,10 +1,10 @@
 """The syntaxes in which models write tool calls.
 
-A format is a table of texts. A reply writes its calls as
+A format is a table of texts. In a reply, calls are written as
 
     open  start NAME middle ARGUMENTS end  between  start NAME ...  close
 
-The arguments are one JSON object, or a text for each argument as in `Parameters`.
+The arguments are one JSON object, or a text for each argument. See `Parameters`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from kvtool.llama.model import Model
 
 
 class Parameters(NamedTuple):
-    """Syntax of arguments that are not one JSON object: start KEY middle VALUE end between start KEY ...
+    """The syntax of arguments that are not one JSON object.
+
+    The arguments are written as: start KEY middle VALUE end between start KEY ...
 
     Attributes
     ----------
     quotes
-        True if strings are quoted. Values other than strings are always JSON.
+        True if strings have quotes. Values other than strings are always JSON.
     mark
-        Text before and after a string, instead of quotes. Names in objects have none.
+        Text before and after a string, which is used instead of quotes. Names in objects have no marks.
     """
 
     start: str
@@ -48,7 +50,7 @@ class Parameters(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """The text `end` without white space: the tag that ends a value which has no quotes."""
+        """The text `end` without white space. This tag ends a value that has no quotes."""
         return self.end.strip()
 
 
@@ -61,13 +63,13 @@ class Format:
     name
         Name of the format.
     tags
-        Texts that may open a call, and other tags in it. A vocabulary may have a control token for each.
+        Texts that may open a call, and other tags in a call. A vocabulary may have control tokens for them.
     open, start, middle, end, between, close
-        Texts around and between calls, as at the top of this file.
+        Texts around and between calls. See the top of this file.
     parameters
-        Syntax of arguments. None for one JSON object.
+        Syntax of arguments. None if they are one JSON object.
     holds_results
-        True if templates show results in the reply that has the calls.
+        True if templates show the results of calls inside the reply that has the calls.
     """
 
     name: str
@@ -88,10 +90,11 @@ class Format:
 
     @classmethod
     def native(cls, template: Template) -> Format | None:
-        """Return the format that a chat template asks for, which its source reveals.
+        """Return the format in which a chat template tells the model to write calls.
 
-        None if the template shows no tools, or asks for an unknown format. The template is then rendered
-        without tools, and `tools_text` asks for Hermes's format.
+        The format is recognized by texts in the template's source. None if the template shows no tools, or if
+        the format is unknown. In these cases the template is rendered without tools, and `tools_text` asks
+        for Hermes's format.
         """
         source = template.source
         if not template.has_tools:
@@ -100,13 +103,13 @@ class Format:
 
     @classmethod
     def of(cls, template: Template) -> Format:
-        """Return the format in which a model writes calls: the native one, or Hermes's."""
+        """Return the format in which a model writes calls: the native format, or else Hermes's format."""
         return cls.native(template) or HERMES
 
     def written(self, calls: Sequence[tuple[str, object]]) -> str:
-        """Return the text of calls (name, arguments), for templates that leave calls out.
+        """Return the text of calls, for templates that leave calls out. calls: pairs (name, arguments).
 
-        If the arguments of a call are not an object, the calls are in Hermes's format.
+        If a format cannot write arguments that are not an object, all calls are written in Hermes's format.
         """
         if self.parameters and not all(isinstance(arguments, Mapping) for _, arguments in calls):
             return HERMES.written(calls)
@@ -127,9 +130,10 @@ class Format:
 
 
 def shown_tokens(model: Model, format: Format) -> frozenset[int]:
-    """Return the tokens of the format's tags. `Parser` needs their text even if they are control tokens.
+    """Return the tokens of a format's tags, which may be control tokens.
 
-    The text of a reply has no other control tokens.
+    The text of a reply must include them, because `Parser` needs their text. Other control tokens are not in
+    the text of a reply.
     """
     tags = [model.tokenize(tag, special=True).tolist() for tag in (*HERMES.tags, *format.tags)]
     return frozenset(tokens[0] for tokens in tags if len(tokens) == 1)
@@ -141,7 +145,7 @@ HERMES = Format(
     *('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
 )
-"""One JSON object a call, between tags: Hermes, Qwen, Granite 4, Falcon H1. Each parser accepts it."""
+"""Hermes, Qwen, Granite 4, Falcon H1. A call is a JSON object between tags. Each parser accepts it."""
 
 XML = Format(
     "xml",
@@ -150,7 +154,7 @@ XML = Format(
     between="\n",
     parameters=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
 )
-"""Qwen3-Coder, Qwen3.5, Nemotron 3. One line break on each side of a value is not part of it."""
+"""Qwen3-Coder, Qwen3.5, Nemotron 3. The line breaks directly before and after a value do not belong to it."""
 
 GLM = Format(
     "glm",
@@ -162,7 +166,7 @@ GLM = Format(
 
 
 def _json_list(name: str, *tags: str) -> Format:
-    """Return the format of a JSON list of calls. tags: an opening tag, and a closing tag if there is one."""
+    """Return a format for JSON lists of calls. tags: the opening tag, and the closing tag if there is one."""
     start, end = (*tags, "")[:2]
     json = '{"name": "', '", "arguments": ', "}"
     return Format(name, tags, *json, open=f"{start}[", between=", ", close=f"]{end}")
@@ -181,7 +185,7 @@ NEMOTRON = _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 """Nemotron Nano 2."""
 
 LLAMA = Format("llama", ("<|python_tag|>",), '{"name": "', '", "parameters": ', "}", between="; ")
-"""Llama 3. A reply begins with the JSON of a call, or has it after the tag."""
+"""Llama 3. A reply begins with the JSON of a call, or the JSON follows the tag."""
 
 LFM2 = Format(
     "lfm2",
@@ -192,7 +196,7 @@ LFM2 = Format(
     close="]<|tool_call_end|>",
     parameters=Parameters("", "=", "", ", ", quotes=True),
 )
-"""LFM2. Calls as in Python; values may be Python's or JSON's."""
+"""LFM2. Calls are written as in Python. Values may have the syntax of Python or of JSON."""
 
 SEED = Format(
     "seed",
@@ -232,16 +236,16 @@ GEMMA = Format(
     parameters=Parameters("", ":", "", ",", mark='<|"|>'),
     holds_results=True,
 )
-"""Gemma 4. Results are in the reply, after the calls."""
+"""Gemma 4. The results of calls are in the reply, after the calls."""
 
-# the first match counts, because a template may also name the tags of another format
+# the first match is used; the order matters, because a template may also name the tags of another format
 _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),
     (("<seed:tool_call>",), SEED),
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # two unknown formats: their templates also have signs that follow here
+    # these two formats are unknown; they have to come before signs below, which their templates also have
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
@@ -253,4 +257,4 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<TOOLCALL>",), NEMOTRON),
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
-"""Texts in a template's source, and the format that each of them reveals."""
+"""Texts in the source of a template, and the format that the template then uses. None for unknown formats."""

@@ -1,4 +1,4 @@
-"""Tools, calls and results in the form that a chat template expects."""
+"""Convert tools, calls and results to the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtool.serve.tools.formats import HERMES, LLAMA, Format
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text that describes tools, and Hermes's syntax of calls, to a model without a native format.
+    """Return a text that describes the tools and Hermes's syntax of calls.
 
-    The chat template is then rendered without tools. The text goes before the system prompt, with an empty
-    line between them.
+    It is for models whose chat template has no format for tools. The template is then rendered without tools.
+    The text is written before the system prompt, with an empty line between them.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = HERMES.written([("NAME", {"KEY": "VALUE"})])
@@ -37,17 +37,19 @@ def for_template(
 ) -> list[dict[str, Any]]:
     """Return copies of a request's messages in the form that chat templates expect.
 
-    A content of None becomes "". Arguments of calls become objects if they are the JSON of an object. Ids of
-    calls become nine letters and digits, because Mistral's templates accept no others; equal ids stay equal.
+    A content of None becomes "". Arguments of calls become objects if they are the JSON text of an object.
+    Ids of calls become nine letters and digits, because Mistral's templates accept only such ids. Equal ids
+    stay equal.
 
-    With a template, the messages are marked, as its `of_marked` expects. Calls and results that the template
-    does not show become texts, the results in a message of the user. Llama's template, which accepts one call
-    in a reply, gets a reply for each call.
+    If there is a template, the messages are also marked, as the template's `of_marked` expects. Calls and
+    results that the template does not show become text: calls in the content of the reply, results in a
+    message of the user. For Llama's template, which accepts only one call in a reply, each call becomes a
+    reply.
     """
     converted = [_for_template(message) for message in messages]
     if template is None:
         return converted
-    # mark first: calls and results get tags below, and marked tags would not become control tokens
+    # mark the messages before tags are added to calls and results: a marked tag is not a control token
     converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:
@@ -91,7 +93,7 @@ def _with_calls_in_content(message: dict[str, Any], format: Format) -> dict[str,
 
 
 def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the results of each reply by one message of the user."""
+    """Replace the results of a reply's calls by one message of the user."""
     converted: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: bool(message["role"] == "tool")):
         if is_result:
@@ -103,7 +105,7 @@ def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace a reply with several calls by a reply for each call, followed by its result."""
+    """Replace a reply with several calls by one reply for each call, each followed by the call's result."""
     converted: list[dict[str, Any]] = []
     rest = list(messages)
     while rest:
@@ -115,7 +117,7 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         n = next((n for n, later in enumerate(rest) if later["role"] != "tool"), len(rest))
         results, rest = rest[:n], rest[n:]
         for number, call in enumerate(calls):
-            # text and thought stay with the first call
+            # keep the text and the thought only in the reply with the first call
             emptied = dict.fromkeys({"content", "reasoning_content"} & message.keys(), "") if number else {}
             converted.append({**message, **emptied, "tool_calls": [call]})
             of_call = [result for result in results if result.get("tool_call_id") == call.get("id")]

@@ -1,4 +1,4 @@
-"""Names and arguments of calls: parsed from JSON, from text between tags, and from Python syntax."""
+"""Parse the names and arguments of calls from JSON, from text between tags, and from Python syntax."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class NoCall(Exception):
-    """A text is not a call, or calls an unknown tool."""
+    """Raised if a text is not a call, or calls an unknown tool."""
 
 
 def dumped(value: object) -> str:
-    """Return JSON text that can be encoded: lone surrogates are escaped."""
+    """Return the JSON text of a value. Lone surrogates are escaped, so that the text can be encoded."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -27,9 +27,10 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
     """Return the calls in the JSON text of one call, or of a list of calls. Raises NoCall.
 
     A call is an object. Its name is in "name", "tool_name" or "function". Its arguments are in "arguments" or
-    "parameters": an object, the JSON text of an object, or nothing. The text of the arguments is unchanged.
+    "parameters". They may be an object, the JSON text of an object, or missing. The text of the arguments is
+    not changed.
 
-    strictly: True if the name must be in "name", and the arguments an object in "arguments".
+    strictly: True if the name must be in "name", and the arguments must be an object in "arguments".
     """
     calls = []
     try:
@@ -51,7 +52,7 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
 
 
 def json_of_marked(text: str, mark: str) -> str:
-    """Return the JSON of a text whose strings are between marks, and whose names may have no marks."""
+    """Convert a text to JSON. In the text, strings are between marks. Names may have no marks."""
     parts = text.split(mark)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
@@ -72,7 +73,7 @@ def _finite(text: str) -> float:
     return value
 
 
-# not strict: models write line breaks in strings
+# strict is False, because models write line breaks in strings
 _LOOSE = json.JSONDecoder(strict=False, parse_constant=_finite, parse_float=_finite)
 _STRICT = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
@@ -81,9 +82,9 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class _Source:
-    """A text that is read from its start. Each method skips the white space after what it reads.
+    """Reads a text from its start. Each method also skips the white space after the part that it reads.
 
-    Raises ValueError or LookupError for a malformed text.
+    Raises ValueError or LookupError if the text is malformed.
     """
 
     def __init__(self, text: str) -> None:
@@ -91,7 +92,7 @@ class _Source:
         self.skip_to(0)
 
     def skip_to(self, at: int) -> None:
-        """Continue at a place, and skip white space there."""
+        """Continue at the index `at`, after the white space there."""
         self.at = _past_space(self.text, at)
 
     @property
@@ -100,7 +101,7 @@ class _Source:
         return self.text[self.at]
 
     def accept(self, character: str) -> bool:
-        """Skip a character if it comes next. Returns True if it does."""
+        """If a character comes next, skip it and return True. Otherwise return False."""
         is_next = self.text.startswith(character, self.at)
         if is_next:
             self.skip_to(self.at + 1)
@@ -112,7 +113,10 @@ class _Source:
             raise ValueError
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield before each item of a list with commas, up to the character `end`."""
+        """Yield before each item of a list, so that the caller reads it. Skip commas and `end`.
+
+        end: the character after the list.
+        """
         while not self.accept(end):
             yield
             if self.next != end:
@@ -127,7 +131,7 @@ class _Source:
         return match[0]
 
     def json(self) -> tuple[Any, str]:
-        """Read a JSON value. Returns it and its text."""
+        """Read a JSON value. Returns the value and its text."""
         value, end = _LOOSE.raw_decode(self.text, self.at)
         text = self.text[self.at : end]
         self.skip_to(end)
@@ -179,7 +183,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows; empty if it names none. root: has the definitions."""
+    """Return the types that a JSON schema allows. Empty if it names no types. root: has the definitions."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
@@ -194,7 +198,7 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """Follow a schema's reference, such as #/$defs/colour. A schema without a reference is unchanged."""
+    """Follow the reference in a schema, such as #/$defs/colour. A schema without a reference is returned."""
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -206,10 +210,13 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
-    """Return the value of a text without quotes, with a type that the schema of a tool's parameters allows.
+    """Convert a text without quotes to the value of an argument, in a type that the tool's schema allows.
 
-    If the schema allows strings, the text stays a string, unless it is null, an object or a list and the
-    schema also allows that. If the schema allows no strings, text that is JSON is read as JSON.
+    If the schema allows strings, the text is a string. But if the text is null, an object or a list, and the
+    schema also allows this type, the text is parsed as JSON. If the schema does not allow strings, the text
+    is parsed as JSON if it is JSON.
+
+    key: name of the argument. parameters: schema of the tool's parameters.
     """
     schema = (parameters.get("properties") or {}).get(key)
     types = types_of(schema, parameters)
@@ -225,8 +232,8 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
 def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the calls in a list such as [name(key='value', other=1)]. Raises NoCall.
 
-    Values may be Python's or JSON's. A quote ends a string only if the value can end there, because models
-    write 'it's' without a backslash.
+    Values may have the syntax of Python or of JSON. Models write 'it's' without a backslash. Therefore a
+    quote ends a string only if a character that may follow a value comes after it.
     """
     try:
         source = _Source(text)
@@ -249,7 +256,7 @@ def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _arguments(source: _Source) -> dict[str, object]:
-    """Read key=value, ... up to the closing bracket."""
+    """Read arguments (key=value, ...) up to the closing bracket."""
     arguments = {}
     for _ in source.items(")"):
         key = source.word()
@@ -302,5 +309,5 @@ def _unescaped(match: re.Match[str]) -> str:
     code = match[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    # an unknown escape is unchanged
+    # do not change an unknown escape
     return _ESCAPED.get(code, code if code in "'\"\\/" else match[0])

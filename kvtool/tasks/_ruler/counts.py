@@ -31,16 +31,16 @@ _FREQUENT_ARE = "Answer: According to the coded text above, the three most frequ
 
 @dataclass(frozen=True, slots=True)
 class CommonWords(Subtask):
-    """Find the ten words that appear more often in a list than all others. A piece is a distinct word.
+    """Find the ten most frequent words of a list. A piece is a distinct word.
 
     Attributes
     ----------
     n_common
         Number of words to find.
     often
-        Times that each of these words is in the list.
+        Number of times that each of these words is in the list.
     seldom
-        Times that each other word is in the list.
+        Number of times that each other word is in the list.
     """
 
     n_common: int = 10
@@ -73,7 +73,7 @@ class CommonWords(Subtask):
     def _list(
         self, n: int, often: int, seldom: int, rng: random.Random, sources: Sources
     ) -> tuple[str, list[str]]:
-        """Return a list of n words, and the common ones."""
+        """Return the text of a list of n distinct words, and the common words."""
         words = rng.sample(sources.all_words, n)
         common, others = words[: self.n_common], words[self.n_common :]
         text = common * often + others * seldom
@@ -85,13 +85,13 @@ class CommonWords(Subtask):
 class FrequentWords(Subtask):
     """Find the three most frequent words of a text of random words. A piece is a word of the text.
 
-    Rank 1 is "...", which does not count. In a text of n words, the word of rank k appears n / (k^2 zeta(2))
-    times, rounded down: RULER's alpha is 2.
+    The most frequent word, of rank 1, is "...", which is not one of the three. In a text of n words, the word
+    of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent 2 is RULER's alpha.
 
     Attributes
     ----------
     n_letter
-        Letters of a word.
+        Number of letters of a word.
     """
 
     n_letter: int = 6
@@ -99,7 +99,7 @@ class FrequentWords(Subtask):
     n_max: ClassVar[int] = 50
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        # with this many words, the rarest word to find, of rank 4, appears once
+        # the rarest word to find has rank 4: in a text of this many words, it appears once
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:

@@ -24,7 +24,7 @@ _SEVERAL = {"some": "Some", "are": "are", "are_all": "are all"}
 _ONE = {"some": "A", "are": "is", "are_all": "is"}
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]
-"""Places of needles in an essay, in percent of its sentences."""
+"""Possible places of needles in an essay, in percent of its sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,19 @@ class Needles(Subtask):
     Attributes
     ----------
     haystack
-        Text around the needles: "noise" repeats a line of passkey's five sentences, "essay" has Paul Graham's
-        words, "needle" has only other needles. A piece is such a line, word, or needle.
+        Text around the needles. "noise" repeats a line of passkey's five sentences; a piece is a line.
+        "essay" is made of Paul Graham's essays; a piece is a word. "needle" is made of other needles; a piece
+        is a needle.
     keys
         Kind of keys: "words" are an adjective and a noun, "uuids" are random UUIDs.
     values
         Kind of values: "numbers" of seven digits, or "uuids".
     n_key
-        Keys that are hidden, in addition to the keys of a haystack of needles.
+        Number of hidden keys, without the keys in a haystack of needles.
     n_value
-        Values of each key.
+        Number of values of each key.
     n_query
-        Keys that the question asks for.
+        Number of keys that the question asks for.
     """
 
     haystack: str
@@ -101,7 +102,7 @@ class Needles(Subtask):
                 for start, end, needle in zip([0, *ends], ends, needles, strict=False)
             ]
             return " ".join([*(sentence for part in parts for sentence in part), *hay[ends[-1] :]])
-        # fractions of the text, so that a needle has the same relative place at every length
+        # choose places as fractions of the text: then a needle has the same relative place at every length
         shares = sorted((rng.random() for _ in needles), reverse=True)
         if self.haystack == "noise":
             hay = [FILLER] * n

@@ -1,4 +1,4 @@
-"""Questions: the documents that answer a question are hidden among others."""
+"""Questions: the documents that answer a question are hidden among other documents."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 @dataclass(frozen=True, slots=True)
 class Questions(Subtask):
-    """Answer a question about documents that are hidden among others. A piece is a document.
+    """Answer a question about documents that are hidden among other documents. A piece is a document.
 
-    The first pieces are the question's documents, then come others of the same article, then any others.
+    The question's own documents are chosen first, then other documents of the same article, then any other
+    documents. The text has them in random order.
 
     Attributes
     ----------
@@ -49,7 +50,7 @@ class Questions(Subtask):
         question, texts = self._question(spec, sources), self._documents(sources).texts
         chosen = [*question.about, *rng.sample(question.near, len(question.near))][:n]
         others = set(chosen)
-        # chosen one by one, so that a larger sample begins with the documents of a smaller one
+        # choose them one by one, so that a larger sample has the documents of a smaller sample
         while len(chosen) < n:
             if (other := rng.randrange(len(texts))) not in others:
                 chosen.append(other)

@@ -29,9 +29,9 @@ class Question:
     answers
         Right answers.
     about
-        Indices of the question's own documents; some of them answer it.
+        Indices of the question's own documents. Some of them have the answer.
     near
-        Other documents of the same article.
+        Indices of other documents of the same article.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Documents:
     Attributes
     ----------
     texts
-        Documents, sorted, each once.
+        Texts of the documents, sorted and without duplicates.
     questions
         Questions, in random order.
     """
@@ -57,8 +57,9 @@ class Documents:
 
 
 class Sources:
-    """Sources, each read at its first use. A file's name may be empty if no subtask needs the file.
+    """Sources of texts. A file is read when it is first used.
 
+    The name of a file may be empty if no subtask needs the file.
     Raises InputError for a file that cannot be read.
     """
 
@@ -89,7 +90,7 @@ class Sources:
 
     @cached_property
     def all_words(self) -> list[str]:
-        """Nouns, adjectives and verbs, sorted, each once."""
+        """Nouns, adjectives and verbs, sorted and without duplicates."""
         return sorted({*self.nouns, *self.adjectives, *_words("verb")})
 
     @cached_property
@@ -101,7 +102,7 @@ class Sources:
 
     @cached_property
     def hotpotqa(self) -> Documents:
-        """HotpotQA's paragraphs, each after its title (hotpot_dev_distractor_v1.json)."""
+        """HotpotQA's questions, and its paragraphs with titles (hotpot_dev_distractor_v1.json)."""
         path = Path(self._hotpotqa)
         return self._documents(path, [q for _, _, q in data.parse_each([path], "ruler's qa_2", _hotpotqa)])
 
@@ -120,7 +121,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _FileQuestion:
-    """Question as its file has it: `about` and `near` are texts."""
+    """Question read from a file. `about` and `near` are texts instead of indices."""
 
     text: str
     answers: Sequence[str]
@@ -129,7 +130,7 @@ class _FileQuestion:
 
 
 def _indices(texts: Sequence[str], index: dict[str, int], but: Sequence[str] = ()) -> list[int]:
-    """Return the index of each text, once. Texts in `but` are left out."""
+    """Return the indices of the texts, without duplicates. Texts in `but` are left out."""
     return [index[text] for text in dict.fromkeys(texts) if text not in but]
 
 
@@ -163,6 +164,6 @@ def _some(answers: list[str]) -> list[str]:
 
 
 def _words(kind: str) -> list[str]:
-    """Return wonderwords' list of a kind of words, as RULER uses it."""
+    """Return wonderwords' list of this kind of words. RULER uses the same lists."""
     text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     return [line.rstrip() for line in text.splitlines()]

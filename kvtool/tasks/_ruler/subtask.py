@@ -1,6 +1,6 @@
 """Subtask of RULER: a text with a question about it. The text has as many pieces as fit into a length.
 
-Each subtask defines its piece, such as a word, a line or a document.
+Each subtask defines its pieces. They are, for example, words, lines or documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sample:
     context
         RULER's introduction, and the text.
     question
-        Question, which follows the text directly.
+        The question. It follows the text directly.
     opening
         Beginning of the answer: RULER's answer prefix, without the space before it.
     answers
@@ -44,16 +44,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Requested sample.
+    """Description of the sample that is requested.
 
     Attributes
     ----------
     name
         Name of the subtask.
     number
-        Index among the subtask's samples, from 0 on.
+        Index of the sample among the subtask's samples. The first is 0.
     length
-        Maximum tokens of its text and answer together.
+        Maximum tokens of the text and the answer together.
     seed
         Seed of all random choices.
     """
@@ -64,7 +64,7 @@ class SampleSpec:
     seed: int
 
     def rng(self) -> random.Random:
-        """Random numbers of this sample, the same at each call."""
+        """Return a generator of this sample's random numbers. They are the same at each call."""
         return random.Random(f"{self.seed} {self.name} {self.length} {self.number}")
 
 
@@ -76,7 +76,7 @@ class Subtask(ABC):
     n_max
         Maximum tokens of an answer.
     needs
-        Sources that it reads: "words", "essays", "squad" or "hotpotqa".
+        Sources that the subtask reads: "words", "essays", "squad" or "hotpotqa".
     is_any
         True if one of the right answers is enough.
     """
@@ -98,10 +98,10 @@ class Subtask(ABC):
 
     @abstractmethod
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        """Return the sample with n pieces, the same at each call."""
+        """Return the sample with n pieces. It is the same at each call."""
 
     def longest(self, spec: SampleSpec, sources: Sources) -> Sample:
-        """Return the sample with as many pieces as fit. Raises InputError if not even the minimum fits."""
+        """Return the sample with as many pieces as fit. Raises InputError if the minimum does not fit."""
         room = spec.length - self.n_max
 
         def n_token(n: int) -> int:
@@ -120,7 +120,10 @@ class Subtask(ABC):
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return a number in least..most that fits while the next one does not, or `most`. least must fit."""
+    """Return a number in least..most that fits, such that the next number does not fit.
+
+    If there is no such number, return `most`. `least` must fit.
+    """
     low, high = least, least + 1
     while high <= most and fits(high):
         low, high = high, high + 2 * (high - least)

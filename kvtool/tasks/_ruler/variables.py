@@ -1,4 +1,4 @@
-"""Variables: a chain of assignments is hidden in a text; the question asks for all variables of one value."""
+"""Variables: a text hides a chain of assignments; the question asks which variables have the same value."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _EXAMPLE = 500
 
 @dataclass(frozen=True, slots=True)
 class Variables(Subtask):
-    """Find all variables that a chain of assignments gives one value. A piece is a line of filler.
+    """Find all variables that get the same value in a chain of assignments. A piece is a line of filler.
 
     Attributes
     ----------
     n_hop
-        Assignments after the first one; each copies the previous variable.
+        Number of assignments after the first. Each of them copies the previous variable.
     """
 
     n_hop: int = 4
@@ -46,7 +46,10 @@ class Variables(Subtask):
         return Sample(f"{example}\n{chain.context}", chain.question, chain.opening, chain.answers)
 
     def _example(self, seed: int, sources: Sources) -> str:
-        """Return a solved example with names of three letters: as many lines as fit, but at least five."""
+        """Return a solved example with names of three letters.
+
+        It has as many lines as fit into _EXAMPLE tokens, but at least five.
+        """
 
         def solved(n: int) -> str:
             chain = self._chain(n, 3, random.Random(seed))

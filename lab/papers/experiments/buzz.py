@@ -56,7 +56,8 @@ RUNS: dict[str, Run] = {
 def _kept(*tables: str) -> dict[Place, str]:
     """The paper's numbers of these tables.
 
-    BUZZ's are in the row of `kept=true`, whose budget counts the same cells as the paper's.
+    BUZZ's numbers are in the row of `kept=true`, because its budget is the number of cells that the paper
+    reports.
     """
     return {
         (_KEPT if row == "buzz" else row, column): number

@@ -1,4 +1,4 @@
-"""Experiments of lab/papers/fading.md, which no paper has: rows that keep means of evicted tokens."""
+"""Experiments of lab/papers/fading.md, which are not from a paper: rows that keep means of evicted tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """Rules: the policy alone, with more cells, with means, and with means under each rule of `more`."""
+    """Return the rules: the policy alone, with more cells, with means, and with each merge in `more`."""
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
 
@@ -36,7 +36,7 @@ _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
 
 
 def _of(policy: str, n_mean: int, *more: str) -> ScoreTable:
-    """Table of perplexity above the full cache's. Rows are tested against the row that has means."""
+    """Table of perplexity above the full cache's. The other rows are compared with the row that has means."""
     rules = _rules(policy, n_mean, *more)
     return ScoreTable("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 

@@ -1,6 +1,6 @@
 """Experiments and their tables, the models, and the papers' own numbers.
 
-The numbers in lab/papers/numbers are copied from the papers' text; some figures print none.
+The numbers in lab/papers/numbers are copied from the papers' text; some figures have no numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ScoreTable:
-    """A table of an experiment: a policy per row.
+    """A table of an experiment, usually with a policy in each row.
 
     Attributes
     ----------
@@ -49,33 +49,35 @@ class ScoreTable:
     row
         The field of a line whose values are the rows; "label" is the policy.
     budgets
-        The budgets that count; all if empty.
+        The budgets that the table has; all if empty.
     of
-        The files or data sets that count; all if empty.
+        The files or data sets that the table uses; all if empty.
     apart
-        A row that is not shown. Its values are subtracted from those of the other rows, item by item.
+        A row that is not shown. Its values are subtracted from the values of the other rows, item by item.
     names
-        Headings of columns, by the value that a heading replaces.
+        Headings of columns. A key is the value that is shown as this heading.
     pooled
-        Columns that join others. Each heading has the values to join, of the first field in `by`; None joins
-        all values.
+        Columns that join other columns, by heading. A column joins these values of the first field in `by`;
+        None means all values.
     late
-        Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
+        True to use only tokens after the first `budget` tokens. Before that, a policy with a budget evicts
+        nothing.
     only_pooled
-        Whether only pooled columns are shown and compared, because other columns have too few units.
+        True to show and compare only pooled columns, because other columns have too few units.
     same_item
-        Whether items with the same number in several files are one unit of a pooled column.
+        True if items with the same number in several files are one unit of a pooled column.
     strata
         The category of each data set. A pooled column is then a mean over categories, each of which is the
         mean over its data sets.
     paper
         The paper's numbers, as it prints them.
     worse
-        If the paper prints no numbers: rows that it calls worse than its own method.
+        Rows that the paper calls worse than its own method. Only for a paper that prints no numbers.
     theirs
-        Like `worse`, for single numbers: 1 for a number above that of the paper's method, -1 for one below.
+        Like `worse`, for single places: 1 if the paper calls the place's number higher than its own
+        method's number, -1 if lower.
     scores
-        A score for each task, in place of score.
+        A score for each task, instead of `score`.
     title
         Heading of the table; by default the score's title.
     head
@@ -117,11 +119,12 @@ class Experiment:
     model
         The paper's model, whose numbers are in brackets.
     together
-        Whether one table shows all models, and its tests are corrected together.
+        True if one table shows all models. Its tests are then corrected together.
     commands
-        Whether the commands are shown here. If not, another page shows them.
+        True if this section shows the commands. If False, another page shows them.
     unequal
-        Whether the paper's method holds more cells than its rivals, so that being ahead says little.
+        True if the paper's method holds more cells than its rivals. It then says little if the method is
+        ahead.
     """
 
     runs: tuple[str, ...]
@@ -154,7 +157,7 @@ def numbers(paper: str, *tables: str) -> dict[Place, str]:
 
 
 def directions(paper: Mapping[Place, str], method: str) -> dict[Place, int]:
-    """1 for each of a paper's numbers that is higher than its method's number, -1 for lower ones."""
+    """Return 1 for each number of a paper that is higher than its own method's number, -1 for lower ones."""
     return {
         (row, column): 1 if float(number) > float(paper[method, column]) else -1
         for (row, column), number in paper.items()
@@ -168,5 +171,5 @@ def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str
 
 
 def each(*scores: str, **how: Any) -> tuple[ScoreTable, ...]:
-    """Return one table for each score, otherwise equal."""
+    """Return a table for each score. The tables differ only in the score."""
     return tuple(ScoreTable(score, **how) for score in scores)

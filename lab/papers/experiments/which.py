@@ -61,7 +61,7 @@ _SAMPLED = {
 
 
 def _equal() -> dict[str, Run]:
-    """`h2o` and `expected` with cells that take the same bytes."""
+    """Runs of `h2o` and `expected` that take the same number of bytes."""
     runs: dict[str, Run] = {}
     for name, (model, cells, n, minutes) in _EQUAL.items():
         how = {"model": model, "minutes": minutes}
@@ -128,7 +128,7 @@ EXPERIMENTS = {
         + (ScoreTable("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
     ),
-    # caches of equal bytes: those of `expected` include its queries
+    # caches of equal bytes; the bytes of `expected` include its queries
     "which-equal": Experiment(
         tuple(_equal()),
         (

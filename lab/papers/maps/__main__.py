@@ -28,7 +28,7 @@ from lab.papers.maps.measure import Heads, Place, Reading
 from lab.papers.maps.observe import Observed
 
 NEAR = (1, 16, 256)
-"""Distances in tokens: `queries` counts the queries whose most similar earlier one is at most so far back."""
+"""Distances in tokens: `queries` counts the queries whose most similar earlier query is not farther back."""
 
 WITH_PLACES = ("attention", "queries")
 """Kinds that draw single heads."""
@@ -165,7 +165,7 @@ def _record(heads: Heads, numbers: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _rows(heads: Heads, places: list[Place], numbers: dict[str, np.ndarray]) -> list[list[str]]:
-    """Return a row for each head of the picture, and one for the mean over all heads."""
+    """Return a row for each head of the picture, and a row for the mean over all heads."""
     rows = []
     for layer, head in places:
         at = (heads.layer == layer) & (heads.head == head)

@@ -4,7 +4,7 @@
 - `values`: WeightedKV's figure 1 (Yuan et al. 2025, arXiv:2503.01330).
 
 Each layer is reduced while the text is read; complete arrays are kept only for the heads of a picture. Only
-layers that attend to all tokens count. Arrays [head] have all heads of all these layers: KV heads in
+layers that attend to all tokens are measured. Arrays [head] have all heads of all these layers: KV heads in
 `Values`, otherwise query heads.
 """
 
@@ -51,9 +51,10 @@ class Reading:
     n_threads: int | None = None
 
     def columns(self, kind: str, wanted: Collection[Observed], measure: Measure) -> list[np.ndarray]:
-        """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
+        """Return the layers i32[head], the heads i32[head], then an array f64[head] for each measured number.
 
-        kind: the map, which decides the layers. wanted: data to observe. Raises the errors of `observe`.
+        kind: the map, which decides which layers are measured. wanted: data to observe. Raises the errors of
+        `observe`.
         """
         heads_seen = []
 
@@ -107,7 +108,7 @@ class AttentionMap:
     important
         b1[n, n], True for keys that are important to each query.
     similar
-        i64[n - 1], the earlier query most similar to each query, except the first.
+        i64[n - 1], for each query except the first: the earlier query that is most similar to it.
     """
 
     attention: np.ndarray
@@ -119,8 +120,9 @@ class AttentionMap:
 class Attention(Share):
     """Overlap of the important keys of similar queries.
 
-    The overlap of a query and an earlier one is the number of keys important to both, divided by the number
-    important to either. Only keys that both have seen count. Both numbers are summed over the queries first.
+    The overlap of two queries is the number of keys that are important to both, divided by the number of keys
+    that are important to at least one of them. Only keys that both queries have seen are counted. The two
+    numbers are summed over all queries before the division.
 
     Attributes
     ----------
@@ -142,15 +144,15 @@ class Attention(Share):
 
 @dataclass(frozen=True, slots=True)
 class SimilarQueries(Heads):
-    """Similarity of queries, and distance to the most similar earlier one.
+    """Similarity of queries, and distance to the most similar earlier query.
 
     Attributes
     ----------
     distance
-        i32[head, n - 1], from each query except the first back to the most similar earlier one; 1 is the
-        previous query.
+        i32[head, n - 1], tokens from each query except the first back to the most similar earlier query; 1
+        for the query just before.
     cosine
-        f64[head], mean cosine similarity of the two.
+        f64[head], mean cosine similarity of a query and the most similar earlier query.
     maps
         f32[n, n], cosine similarities by query and earlier query, of the requested heads.
     """
@@ -160,7 +162,7 @@ class SimilarQueries(Heads):
     maps: dict[Place, np.ndarray]
 
     def within(self, n_token: int) -> np.ndarray:
-        """f64[head], share of queries whose most similar earlier one is at most n_token tokens back."""
+        """f64[head], share of queries whose most similar earlier query is at most n_token tokens back."""
         within: np.ndarray = (self.distance <= n_token).mean(axis=1)
         return within
 
@@ -177,8 +179,8 @@ class Values(Heads):
     Attributes
     ----------
     singular
-        For KEYS_BEFORE (missing where llama.cpp does not show them), KEYS and VALUES: for each head f64[dim],
-        descending.
+        Lists of f64[dim] for each head, descending. There is a list for KEYS, VALUES, and, if llama.cpp shows
+        them, KEYS_BEFORE.
     """
 
     singular: dict[Observed, list[np.ndarray]]
@@ -196,7 +198,7 @@ class Values(Heads):
         return mean
 
     def rank(self, observed: Observed) -> np.ndarray:
-        """i64[head], number of singular values that carry 90 % of the sum of their squares."""
+        """i64[head], number of largest singular values that have 90 % of the sum of squares."""
         return np.array([effective_rank(each) for each in self.singular[observed]], np.int64)
 
 
@@ -253,7 +255,7 @@ def values(text: Reading) -> Values:
         return () if observed is Observed.VALUES else None
 
     layer, head = text.columns("values", wanted, measure)
-    # a layer may lack its keys before RoPE; then they are left out for all layers
+    # if one layer has no keys before RoPE, these keys are left out for all layers
     whole = [observed for observed in wanted if len(singular.get(observed, ())) == len(head)]
     return Values(layer, head, {observed: singular[observed] for observed in whole})
 
@@ -298,7 +300,7 @@ def share_of(important: np.ndarray) -> float:
 
 
 def cosines(queries: np.ndarray) -> np.ndarray:
-    """f32[n, n], cosine similarities of queries f32[n, dim]; 0 with a zero query."""
+    """f32[n, n], cosine similarities of queries f32[n, dim]; 0 if one of the two queries is zero."""
     length = np.linalg.norm(queries, axis=1, keepdims=True)
     unit = queries / np.maximum(length, np.finfo(np.float32).tiny)
     cosine: np.ndarray = unit @ unit.T
@@ -317,19 +319,22 @@ def most_similar(cosine: np.ndarray) -> np.ndarray:
 
 
 def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
-    """Overlap of the keys important to a query and an earlier one, as defined in `Attention`.
+    """Overlap of the keys that are important to a query and to an earlier query. See `Attention`.
 
     important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. 0 if no key is
     important to any query.
     """
     mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
-    # no mask here: an earlier query has attention only to keys that it has seen
+    # needs no mask, because an earlier query attends only to keys that it has seen
     other = important[earlier]
     n_either = int((mine | other).sum())
     return int((mine & other).sum()) / n_either if n_either else 0.0
 
 
 def effective_rank(singular: np.ndarray) -> int:
-    """Number of these descending singular values that carry 90 % of the sum of their squares; 0 for zeros."""
+    """Number of largest singular values that have 90 % of the sum of squares; 0 if all of them are 0.
+
+    singular: in descending order.
+    """
     carried = np.cumsum(singular**2)
     return int(np.searchsorted(carried, CARRIED * carried[-1])) + 1 if carried[-1] > 0 else 0

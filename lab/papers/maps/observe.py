@@ -116,7 +116,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If llama.cpp asks, return whether the tensor is wanted; else read it, and return True to go on."""
+        """If llama.cpp asks, return True for a wanted tensor. Otherwise read it, and return True to go on."""
         # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)
@@ -153,7 +153,7 @@ class _Observer:
         return True
 
     def _heads_before(self, layer: int, cache: int) -> None:
-        """Visit each head of a cache's keys as they were before RoPE, if these are known."""
+        """Visit each head of a layer's keys before RoPE, if these keys are known."""
         assert self._before
         keys = self._before.of(_Tensor.from_address(cache))
         if keys is not None:
@@ -162,7 +162,7 @@ class _Observer:
                 self._visit(Observed.KEYS_BEFORE, layer, head, keys[:, head].copy())
 
     def _heads(self, observed: Observed, layer: int, address: int) -> None:
-        """Visit each head of a tensor [head, n, dim]; keys and values have unused cells after n."""
+        """Visit each head of a tensor [head, n, dim]. Keys and values also have unused cells after n."""
         tensor, n = _Tensor.from_address(address), self._n
         # values are stored cell by cell within each dimension
         of_tokens = 0 if observed is Observed.VALUES else 1
@@ -183,8 +183,8 @@ class _Observer:
 class _KeysBefore:
     """Keys before RoPE.
 
-    They have no name in the graph, so every tensor that may be such keys is kept until the layer's keys are
-    multiplied by its queries. Then the graph shows from which tensor RoPE made them.
+    These keys have no name in the graph, so every tensor that may be such keys is kept until the layer's keys
+    are multiplied by its queries. Then the graph shows from which tensor RoPE made the keys.
 
     n: number of tokens. shapes: head size and number of KV heads, of the observed layers' keys.
     """
@@ -196,7 +196,7 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """If llama.cpp asks, return whether the tensor may be keys before RoPE; else keep it."""
+        """If llama.cpp asks, return True for a tensor that may be keys before RoPE. Otherwise keep it."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
             # this operation writes to a cache
@@ -209,9 +209,9 @@ class _KeysBefore:
         return True
 
     def of(self, cache: _Tensor) -> np.ndarray | None:
-        """Return the keys f32[n, head, dim] of a cache before RoPE, and forget other kept tensors.
+        """Return the keys f32[n, head, dim] of a cache before RoPE, and drop all other kept tensors.
 
-        Without RoPE these are the keys themselves. None if llama.cpp computes them in another way.
+        If there is no RoPE, return the keys themselves. None if llama.cpp computes keys in an unknown way.
         """
         kept, self._kept = self._kept, {}
         at: int | None = self._written.get(cache.view_src)

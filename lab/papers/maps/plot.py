@@ -15,18 +15,18 @@ from kvtool.cli.inspect.plot import equal_parts, legend
 from lab.papers.maps.measure import Attention, Place, Share, SimilarQueries, Values
 
 MOST_PIXELS = 800
-"""Pixels along each side of a map; in a longer text several tokens share one."""
+"""Maximum number of pixels along each side of a map. In a longer text several tokens share a pixel."""
 
 _GREEN = (0, 0.62, 0.25)
 _RED = "#e00000"
 _FAINT = 1e-5
-"""Attention up to which a key that is not important is drawn white."""
+"""A key that is not important is drawn white if its attention is at most this."""
 
 
 def attention(measured: Attention, title: str) -> Figure:
-    """Attention by query and key: important keys green, others the darker the more attention they get.
+    """Draw attention by query and key: important keys green, other keys darker if they get more attention.
 
-    Red frames: the last query whose most similar earlier query is some way back, and that earlier query.
+    Red frames mark the last query whose most similar earlier query is some way back, and this earlier query.
     """
     heads = {(a, b): share for a, b, share in zip(measured.layer, measured.head, measured.share, strict=True)}
     figure, panels = _grid(measured.maps, f"attention of {title}", colorbar=False, n_below=3)
@@ -55,7 +55,7 @@ def attention(measured: Attention, title: str) -> Figure:
 
 
 def queries(measured: SimilarQueries, title: str) -> Figure:
-    """Cosine similarity of each query to all earlier ones."""
+    """Draw the cosine similarity of each query to all earlier queries."""
     coarse = {place: _coarse(cosine) for place, cosine in measured.maps.items()}
     earlier = {place: np.tri(len(cosine), dtype=np.bool_) for place, cosine in coarse.items()}
     lowest = min(float(np.quantile(cosine[earlier[place]], 0.01)) for place, cosine in coarse.items())
@@ -71,7 +71,7 @@ def queries(measured: SimilarQueries, title: str) -> Figure:
 
 
 def values(measured: Values, title: str) -> Figure:
-    """Normalised singular values of keys and values, the mean over layers and heads."""
+    """Draw the normalised singular values of keys and values, as means over layers and heads."""
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="number of the singular value", ylabel="singular value / first")
     for observed, style in zip(measured.singular, ("-", "--", "-"), strict=False):
@@ -86,7 +86,7 @@ def values(measured: Values, title: str) -> Figure:
 
 
 def share(measured: Share, title: str) -> Figure:
-    """The share of important keys, by layer and by head."""
+    """Draw the share of important keys, by layer and by head."""
     layers, row = np.unique(measured.layer, return_inverse=True)
     by_head = np.full((int(measured.head.max()) + 1, len(layers)), np.nan)
     by_head[measured.head, row] = measured.share

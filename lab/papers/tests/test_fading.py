@@ -42,7 +42,8 @@ def test_means_are_those_of_the_definition(merge):
 
 def test_cells_that_take_the_bytes_of_means():
     query, key, value = (np.zeros(shape, np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8)))
-    # a mean takes 8 bytes more than a cell; each of 4 * 2 kept queries takes 8 * 2 bytes, and 4 for its total
+    # a mean takes 8 bytes more than a cell. Each of the 4 * 2 kept queries takes 8 * 2 bytes, and 4 bytes for
+    # its total
     rule, cells = (Rule.parse(f"streamingllm+6:{merge}:4") for merge in ("output", "cells"))
     assert rule.n_byte(20, 2, 8) == 20 * 32 + 6 * 8 + 4 * 2 * (16 + 4)
     n_cell = 26

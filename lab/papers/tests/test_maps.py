@@ -68,7 +68,7 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 
 
 def products(what, vectors):
-    """Return products f64[head, n, n], which, unlike vectors, do not depend on the order of dimensions.
+    """Return products f64[head, n, n]. Unlike vectors, they do not depend on the order of dimensions.
 
     The transformer in NumPy orders dimensions in another way. Queries are normalised, because some
     architectures scale them before attention and others within it.

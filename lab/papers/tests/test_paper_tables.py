@@ -315,7 +315,7 @@ def test_of_several_texts_a_text_is_the_unit(measured):
 
 def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
     more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
-    # nll differs far more between texts than between policies; the error must be that of the differences
+    # nll differs far more between texts than between policies. The error must be the error of the differences
     stored = [
         line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
         for line in of_texts(6, more)
@@ -335,7 +335,8 @@ def test_only_tokens_behind_the_budget_count_if_asked(measured):
     nll = [9.0] * 10 + [3.0] + [1.0] * 22
     stored = [about | {"label": "corm", "budget": None, "scores": {"nll": nll}}]
     stored += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
-    # ten blocks have 310 tokens: the eleventh, of nll 3, counts with a budget of 310, but not with 311
+    # ten blocks have 310 tokens. The eleventh block has a nll of 3: it is scored with a budget of 310, but
+    # not with 311
     means = [np.exp(25 / 23), np.exp(25 / 23), np.e]
     text = re.sub(r" ±[\d.]+", "", measured(stored, ScoreTable("nll", late=True)))
     for label in ("corm", "h2o"):

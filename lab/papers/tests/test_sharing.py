@@ -54,8 +54,9 @@ def test_layers_that_share_are_compared_apart_from_rows_that_do():
 
 
 def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full():
-    # gain of each item over the equal rows' score at the same bytes. In vt, half removed: 1 - 0.75 (75 bytes)
-    # and 0.5 - 0.5 (80); 75 % removed: 0.2 - 0.1 (30) and 0 - 0 (25). In cwe: 0.4 - 0.44 (60)
+    # gain of each item: its score, minus the score of equal rows with the same bytes (in parentheses). In vt
+    # with half removed: 1 - 0.75 (75 bytes) and 0.5 - 0.5 (80 bytes). In vt with 75 % removed: 0.2 - 0.1 (30
+    # bytes) and 0 - 0 (25 bytes). In cwe: 0.4 - 0.44 (60 bytes)
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
     gains = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
     assert sorted(gains) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))

@@ -9,7 +9,8 @@ from lab.papers import significance
 
 
 def test_signs_tell_a_difference_only_where_enough_items_differ():
-    # three differences are not 0, so their signs have 8 combinations; 2 of these have a mean as far from 0
+    # three differences are not 0, so there are 8 combinations of signs. In 2 of them the mean is as far from
+    # 0 as measured
     assert significance.sign_flip_test(np.repeat([1.0, 0.0], [3, 5])) == 0.25
     assert significance.sign_flip_test(np.zeros(8)) == 1
     assert significance.sign_flip_test(np.ones(6)) == 2 / 2**6
@@ -22,7 +23,7 @@ def test_signs_of_many_items_are_drawn_and_agree_with_all_of_them():
     for shift in (0.0, 0.4, 0.8):
         values = rng.normal(size=16) + shift
         exact = significance.sign_flip_test(values)
-        # one more difference, of almost 0, makes them too many to try all signs
+        # with one more difference, of almost 0, there are too many differences to try all signs
         drawn = significance.sign_flip_test(np.append(values, 1e-12))
         assert drawn == pytest.approx(exact, abs=0.015)
 
