@@ -73,8 +73,8 @@ def main() -> None:
     args.bias = {str(load_model(args.model).tokenize(" yes")[-1]): 100}
     sessions: dict[str, list[Json]] = {}
     with lzma.open(SESSIONS, "rt", encoding="utf-8") as lines:
-        for each in map(json.loads, lines):
-            sessions.setdefault(each.pop("client"), []).append(each)
+        for request in map(json.loads, lines):
+            sessions.setdefault(request.pop("client"), []).append(request)
     rows: list[Json] = []
     names = list(sessions)
     for i, agent in enumerate(names):
@@ -139,8 +139,8 @@ class Kvtool(Server):
         self.name, self.options = f"kvtool {options}".strip(), options
 
     def command(self, folder: Path) -> list[str]:
-        own = ["--port", self.port, "-t", self.args.threads, "--sessions", str(folder / "chats")]
-        options = [*own, *shlex.split(self.options)]
+        common = ["--port", self.port, "-t", self.args.threads, "--sessions", str(folder / "chats")]
+        options = [*common, *shlex.split(self.options)]
         return [sys.executable, "-m", "kvtool", "serve", "-m", self.args.model, *options]
 
 
@@ -148,8 +148,8 @@ class LlamaServer(Server):
     name = "llama-server"
 
     def command(self, folder: Path) -> list[str]:
-        own = ["--port", self.port, "-t", self.args.threads, "--slot-save-path", str(folder), "--no-ui"]
-        return [self.args.llama_server, "-m", self.args.model, "-c", self.args.n_ctx, *own]
+        common = ["--port", self.port, "-t", self.args.threads, "--slot-save-path", str(folder), "--no-ui"]
+        return [self.args.llama_server, "-m", self.args.model, "-c", self.args.n_ctx, *common]
 
     def restart(self, folder: Path) -> None:
         self._slots("save")
@@ -169,17 +169,17 @@ class LlamaCpp(Server):
 
     def command(self, folder: Path) -> list[str]:
         threads = ["--n_threads", self.args.threads, "--n_threads_batch", self.args.threads]
-        own = ["--model", self.args.model, "--n_ctx", self.args.n_ctx, "--port", self.port, *threads]
-        return [self.args.llama_cpp, "-m", "llama_cpp.server", *own]
+        common = ["--model", self.args.model, "--n_ctx", self.args.n_ctx, "--port", self.port, *threads]
+        return [self.args.llama_cpp, "-m", "llama_cpp.server", *common]
 
     def count(self, end: Json) -> tuple[int, int] | None:
         time.sleep(0.5)
         with self.log.open("rb") as log:
             log.seek(self.n_log)
-            said = log.read()
-        self.n_log += len(said)
-        hits = re.findall(rb"(\d+) prefix-match hit, remaining (\d+) prompt", said)
-        read = re.findall(rb"prompt eval time =.*?/ +(\d+) tokens", said)
+            text = log.read()
+        self.n_log += len(text)
+        hits = re.findall(rb"(\d+) prefix-match hit, remaining (\d+) prompt", text)
+        read = re.findall(rb"prompt eval time =.*?/ +(\d+) tokens", text)
         n_read = int(hits[-1][1]) if hits else int(read[-1]) if read else None
         return None if n_read is None else (n_read + int(hits[-1][0]) if hits else n_read, n_read)
 
@@ -194,24 +194,26 @@ def _servers(args: argparse.Namespace) -> Iterator[Server]:
             yield kind(args, port)
 
 
-def _replay(server: Server, asked: list[Json], other: list[Json], args: argparse.Namespace) -> Iterator[Json]:
-    if asked[-1]["path"] not in server.speaks:
+def _replay(
+    server: Server, requests: list[Json], other: list[Json], args: argparse.Namespace
+) -> Iterator[Json]:
+    if requests[-1]["path"] not in server.speaks:
         return
     with tempfile.TemporaryDirectory() as name:
         folder, chat = Path(name), Chat(server, args)
         server.start(folder)
         try:
-            for i, each in enumerate(asked[:-1]):
-                yield {"phase": "turns" if i else "first", **chat.turn(each)}
+            for i, request in enumerate(requests[:-1]):
+                yield {"phase": "turns" if i else "first", **chat.turn(request)}
             server.restart(folder)
-            yield {"phase": "restarted", **chat.turn(asked[-1])}
-            changed = _edited(asked[-1])
+            yield {"phase": "restarted", **chat.turn(requests[-1])}
+            changed = _edited(requests[-1])
             chat.said.pop()
             yield {"phase": "edited", **chat.turn(changed)}
             if args.long:
                 text = " ".join(args.long.read_text(encoding="utf-8").split()[: args.words])
-                for phase, said in (("long", text), ("long, restarted", "Go on.")):
-                    more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": said}]
+                for phase, question in (("long", text), ("long, restarted", "Go on.")):
+                    more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": question}]
                     changed["body"]["messages"] += more
                     if phase != "long":
                         server.restart(folder)
@@ -224,9 +226,9 @@ def _replay(server: Server, asked: list[Json], other: list[Json], args: argparse
         chats = Chat(server, args), Chat(server, args)
         server.start(Path(name))
         try:
-            for pair in zip(asked, other, strict=False):
-                for chat, each in zip(chats, pair, strict=True):
-                    yield {"phase": "two in turns", **chat.turn(each)}
+            for pair in zip(requests, other, strict=False):
+                for chat, request in zip(chats, pair, strict=True):
+                    yield {"phase": "two in turns", **chat.turn(request)}
         finally:
             server.stop()
 
@@ -239,32 +241,32 @@ class Chat:
         self.said: list[str] = []
         self.n_given = 0
 
-    def turn(self, asked: Json) -> Json:
-        body = asked["body"]
+    def turn(self, request: Json) -> Json:
+        body = request["body"]
         # a request without tools asks for a title: it is not part of the chat
         is_own = bool(body.get("tools"))
         if is_own and not self.said:
             self.n_given = sum(each["role"] == "assistant" for each in body["messages"])
         if is_own and not self.args.recorded:
             body = body | {"messages": self._as_said(body["messages"])}
-        row, said = _turn(self.server, asked["path"], body, self.args.n)
+        row, reply = _turn(self.server, request["path"], body, self.args.n)
         if is_own:
-            self.said.append(said.strip() or "Yes.")
+            self.said.append(reply.strip() or "Yes.")
         return row
 
     def _as_said(self, messages: list[Json]) -> list[Json]:
-        given, said = self.n_given, iter(self.said)
-        told = []
+        given, replies = self.n_given, iter(self.said)
+        sent = []
         for message in messages:
             if message["role"] == "assistant":
                 given -= 1
-                message = message if given >= 0 else {"role": "assistant", "content": next(said)}
+                message = message if given >= 0 else {"role": "assistant", "content": next(replies)}
             elif message["role"] == "tool":
                 message = {"role": "user", "content": message["content"]}
             elif isinstance(message["content"], list):
                 message = message | {"content": [_as_text(part) for part in message["content"]]}
-            told.append(message)
-        return told
+            sent.append(message)
+        return sent
 
 
 def _as_text(part: Json) -> Json:
@@ -275,9 +277,9 @@ def _as_text(part: Json) -> Json:
     return {"type": "text", "text": "\n".join(texts)}
 
 
-def _edited(asked: Json) -> Json:
+def _edited(request: Json) -> Json:
     """Return a copy of a request, in which a message in the middle begins with "Changed: "."""
-    changed = copy.deepcopy(asked)
+    changed = copy.deepcopy(request)
     messages = changed["body"]["messages"]
     later = messages[len(messages) // 2 :]
     message = next(each for each in later if each["role"] in ("user", "tool"))
@@ -297,8 +299,8 @@ def post(url: str, body: Json) -> object:
 
 
 def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
-    own = {"stream": True, "max_tokens": n, "temperature": 0, "logit_bias": server.args.bias}
-    body = body | own
+    options = {"stream": True, "max_tokens": n, "temperature": 0, "logit_bias": server.args.bias}
+    body = body | options
     start, first, end, reply = time.perf_counter(), 0.0, {}, ""
     with post(server.url + path, body) as stream:
         for line in stream:
@@ -313,10 +315,10 @@ def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
             end["usage"] = end.get("usage", {}) | usage
             texts = [choice["delta"].get("content") for choice in piece.get("choices", ())]
             texts.append(piece.get("delta", {}).get("text"))
-            said = "".join(filter(None, texts))
-            if said and not first:
+            text = "".join(filter(None, texts))
+            if text and not first:
                 first = time.perf_counter()
-            reply += said
+            reply += text
     n_prompt, n_read = server.count(end) or (None, None)
     first_s = (first or time.perf_counter()) - start
     return {"tokens": n_prompt, "read": n_read, "first_s": first_s}, reply
@@ -328,8 +330,8 @@ def _table(rows: list[Json], args: argparse.Namespace) -> Table:
     for column in ("agent", "phase", "tokens", *servers, *(f"{name}, s" for name in servers)):
         table.add_column(column, justify="left" if column in ("agent", "phase") else "right")
     for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
-        own = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
-        of = [[row for row in own if row["server"] == name] for name in servers]
+        group = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
+        of = [[row for row in group if row["server"] == name] for name in servers]
         # this is one number if all servers got the same prompts
         tokens = dict.fromkeys(f"{sum(row['tokens'] for row in each):,}" for each in of if each)
         read = [sum(row["read"] or 0 for row in each) if each else None for each in of]

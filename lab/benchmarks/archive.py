@@ -71,8 +71,8 @@ def main() -> None:
         times = _in_turn(engines, tokens)
         best = min(times[name] for name in times if name.startswith("full"))
         rows += [
-            {"size": size, "what": name, "ms": 1e3 * own, "times_as_fast": best / own}
-            for name, own in times.items()
+            {"size": size, "what": name, "ms": 1e3 * seconds, "times_as_fast": best / seconds}
+            for name, seconds in times.items()
         ]
         note(f"{size:,} tokens done")
     table = Table(*("tokens", "what", "ms a token", "times as fast as full"))
@@ -94,7 +94,7 @@ def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, f
     for engine in engines.values():
         engine.close()
     # leave out the first two tokens, because they use memory for the first time
-    return {name: statistics.median(own[2:]) for name, own in times.items()}
+    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
 def _saved(
@@ -117,8 +117,8 @@ def _put(
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
     """Repeat the bytes of n_own tokens until there are n tokens."""
-    own = values.reshape(-1).view(np.uint8).reshape(n_own, -1)
-    return np.concatenate([own] * -(-n // n_own))[:n].reshape(-1)
+    rows = values.reshape(-1).view(np.uint8).reshape(n_own, -1)
+    return np.concatenate([rows] * -(-n // n_own))[:n].reshape(-1)
 
 
 def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> loop.Engine:
@@ -140,7 +140,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
         far = max(begin, counters["rows", "n_past"] - N_NEAR)
         # let positions start again every N_FRAME tokens, as in a long stream
         bases = range(base, 0, -N_FRAME)[::-1]
-        frames = [number for own in bases for number in (max(begin, own), own)]
+        frames = [number for start in bases for number in (max(begin, start), start)]
         frames[0] = begin
         arrays["archive"] = np.array([begin, end + more, far, *frames], np.int64)
     return _put(loop.Engine(model, policy, settings), arrays, counters)

@@ -108,13 +108,13 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
             at += N_WORDS
             chat.read_turn("Please go on.")
         n_past, n_bytes, start = engine.n_past, engine.archive_bytes, time.process_time()
-        said = model.tokenize(" ".join(words[at : at + args.score]))[: args.score]
+        tokens = model.tokenize(" ".join(words[at : at + args.score]))[: args.score]
         at += args.score
-        nll, _ = _score(engine, said)
+        nll, _ = _score(engine, tokens)
         turns.append({"tokens": n_past, "nll": nll.tolist(), "cpu_s": time.process_time() - start})
         turns[-1]["archive_bytes"] = n_bytes
         note(f"{n_past:,} tokens, perplexity {math.exp(nll.mean()):.2f}")
-        _say(chat, said[-1:])
+        _say(chat, tokens[-1:])
         chat.read_turn("Please go on.")
     return {"turns": turns, "facts": _ask(chat, facts)}
 
@@ -147,10 +147,10 @@ def _ask(chat: Conversation, facts: list[tuple[str, int]]) -> list[dict[str, obj
     for who, code in facts:
         engine.restore(saved)
         turn = chat.template.turn(chat.messages[:-1], f"What is the code of {who}'s locker?")
-        said = model.tokenize(FACT.format(who))
-        engine.read(np.concatenate([model.tokenize(turn, special=True), said]))
-        nll, found = _score(engine, model.tokenize(f"{FACT.format(who)} {code}")[len(said) :])
-        items.append({"fact": who, "code": code, "found": found, "log_p": -float(nll.sum())})
+        beginning = model.tokenize(FACT.format(who))
+        engine.read(np.concatenate([model.tokenize(turn, special=True), beginning]))
+        nll, is_found = _score(engine, model.tokenize(f"{FACT.format(who)} {code}")[len(beginning) :])
+        items.append({"fact": who, "code": code, "found": is_found, "log_p": -float(nll.sum())})
     return items
 
 
@@ -162,20 +162,20 @@ def _print(results: dict) -> None:
             f"after {turn['tokens']:,} tokens: perplexity, nats above the first, ms a token, archive in MiB"
         )
         for name, run in runs.items():
-            own, nll = run["turns"][i], np.array(run["turns"][i]["nll"])
-            ms, mib = 1e3 * own["cpu_s"] / len(nll), own["archive_bytes"] / 2**20
+            row, nll = run["turns"][i], np.array(run["turns"][i]["nll"])
+            ms, mib = 1e3 * row["cpu_s"] / len(nll), row["archive_bytes"] / 2**20
             more = nll - turn["nll"]
             given = _given(*joined(block_sums(more), block_counts(len(more))))
             print(f"  {name:20}{math.exp(nll.mean()):8.2f}   {given}{ms:8.1f}{mib:8.1f}")
     if first["facts"]:
         print(f"of {results['facts']} facts: found, lost and won, p; nats of a code, and above the first")
     for name, run in runs.items() if first["facts"] else ():
-        found, before = (np.array([each["found"] for each in of["facts"]]) for of in (run, first))
+        now, before = (np.array([each["found"] for each in of["facts"]]) for of in (run, first))
         log_p, others = (np.array([each["log_p"] for each in of["facts"]]) for of in (run, first))
-        lost, won = int((before & ~found).sum()), int((found & ~before).sum())
+        lost, won = int((before & ~now).sum()), int((now & ~before).sum())
         given = _given(log_p - others, np.ones(len(log_p)))
         print(
-            f"  {name:20}{found.sum():4}{lost:6}{won:4}{mcnemar(lost, won):9.2g}{log_p.mean():9.3f}   {given}"
+            f"  {name:20}{now.sum():4}{lost:6}{won:4}{mcnemar(lost, won):9.2g}{log_p.mean():9.3f}   {given}"
         )
     print(describe({"model": results["model"], **results["machine"]}))
 

@@ -43,9 +43,9 @@ def main() -> None:
     for n_top in map(int, args.top.split(",")):
         divergence.N_TOP = n_top
         results[f"kvtool, {n_top} kept"] = _ours(args, model, tokens)
-    for name, found in results.items():
-        ratio = found["kl"] / results["stock"]["kl"]
-        print(f"{name}: KL {found['kl']:.6f} ({ratio:.3f} of stock's), top-1 {found['top1']:.3%}")
+    for name, result in results.items():
+        ratio = result["kl"] / results["stock"]["kl"]
+        print(f"{name}: KL {result['kl']:.6f} ({ratio:.3f} of stock's), top-1 {result['top1']:.3%}")
     write_json(args.json, results)
 
 
@@ -86,10 +86,10 @@ def _stock(args, path: Path) -> dict[str, float]:
         command += ["--chunks", args.chunks, "-t", args.threads, "-fa", "on"]
         command += ["--kl-divergence-base", Path(folder) / "base"]
         _say(command)
-        said = _say([*command, "-ctk", args.type, "-ctv", args.type, "--kl-divergence"])
+        stdout = _say([*command, "-ctk", args.type, "-ctv", args.type, "--kl-divergence"])
     return {
-        "kl": float(re.search(r"Mean +KLD: +([\d.]+)", said)[1]),
-        "top1": float(re.search(r"Same top p: +([\d.]+)", said)[1]) / 100,
+        "kl": float(re.search(r"Mean +KLD: +([\d.]+)", stdout)[1]),
+        "top1": float(re.search(r"Same top p: +([\d.]+)", stdout)[1]) / 100,
     }
 
 

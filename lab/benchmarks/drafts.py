@@ -112,34 +112,34 @@ def _prompts(args: object) -> list[str]:
         return list(TASKS)
     if args.task == "prose":
         return [f"Write a long text about {topic}." for topic in TOPICS]
-    found = []
+    prompts = []
     for line in args.documents.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         document = record.get("prompt") or f"{record['context']}\n\n{record['input']}"
-        found.append(f"{document}\n\nSummarize what this says, and quote its most important sentences.")
+        prompts.append(f"{document}\n\nSummarize what this says, and quote its most important sentences.")
     # use the shortest documents, because long documents take minutes to read
-    return sorted(found, key=len)[:10]
+    return sorted(prompts, key=len)[:10]
 
 
 def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[str, float]:
     """Write an answer without draft tokens and again with draft tokens. Compare the two answers."""
-    found = []
-    for own in (None, drafter):
+    runs = []
+    for used in (None, drafter):
         with closing(Sampler(engine.model)) as sampler:
-            writer = Writer(engine, sampler, own)
+            writer = Writer(engine, sampler, used)
             writer.reset()
-            if own:
-                own.cut(0)
+            if used:
+                used.cut(0)
             before = drafter.n_drafted, drafter.n_accepted
             writer.read(prompt)
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in writer.write(n):
                 pass
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            found.append((writer.n_written, wall, cpu, writer.tokens[len(prompt) :]))
-    (n_own, wall_own, cpu_own, own), (n_with, wall_with, cpu_with, other) = found
-    differ = np.flatnonzero(own[: len(other)] != other[: len(own)])
-    same = int(differ[0]) if len(differ) else min(len(own), len(other))
+            runs.append((writer.n_written, wall, cpu, writer.tokens[len(prompt) :]))
+    (n_own, wall_own, cpu_own, tokens_own), (n_with, wall_with, cpu_with, tokens_with) = runs
+    differ = np.flatnonzero(tokens_own[: len(tokens_with)] != tokens_with[: len(tokens_own)])
+    same = int(differ[0]) if len(differ) else min(len(tokens_own), len(tokens_with))
     return {
         "prompt": len(prompt),
         "written": n_with,
@@ -147,7 +147,7 @@ def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[
         "accepted": drafter.n_accepted - before[1],
         "wall": wall_own / n_own * n_with / wall_with,
         "cpu": cpu_own / n_own * n_with / cpu_with,
-        "same": same / max(len(own), len(other), 1),
+        "same": same / max(len(tokens_own), len(tokens_with), 1),
     }
 
 

@@ -50,8 +50,8 @@ def main() -> None:
     exact = _predictions(model, tokens, "f32", after, args)
     divergence = {}
     for kind in args.types.split(","):
-        found = _predictions(model, tokens, kind, after, args)
-        divergence[kind] = [_kl(p, q) for p, q in zip(exact, found, strict=True)]
+        predictions = _predictions(model, tokens, kind, after, args)
+        divergence[kind] = [_kl(p, q) for p, q in zip(exact, predictions, strict=True)]
         note(f"{kind}: {divergence[kind]}")
     results = {
         "machine": machine(),
@@ -76,14 +76,14 @@ def _predictions(model: Model, tokens: np.ndarray, type_k: str, after: list[int]
     settings = Settings(positions=args.positions, n_batch=1, type_k=type_k, n_threads=args.threads)
     engine = Engine(model, policies.fit(args.policy, args.budget, 1), settings)
     starts = [args.budget - 1 + n for n in after]
-    found = [[] for _ in starts]
+    by_start = [[] for _ in starts]
     for at, token in enumerate(tokens):
         engine.read(np.array([token], np.int32))
-        for start, logits in zip(starts, found, strict=True):
+        for start, logits in zip(starts, by_start, strict=True):
             if start <= at < start + args.score:
                 logits.append(_log_softmax(engine.context.logits()[0]))
     engine.close()
-    return [np.array(logits) for logits in found]
+    return [np.array(logits) for logits in by_start]
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -76,14 +76,14 @@ def main() -> None:
         Settings(prefill="stream", n_threads=args.threads),
     )
     planted = _read(model, engine, filler, facts, args.tokens)
-    found = []
+    items = []
     for (fact, answer), at in zip(facts, planted, strict=True):
         start = time.process_time()
         engine.read(model.tokenize(f"\nQuestion: what do you remember? {fact}"))
         sampler = Sampler(model)
         output = "".join(Writer(engine, sampler).write(N_ANSWER))
         sampler.close()
-        found.append(
+        items.append(
             {"fact": f"{fact} {answer}", "at": at, "output": output, "found": answer in output}
             | {"cpu_s": time.process_time() - start}
         )
@@ -93,15 +93,15 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("policy", "budget", "option", "seed")},
         "tokens": args.tokens,
         "archive_bytes": engine.archive_bytes,
-        "items": found,
+        "items": items,
     }
     table = Table(title=f"{args.policy}, {args.budget} cells, {args.tokens:,} tokens")
     for column in ("planted at", "fact", "answer"):
         table.add_column(column, justify="right" if column == "planted at" else "left")
-    for item in found:
+    for item in items:
         table.add_row(f"{item['at']:,}", item["fact"], repr(item["output"]))
     (Console() if Console().is_terminal else Console(width=110)).print(table, markup=False)
-    print(f"found: {sum(item['found'] for item in found)} of {len(found)}")
+    print(f"found: {sum(item['found'] for item in items)} of {len(items)}")
     print(describe(results["machine"]))
     write_json(args.json, results)
 

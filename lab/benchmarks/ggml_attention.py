@@ -85,13 +85,13 @@ def attention(
         k, v = (work.view(each, (D, n_kv, N_KV_HEAD, 1), (cell, head, n_kv * cell)) for each in (k, v))
         return [call(q, k, v, mask)]
     if form == "calls":
-        made = []
+        nodes = []
         for i in range(N_KV_HEAD):
             own_q = work.view(q, (D, n, N_GROUP, 1), (q_token, q_head, n * q_token), i * N_GROUP * q_head)
             k_i, v_i = (work.view(t, (D, n_kv, 1, 1), (cell, head, n_kv * cell), i * head) for t in (k, v))
             m_i = work.view(mask, (n_kv, n, 1, 1), (2 * n_kv, 2 * n_kv * n, 2 * n_kv * n), i * 2 * n_kv * n)
-            made.append(call(own_q, k_i, v_i, m_i))
-        return made
+            nodes.append(call(own_q, k_i, v_i, m_i))
+        return nodes
     q = work.view(q, (D, n, N_GROUP, N_KV_HEAD), (q_token, q_head, N_GROUP * q_head))
     k, v = (work.view(each, (D, n_kv, 1, N_KV_HEAD), (cell, head, head)) for each in (k, v))
     out = call(q, k, v, mask)

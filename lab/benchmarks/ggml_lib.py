@@ -103,12 +103,12 @@ class Ggml:
             function = getattr(self.lib, name, None)
             if function is not None:
                 function.restype, function.argtypes = result, arguments
-        found = devices()
-        gpus = [i for i, each in enumerate(found) if each["type"] in ("gpu", "igpu")]
+        listed = devices()
+        gpus = [i for i, each in enumerate(listed) if each["type"] in ("gpu", "igpu")]
         self.is_gpu = bool(gpus)
-        at = gpus[0] if gpus else next(i for i, each in enumerate(found) if each["type"] == "cpu")
+        at = gpus[0] if gpus else next(i for i, each in enumerate(listed) if each["type"] == "cpu")
         self.device: int = self.lib.ggml_backend_dev_get(at)
-        self.name: str = found[at]["name"]
+        self.name: str = listed[at]["name"]
 
     def has(self, function: str) -> bool:
         """True if the library exports the function."""

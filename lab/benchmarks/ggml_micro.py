@@ -89,10 +89,10 @@ def _attention(
         n_mask = 1 if form == "one" else N_KV_HEAD
         q = work.tensor(F32, D, N_HEAD, n)
         mask = work.tensor(F16, n_kv, n, 1, n_mask)
-        made = [attention(work, q, k, v, mask, kind, n, n_kv, form) for k, v in kv]
-        if not all(work.supports(node) for node in made[0]):
+        by_layer = [attention(work, q, k, v, mask, kind, n, n_kv, form) for k, v in kv]
+        if not all(work.supports(node) for node in by_layer[0]):
             return {"supported": False}
-        graph = work.graph([node for nodes in made for node in nodes])
+        graph = work.graph([node for nodes in by_layer for node in nodes])
         work.alloc()
         queries = rng.standard_normal((n, N_HEAD, D), np.float32)
         values = random_mask(rng, n_mask, n, n_kv)
@@ -101,7 +101,7 @@ def _attention(
         seconds = median_s(partial(work.compute, graph), seconds=0.1)
         some = np.unique(np.linspace(0, n - 1, 3).astype(int))
         want = reference(queries[some], *(each[:n_kv] for each in plain), values[:, some])
-        got = in_order(work, made[-1], n, form)[some]
+        got = in_order(work, by_layer[-1], n, form)[some]
         error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
         return {"supported": True, "us": 1e6 * seconds / len(kv), "error": error}
     finally:

@@ -215,8 +215,8 @@ def _writing(
                 for _ in range(n_piece // n_layer):
                     size = 4 * D * n_token
                     source = work.view(packed, (D, n_token, 1, 1), (4 * D, size, size), n_written * size)
-                    own = work.view(index, (n_token, 1, 1, 1), (8 * n_token,) * 3, n_written * 8 * n_token)
-                    nodes.append(lib.ggml_set_rows(work.context, flat, source, own))
+                    dst = work.view(index, (n_token, 1, 1, 1), (8 * n_token,) * 3, n_written * 8 * n_token)
+                    nodes.append(lib.ggml_set_rows(work.context, flat, source, dst))
                     n_written += 1
         q = work.view(queries, (D, N_HEAD, 1, 1), (4 * D, *(4 * D * N_HEAD,) * 2), layer * 4 * D * N_HEAD)
         nodes += attention(work, q, k, v, masks[layer % len(masks)], kind, 1, n_kv, form)

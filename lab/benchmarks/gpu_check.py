@@ -236,8 +236,8 @@ class Check:
         if code:
             del self._writers[part.model]
             writer.kill()
-            said = (self.args.out / f"{part.model}.log").read_text(errors="replace")
-            self._add({"part": part.name, "what": part.model, "why": f"not written: {said[-TAIL:]}"})
+            log = (self.args.out / f"{part.model}.log").read_text(errors="replace")
+            self._add({"part": part.name, "what": part.model, "why": f"not written: {log[-TAIL:]}"})
         return not code
 
     def _run(self, part: Part) -> None:
@@ -260,10 +260,10 @@ class Check:
                 self._add({"part": part.name, **row})
         took = time.monotonic() - began
         if lines.code:
-            said = log.read_bytes()[begin:].decode("utf-8", "replace").strip()[-TAIL:]
+            tail = log.read_bytes()[begin:].decode("utf-8", "replace").strip()[-TAIL:]
             why = f"ended after {limit_s:.0f} s" if lines.is_late else f"exit status {lines.code}"
             if part.name != "5" or lines.is_late:
-                self._add({"part": part.name, "what": what, "why": f"{why}: {said}"})
+                self._add({"part": part.name, "what": what, "why": f"{why}: {tail}"})
         print(f"          took {took:.1f} s", file=sys.stderr, flush=True)
 
     def _add(self, row: Row) -> None:
@@ -331,7 +331,7 @@ def loads(library: str) -> bool:
 
 def cuda_folders() -> list[str]:
     """Return the folders of CUDA's libraries. For each library, this is the first folder that has it."""
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
     sites = {path for path in sys.path if path.endswith("-packages")}
@@ -341,16 +341,16 @@ def cuda_folders() -> list[str]:
         for folder in sorted(Path("/").glob(pattern.lstrip("/"))):
             for name in names:
                 if (folder / name).exists():
-                    found.setdefault(name, str(folder))
+                    folders.setdefault(name, str(folder))
     for name in names:
-        if name not in found:
+        if name not in folders:
             print(f"{name} is not in the usual folders", file=sys.stderr)
             command = ["timeout", "20", "find", "/", "-xdev", "-name", name, "-print", "-quit"]
-            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-            if said:
-                found[name] = str(Path(said).parent)
+            stdout = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            if stdout:
+                folders[name] = str(Path(stdout).parent)
     # put system folders last: other libraries in them could hide the libraries of the remaining folders
-    return sorted(dict.fromkeys(found.values()), key=lambda folder: folder.startswith("/usr/lib"))
+    return sorted(dict.fromkeys(folders.values()), key=lambda folder: folder.startswith("/usr/lib"))
 
 
 class Lines:
@@ -429,26 +429,26 @@ def tests_of(lines: Iterable[str]) -> Iterator[Row]:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a text with all rows, part by part."""
     for part in dict.fromkeys(row["part"] for row in rows):
-        here = [row for row in rows if row["part"] == part and not row.get("why")]
+        of_part = [row for row in rows if row["part"] == part and not row.get("why")]
         yield f"\n== {part}"
         if part == "2a":
-            yield from pivot([row for row in here if "us" in row], ("type", "n", "n_kv"), "what", "us")
-            errors = [row["error"] for row in here if "error" in row]
-            wrong = [row for row in here if "error" in row and not row["error"] < MOST_ERROR]
+            yield from pivot([row for row in of_part if "us" in row], ("type", "n", "n_kv"), "what", "us")
+            errors = [row["error"] for row in of_part if "error" in row]
+            wrong = [row for row in of_part if "error" in row and not row["error"] < MOST_ERROR]
             yield f"largest error: {max(errors, default=0):.2g}; wrong results: {wrong or 'none'}"
-            refused = [f"{row['what']} {row['type']} n={row['n']}" for row in here if not row["supported"]]
+            refused = [f"{row['what']} {row['type']} n={row['n']}" for row in of_part if not row["supported"]]
             yield f"not supported: {'; '.join(refused) or 'nothing'}"
         elif part == "2c":
-            yield from pivot([row for row in here if "us" in row], ("type", "nodes", "rows"), "what", "us")
+            yield from pivot([row for row in of_part if "us" in row], ("type", "nodes", "rows"), "what", "us")
         elif part == "2d":
-            for row in here:
+            for row in of_part:
                 times = " ".join(f"{name[3:]} {row[name]:.0f}" for name in row if name.startswith("us_"))
                 case = f"{row['what']:9} {row['type']} n={row['n']} archived={row['archived']}"
                 yield f"{case}: {times} us a layer"
         elif part == "2e":
-            yield from pivot(here, ("type", "n_kv"), "what", "us")
+            yield from pivot(of_part, ("type", "n_kv"), "what", "us")
         else:
-            for row in here:
+            for row in of_part:
                 yield ", ".join(f"{name} {short(value)}" for name, value in row.items() if name not in HIDDEN)
         for row in rows:
             if row["part"] == part and row.get("why"):

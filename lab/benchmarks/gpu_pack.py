@@ -135,10 +135,10 @@ def compile_kernels(target: Path) -> None:
     llvm.get_host_cpu_features = lambda: llvm.FeatureMap()
     from importlib import import_module
 
-    found = {kernel.name: kernel for name in kernels.modules() for kernel in of_module(import_module(name))}
-    for kernel in found.values():
+    by_name = {kernel.name: kernel for name in kernels.modules() for kernel in of_module(import_module(name))}
+    for kernel in by_name.values():
         kernel.compile()
-    link(found.values(), target.resolve())
+    link(by_name.values(), target.resolve())
 
 
 def write_vocabulary(model: Path, target: Path) -> None:

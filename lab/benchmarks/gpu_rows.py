@@ -71,10 +71,10 @@ def facts(args: Args) -> Iterator[Row]:
     ask = "name,driver_version,memory.total,clocks.max.sm,pcie.link.gen.current,pcie.link.width.current"
     try:
         command = ["nvidia-smi", f"--query-gpu={ask}", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+        text = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        said = "no nvidia-smi"
-    yield {"what": "nvidia-smi", ask: said}
+        text = "no nvidia-smi"
+    yield {"what": "nvidia-smi", ask: text}
 
 
 def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
@@ -169,19 +169,19 @@ Graph = tuple[int, Counter[str], Counter[str]]
 
 def graphs_of(text: str) -> list[Graph]:
     """Return splits, operations, and operations on the CPU for each graph in the scheduler's log."""
-    found: list[Graph] = []
+    graphs: list[Graph] = []
     backend = ""
     for line in text.splitlines():
         if match := re.match(r"## SPLIT #(\d+): (\S+)", line):
             backend = match[2]
             if match[1] == "0":
-                found.append((0, Counter(), Counter()))
-            found[-1] = (int(match[1]) + 1, *found[-1][1:])
-        elif found and (match := re.match(r"node #\s*\d+ \(\s*([^)]*?)\s*\)", line)):
-            found[-1][1][match[1]] += 1
+                graphs.append((0, Counter(), Counter()))
+            graphs[-1] = (int(match[1]) + 1, *graphs[-1][1:])
+        elif graphs and (match := re.match(r"node #\s*\d+ \(\s*([^)]*?)\s*\)", line)):
+            graphs[-1][1][match[1]] += 1
             if backend.startswith("CPU"):
-                found[-1][2][match[1]] += 1
-    return found
+                graphs[-1][2][match[1]] += 1
+    return graphs
 
 
 def read(args: Args) -> Iterator[Row]:

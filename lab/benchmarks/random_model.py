@@ -160,8 +160,8 @@ def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tupl
         attention |= {"attn_q_norm.weight": (args.head_dim,), "attn_k_norm.weight": (args.head_dim,)}
     for layer in range(args.layers):
         recurs = args.arch == "qwen35" and (layer + 1) % 4
-        own = {f"{name}.weight": (n_embd,) for name in norms} | {f"{name}.weight": mlp[name] for name in mlp}
-        for name, shape in (own | (recurrent(n_embd, args.groups) if recurs else attention)).items():
+        base = {f"{name}.weight": (n_embd,) for name in norms} | {f"{name}.weight": mlp[name] for name in mlp}
+        for name, shape in (base | (recurrent(n_embd, args.groups) if recurs else attention)).items():
             yield f"blk.{layer}.{name}", shape
 
 

@@ -100,7 +100,7 @@ def main() -> None:
             times[name].append(now() - start)
         note(f"round {i + 1} of {args.rounds}")
 
-    seconds = {name: spread(found) for name, found in times.items()}
+    seconds = {name: spread(values) for name, values in times.items()}
     best = min((name for name in times if name not in names), key=lambda name: seconds[name]["median"])
     ratios = {
         name: spread([ours / stock for ours, stock in zip(times[name], times[best], strict=True)])

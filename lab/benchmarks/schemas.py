@@ -108,16 +108,16 @@ class Wanderer:
 def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]:
     """Count a schema as enforced, accepted with remarks or refused. Count its n samples by outcome."""
     try:
-        found = enforced(schema)
+        constraint = enforced(schema)
     except UsageError:
         return Counter({"refused": 1})
-    if found.not_held:
+    if constraint.not_held:
         return Counter({"with remarks": 1})
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     counts = Counter({"enforced": 1})
     for _ in range(n):
         try:
-            text = wanderer.text(found)
+            text = wanderer.text(constraint)
         except UsageError as error:
             note(str(error))
             counts["too complex"] += 1
@@ -149,17 +149,17 @@ def ratios(model: Model, rounds: int, n: int) -> list[float]:
     # tokens are banned
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
-    found = []
+    values = []
     engine = Engine(model, policies.fit("full", 4096), Settings(n_threads=1))
     token_s(engine, held, 16, 0)
     for seed in range(rounds):
         times = {
             kind: token_s(engine, kind, n, seed) for kind in ((free, held) if seed % 2 else (held, free))
         }
-        found.append(times[held] / times[free])
+        values.append(times[held] / times[free])
         note(f"{times[free] * 1000:.2f} ms free, {times[held] * 1000:.2f} ms under a schema")
     engine.close()
-    return found
+    return values
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -169,26 +169,26 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=0, help="pairs of texts with and without a schema")
     parser.add_argument("-n", type=int, default=150, help="tokens of each of them")
-    its = parser.parse_args(args)
+    options = parser.parse_args(args)
     results: dict[str, object] = {"machine": machine()}
-    if its.file:
-        model = Model(resolve(its.model), vocab_only=True)
-        wanderer, counts = Wanderer(model, its.seed), Counter[str]()
-        for line in its.file.read_text(encoding="utf-8").splitlines():
-            counts += tried(json.loads(line)["schema"], wanderer, its.samples)
+    if options.file:
+        model = Model(resolve(options.model), vocab_only=True)
+        wanderer, counts = Wanderer(model, options.seed), Counter[str]()
+        for line in options.file.read_text(encoding="utf-8").splitlines():
+            counts += tried(json.loads(line)["schema"], wanderer, options.samples)
         model.close()
         table = Table(*counts)
         table.add_row(*map(str, counts.values()))
         Console().print(table)
         results["schemas"] = dict(counts)
-    if its.rounds:
-        model = load_model(its.model)
-        found = spread(ratios(model, its.rounds, its.n))
+    if options.rounds:
+        model = load_model(options.model)
+        ratio = spread(ratios(model, options.rounds, options.n))
         model.close()
-        print(f"time of a token under a schema over one without: {show(found)}")
-        results["ratio"] = found
+        print(f"time of a token under a schema over one without: {show(ratio)}")
+        results["ratio"] = ratio
     note(describe(results["machine"]))
-    write_json(its.json, results)
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

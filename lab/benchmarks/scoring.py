@@ -76,7 +76,7 @@ def main() -> None:
             note(f"round {i + 1} of {args.rounds}")
     ratios = {name: spread([a / b for a, b in zip(ms[name], ms["stock"], strict=True)]) for name in names}
     results = {"machine": machine(), "model": model.path.name, "tokens": len(tokens), "budget": args.budget}
-    results |= {"ms_a_token": {name: spread(found) for name, found in ms.items()}, "over_stock": ratios}
+    results |= {"ms_a_token": {name: spread(values) for name, values in ms.items()}, "over_stock": ratios}
     print(f"stock: {show(spread(ms['stock']), 2)} ms a token")
     for name in names:
         print(f"{name}: {show(spread(ms[name]), 2)} ms a token, {show(ratios[name])} of stock's")

@@ -124,9 +124,9 @@ class Cache:
             signals["keys"] = self.rng.standard_normal((*chosen.shape, self.shape.dim), np.float32)
             signals["keys"] += self.centers[chosen]
         if Signal.FUTURE in self.policy.reads:
-            each = shape[0], 3, shape[1]
-            signals["future_mean"] = self.rng.standard_normal(each, np.float32)
-            signals["future_variance"] = self.rng.standard_normal(each, np.float32) ** 2
+            of_future = shape[0], 3, shape[1]
+            signals["future_mean"] = self.rng.standard_normal(of_future, np.float32)
+            signals["future_variance"] = self.rng.standard_normal(of_future, np.float32) ** 2
         if Signal.VALUE_NORMS in self.policy.reads:
             signals["value_norms"] = self.rng.standard_normal(shape, np.float32) ** 2
         if self.policy.reads & (Signal.HITS | Signal.FUTURE):
@@ -155,10 +155,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
 
-    asked = Shape("asked", args.rows, min(8, args.rows), args.cells, args.evict, args.dim)
+    typed = Shape("asked", args.rows, min(8, args.rows), args.cells, args.evict, args.dim)
     # refuse wrong names and options before the work starts
     chosen = {
-        spec: [(shape, _fit(spec, shape)) for shape in (asked, *MODELS)] for spec in args.policies.split(",")
+        spec: [(shape, _fit(spec, shape)) for shape in (typed, *MODELS)] for spec in args.policies.split(",")
     }
     results = {"machine": machine(), "options": {**vars(args), "json": None}, "policies": []}
     for spec, fitted in chosen.items():
@@ -202,14 +202,14 @@ def _print(args, results: dict) -> None:
     for column in columns:
         table.add_column(column, justify="right")
     for policy in results["policies"]:
-        asked = policy["asked"]
-        row = [f"{asked['evicted']:.0f}"]
-        row += [f"{asked['ms'][name]['median']:.1f}" for name in ("observe", "plan", "move")]
-        row.append(f"{asked['state_bytes'] / 2**20:.1f}")
+        typed = policy["asked"]
+        row = [f"{typed['evicted']:.0f}"]
+        row += [f"{typed['ms'][name]['median']:.1f}" for name in ("observe", "plan", "move")]
+        row.append(f"{typed['state_bytes'] / 2**20:.1f}")
         for shape in MODELS:
-            there = policy[shape.name]
-            row += [f"{there['ms_token']:.2f}", f"{there['state_bytes'] / 2**20:.1f}"]
-            row.append(f"{there['state_share']:.1%}")
+            numbers = policy[shape.name]
+            row += [f"{numbers['ms_token']:.2f}", f"{numbers['state_bytes'] / 2**20:.1f}"]
+            row.append(f"{numbers['state_share']:.1%}")
         table.add_row(policy["policy"], *row)
     # use a wide console for a file or a pipe, so that nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)

@@ -93,8 +93,8 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
         try:
             row, reply = _turn(messages, args.n)
         except (urllib.error.HTTPError, _Refused) as error:
-            said = error.read().decode() if isinstance(error, urllib.error.HTTPError) else str(error)
-            print(f"turn {turn}: {said[:300]}")
+            message = error.read().decode() if isinstance(error, urllib.error.HTTPError) else str(error)
+            print(f"turn {turn}: {message[:300]}")
             break
         messages.append({"role": "assistant", "content": reply})
         rows.append({"turn": turn, **row, "rss": _rss(pid), "reply": reply})
@@ -104,12 +104,12 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
 
 def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namespace) -> bool:
     """Return True if `kvtool chat` writes exactly the same replies."""
-    own = args.command[args.command.index("serve") + 1 :]
-    if "--port" in own:
-        at = own.index("--port")
-        own = own[:at] + own[at + 2 :]
+    options = args.command[args.command.index("serve") + 1 :]
+    if "--port" in options:
+        at = options.index("--port")
+        options = options[:at] + options[at + 2 :]
     more = ["--system", SYSTEM, "-n", str(args.n), "--temp", "0"]
-    command = [args.command[0], "chat", *own, *more]
+    command = [args.command[0], "chat", *options, *more]
     done = subprocess.run(
         command, input="\n".join(parts[: len(rows)]), capture_output=True, text=True, check=True
     )
@@ -157,8 +157,8 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
 
 def _rss(pid: int) -> float:
     """Resident memory of a process in MiB."""
-    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
-    return int(found[1]) / 1024 if found else 0.0
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    return int(match[1]) / 1024 if match else 0.0
 
 
 if __name__ == "__main__":

@@ -79,28 +79,28 @@ def main() -> None:
     model = load_model(args.model)
     path, n_threads = str(model.path), str(args.threads)
     model.close()
-    own = ["--policy", args.policy, "--budget", str(args.budget), "-t", n_threads, "--temp", "0"]
+    options = ["--policy", args.policy, "--budget", str(args.budget), "-t", n_threads, "--temp", "0"]
     commands = {
         "stock": ["-c", STOCK, path, str(args.budget), n_threads, str(N_REPLY), PROMPT],
-        "kvtool": ["-m", "kvtool", "chat", "-m", path, *own, "-n", str(N_REPLY)],
+        "kvtool": ["-m", "kvtool", "chat", "-m", path, *options, "-n", str(N_REPLY)],
     }
     n_turn = {"stock": 1, "kvtool": max(args.tokens // (N_REPLY + len(PROMPT) // 4), 1)}
-    found: dict[str, dict[str, list[float]]] = {name: {"s": [], "mib": []} for name in commands}
+    taken: dict[str, dict[str, list[float]]] = {name: {"s": [], "mib": []} for name in commands}
     imports = {name: _run(["-c", text.format(args.policy)])[1] for name, text in IMPORTS.items()}
     # do not count the first round, which fills caches of the system
     for i in range(args.rounds + 1):
         for name, command in commands.items():
             first, most = _run(command, n_turn[name])
             if i > 0:
-                found[name]["s"].append(first)
-                found[name]["mib"].append(most)
+                taken[name]["s"].append(first)
+                taken[name]["mib"].append(most)
         note(f"round {i} of {args.rounds}")
-    ratio = spread([a / b for a, b in zip(found["kvtool"]["s"], found["stock"]["s"], strict=True)])
+    ratio = spread([a / b for a, b in zip(taken["kvtool"]["s"], taken["stock"]["s"], strict=True)])
     results: dict[str, object] = {"machine": machine(), "first_token": ratio}
     table = Table(title=f"first token and memory, {args.policy}, {args.budget} cells")
     for column in ("", "first token, s", "over stock", "resident, MiB", "of it imports"):
         table.add_column(column, justify="left" if column == "" else "right")
-    for name, values in found.items():
+    for name, values in taken.items():
         results[name] = {
             "first_token_s": spread(values["s"]),
             "peak_mib": statistics.median(values["mib"]),
@@ -134,9 +134,9 @@ def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
         most = max(most, _resident(process.pid))
         if not process.stdout.read(1):
             break
-    said = process.stderr.read()
+    stderr = process.stderr.read()
     if process.wait():
-        sys.exit(said.decode())
+        sys.exit(stderr.decode())
     return seconds, most
 
 

@@ -105,7 +105,7 @@ def _engine(model: Model, args) -> Engine:
 def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
     """Return for each segment: nll, fresh_nll, the error of their difference, speeds and resident memory."""
     engine = _engine(model, args)
-    stream, timed, found = perplexity.steps(engine, tokens), Counter(), []
+    stream, timed, segments = perplexity.steps(engine, tokens), Counter(), []
     # nll[i] belongs to token i of the segment; the first token of the text has no nll
     nll = np.full(1, np.nan)
     with _fresh_process(args) as pipe:
@@ -119,14 +119,14 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
                     pipe.send(None)
                     scores, fresh_timed = pipe.recv()
                     fresh = np.append(fresh, scores)
-            mine, theirs = (scores[args.skip : args.segment] for scores in (nll, fresh))
+            streamed, restarted = (scores[args.skip : args.segment] for scores in (nll, fresh))
             nll = nll[args.segment :]
-            difference = mine - theirs
-            found.append(
+            difference = streamed - restarted
+            segments.append(
                 {
                     "start": start,
-                    "nll": float(mine.mean()),
-                    "fresh_nll": float(theirs.mean()),
+                    "nll": float(streamed.mean()),
+                    "fresh_nll": float(restarted.mean()),
                     # this is the standard error if tokens are independent
                     "error": float(difference.std() / math.sqrt(len(difference))),
                     "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
@@ -135,13 +135,13 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
                     **fresh_timed,
                 }
             )
-            last = found[-1]
+            last = segments[-1]
             note(
                 f"{start + args.segment} tokens, ratio {_ratio(last):.4f}, "
                 f"{_speed(last, 'wall_s'):.0f} a second"
             )
     engine.close()
-    return found
+    return segments
 
 
 @contextmanager
@@ -215,16 +215,16 @@ def _print(results: dict) -> None:
         "over fresh",
     ):
         table.add_column(column, justify="right")
-    for one in results["segments"]:
+    for segment in results["segments"]:
         table.add_row(
-            f"{one['start']:,}",
-            f"{math.exp(one['nll']):.2f}",
-            f"{math.exp(one['fresh_nll']):.2f}",
-            f"{_ratio(one):.4f} +-{one['error']:.4f}",
-            f"{one['rss_bytes'] / 2**20:.2f}",
-            f"{_speed(one, 'wall_s'):.1f}",
-            f"{_speed(one, 'cpu_s'):.1f}",
-            f"{_speed(one, 'cpu_s') / _speed(one, 'cpu_s', 'fresh_'):.3f}",
+            f"{segment['start']:,}",
+            f"{math.exp(segment['nll']):.2f}",
+            f"{math.exp(segment['fresh_nll']):.2f}",
+            f"{_ratio(segment):.4f} +-{segment['error']:.4f}",
+            f"{segment['rss_bytes'] / 2**20:.2f}",
+            f"{_speed(segment, 'wall_s'):.1f}",
+            f"{_speed(segment, 'cpu_s'):.1f}",
+            f"{_speed(segment, 'cpu_s') / _speed(segment, 'cpu_s', 'fresh_'):.3f}",
         )
     console.print(table)
     console.print(describe(results["machine"]))

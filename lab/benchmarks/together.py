@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
-    found: dict[str, list[list[float]]] = {"several": [], "single": []}
+    results: dict[str, list[list[float]]] = {"several": [], "single": []}
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         servers = [
@@ -52,14 +52,14 @@ def main() -> None:
         for i in range(args.rounds):
             for what, n in (("several", args.chats), ("single", 1)):
                 took = [server.answer(n, args) for server in servers]
-                found[what].append([one / other for one, other in zip(*took, strict=True)])
+                results[what].append([one / other for one, other in zip(*took, strict=True)])
                 note(f"round {i + 1}, {what}: {took[0][0]:.2f} and {took[1][0]:.2f} s of CPU time")
-    for what, ratios in found.items():
+    for what, ratios in results.items():
         cpu, wall = (statistics.median(each) for each in zip(*ratios, strict=True))
         n = args.chats if what == "several" else 1
         print(f"{n} at once: {cpu:.2f} times as fast by CPU time, {wall:.2f} by the clock")
     if args.json:
-        write_json(args.json, {"machine": machine(), "options": args.options, "ratios": found})
+        write_json(args.json, {"machine": machine(), "options": args.options, "ratios": results})
 
 
 class Server:

@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     args.model = str(resolve(args.model))
     agents = [each for each in _agents(args.model) if args.only.lower() in each["client"].lower()]
-    asked = make_requests(args.requests, args.seed)
+    made = make_requests(args.requests, args.seed)
     about = {name: getattr(args, name) for name in ("choice", "seed", "n", "kvtool")}
     about |= {"model": Path(args.model).name, "machine": machine()}
     rows: list[Json] = []
@@ -116,8 +116,8 @@ def main() -> None:
     policies = args.policies.split(",")
     for agent, policy in product(agents, policies):
         had = {row["text"] for row in rows if (row["agent"], row["policy"]) == (agent["client"], policy)}
-        left = [each for each in asked if each["text"] not in had]
-        for row in _run(agent, policy, left, args) if left else ():
+        missing = [each for each in made if each["text"] not in had]
+        for row in _run(agent, policy, missing, args) if missing else ():
             rows.append(row)
             write_json(args.json, {**about, "rows": rows})
     Console(width=110).print(table_of(rows, policies, f"{about['model']}, {args.choice}"))
@@ -139,10 +139,10 @@ def _agents(model_path: str) -> Iterator[Json]:
 
 def make_requests(n: int, seed: int) -> list[Json]:
     """Return n messages of the user. "needs" has the strings that a right call must contain."""
-    draws, made = random.Random(seed), {}
-    while len(made) < n:
-        kind = list(TASKS)[len(made) % len(TASKS)]
-        asked, needs, _, _ = TASKS[kind]
+    draws, by_text = random.Random(seed), {}
+    while len(by_text) < n:
+        kind = list(TASKS)[len(by_text) % len(TASKS)]
+        phrases, needs, _, _ = TASKS[kind]
         name, folder = draws.choice(NAMES.split()), draws.choice(FOLDERS.split())
         parts = {
             "file": f"{folder}/{name}_{draws.randrange(100)}.{draws.choice(ENDINGS.split())}",
@@ -151,9 +151,9 @@ def make_requests(n: int, seed: int) -> list[Json]:
             "command": draws.choice(COMMANDS).format(name),
             "line": draws.choice(LINES).format(n=draws.randrange(1000, 10000)),
         }
-        text = draws.choice(asked).format(**parts)
-        made[text] = {"kind": kind, "text": text, "needs": [parts[each] for each in needs]}
-    return list(made.values())
+        text = draws.choice(phrases).format(**parts)
+        by_text[text] = {"kind": kind, "text": text, "needs": [parts[each] for each in needs]}
+    return list(by_text.values())
 
 
 class Kvtool(Server):
@@ -169,22 +169,22 @@ class Kvtool(Server):
         self.policy = ["--policy", name, *(["--budget", budget] if budget else [])]
 
     def command(self, folder: Path) -> list[str]:
-        own = ["-m", self.args.model, "--port", self.port, "-t", self.args.threads, "--parallel", "1"]
-        options = [*own, *self.policy, *shlex.split(self.args.kvtool)]
+        arguments = ["-m", self.args.model, "--port", self.port, "-t", self.args.threads, "--parallel", "1"]
+        options = [*arguments, *self.policy, *shlex.split(self.args.kvtool)]
         return [sys.executable, "-m", "kvtool", "serve", *options]
 
 
-def _run(agent: Json, policy: str, asked: list[Json], args: argparse.Namespace) -> Iterator[Json]:
+def _run(agent: Json, policy: str, messages: list[Json], args: argparse.Namespace) -> Iterator[Json]:
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         server = Kvtool(args, port, policy, agent["n_pinned"])
         server.start(Path(folder))
         try:
-            for each in asked:
+            for message in messages:
                 start = time.perf_counter()
-                body = body_of(agent, each["text"], args.choice, args.n)
+                body = body_of(agent, message["text"], args.choice, args.n)
                 with post(server.url + agent["path"], body) as answer:
-                    said = json.load(answer)
-                row = {"agent": agent["client"], "policy": policy, **each, **answer_of(said)}
+                    reply = json.load(answer)
+                row = {"agent": agent["client"], "policy": policy, **message, **answer_of(reply)}
                 row |= score(row, agent["schemas"]) | {"seconds": round(time.perf_counter() - start, 2)}
                 note(" ".join(str(row[name]) for name in SHOWN.split())[:180])
                 yield row
@@ -196,25 +196,25 @@ def body_of(agent: Json, text: str, choice: str, n: int) -> Json:
     """Return an agent's request, in the API that the agent speaks, with `text` as its last message."""
     body = {**agent["body"], "tool_choice": choice, "temperature": 0}
     if agent["is_response"]:
-        said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
-        return body | {"input": [*body["input"][:-1], said], "max_output_tokens": n}
+        message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        return body | {"input": [*body["input"][:-1], message], "max_output_tokens": n}
     return body | {"messages": [*body["messages"][:-1], {"role": "user", "content": text}], "max_tokens": n}
 
 
-def answer_of(said: Json) -> Json:
+def answer_of(reply: Json) -> Json:
     """Return an answer's first call ("name" and "arguments"), its text, and counts.
 
     If the answer has no call, name and arguments are None.
     """
-    usage, forgotten = said["usage"], said["kvtool"]["forgotten"]
-    if "output" in said:
-        calls = [item for item in said["output"] if item["type"] == "function_call"]
+    usage, forgotten = reply["usage"], reply["kvtool"]["forgotten"]
+    if "output" in reply:
+        calls = [item for item in reply["output"] if item["type"] == "function_call"]
         # the prompt and the schemas have NAMESPACE__NAME, but this API returns the two parts separately
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
-        texts = [item["content"][0]["text"] for item in said["output"] if item["type"] == "message"]
+        texts = [item["content"][0]["text"] for item in reply["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
     else:
-        message = said["choices"][0]["message"]
+        message = reply["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         names, texts = [call["name"] for call in calls], [message["content"] or ""]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -286,13 +286,13 @@ def table_of(rows: list[Json], policies: list[str], title: str) -> Table:
     for row in rows:
         by_policy.get(row["policy"], {})[row["agent"], row["text"]] = row
     first, *others = by_policy.values()
-    keys = [key for key in first if all(key in own for own in others)]
+    keys = [key for key in first if all(key in answers for answers in others)]
     for agent in [*dict.fromkeys(agent for agent, _ in keys), "all"]:
-        own = [key for key in keys if agent in (key[0], "all")]
-        of = [[policy[key] for key in own] for policy in by_policy.values()]
+        agent_keys = [key for key in keys if agent in (key[0], "all")]
+        of = [[policy[key] for key in agent_keys] for policy in by_policy.values()]
         counts = [f"{sum(row['valid'] for row in each)} {sum(row['right'] for row in each)}" for each in of]
         tokens = "" if agent == "all" else f"{min(row['prompt'] for row in of[0]):,}"
-        table.add_row(agent, tokens, str(len(own)), *counts)
+        table.add_row(agent, tokens, str(len(agent_keys)), *counts)
     tests = []
     for other in others:
         lost = sum(first[key]["right"] and not other[key]["right"] for key in keys)

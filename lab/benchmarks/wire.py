@@ -150,9 +150,9 @@ def worker(threads: int) -> Iterator[str]:
         command = [sys.executable, "-m", "kvtool", "worker", "--port", str(port), "-t", str(threads)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
-            said = process.stderr.readline()
-            if "serving" not in said:
-                sys.exit(f"the worker did not start: {said.strip()}")
+            line = process.stderr.readline()
+            if "serving" not in line:
+                sys.exit(f"the worker did not start: {line.strip()}")
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield f"127.0.0.1:{port}"
         finally:
@@ -227,8 +227,8 @@ def measure_policy(
         # do not count the first tokens, which build the graph of single tokens
         sum(1 for _ in steps(lambda n: n > 0))
         n_plan = 0
-        found = measure(meter, spec, steps(lambda n: n >= args.tokens))
-        return found | {
+        result = measure(meter, spec, steps(lambda n: n >= args.tokens))
+        return result | {
             "n_plan": n_plan,
             "n_signal": sum(signal in policy.reads for signal in PER_CELL),
             "reads_keys": Signal.KEYS in policy.reads,

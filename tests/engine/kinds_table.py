@@ -71,10 +71,10 @@ def main() -> None:
 
 
 def _all(path: Path, names: list[str]) -> str:
-    said = {name: _run(path, name) for name in names}
-    wrong = [name for name, result in said.items() if result != "yes"]
+    results = {name: _run(path, name) for name in names}
+    wrong = [name for name, result in results.items() if result != "yes"]
     for name in wrong:
-        print(f"{path.stem}: {name}: {said[name]}", file=sys.stderr)
+        print(f"{path.stem}: {name}: {results[name]}", file=sys.stderr)
     return "yes" if not wrong else f"but {', '.join(wrong)}"
 
 
@@ -107,10 +107,10 @@ def _session(path: Path) -> str:
     with open_engine(path, _fitted("h2o"), **EXACT) as engine:
         tokens = text(400, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:300])
-        there = {name: array.copy() for name, array in engine.save()}
+        saved = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[300:])
     with open_engine(path, _fitted("h2o"), **EXACT) as other:
-        other.restore(there)
+        other.restore(saved)
         return "yes" if (perplexity.stream(other, tokens[300:]) == want).all() else "NO"
 
 

@@ -30,9 +30,9 @@ def serve(port):
     from kvtool.llama.log import start_backends
 
     def function(name, result, *arguments):
-        found = getattr(api._lib, name)
-        found.restype, found.argtypes = result, arguments
-        return found
+        c_function = getattr(api._lib, name)
+        c_function.restype, c_function.argtypes = result, arguments
+        return c_function
 
     pointer = ctypes.c_void_p
     start_backends()

@@ -39,8 +39,8 @@ def talk(chat_model, tmp_path):
     """talk(turns, *options) chats in the session chat.kvs, with 12 tokens a reply, and returns the result."""
 
     def run(turns, *options, **how):
-        own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
-        command = ["chat", *own, *options]
+        defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
+        command = ["chat", *defaults, *options]
         typed = "".join(f"{turn}\n" for turn in turns)
         return (kvtool if how else called)(*command, stdin=typed, **how)
 
@@ -128,12 +128,12 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     # without --policy, inspect uses recall, the default policy of chats
-    own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
-    result = json.loads(called("inspect", *own, "--json", stdin="word " * 20).stdout)
+    options = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
+    result = json.loads(called("inspect", *options, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
-    shown = called("inspect", *own, stdin="word " * 20).stdout
+    shown = called("inspect", *options, stdin="word " * 20).stdout
     assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
 
 
@@ -152,12 +152,12 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
 
 
 def test_generate_says_what_is_archived(chat_model):
-    own = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
-    result = json.loads(called("generate", *own, "--json", stdin="word " * 60).stdout)
+    options = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
+    result = json.loads(called("generate", *options, "--json", stdin="word " * 60).stdout)
     assert (result["archived"], result["archive_limit"]) == (100, 100)
-    said = called("generate", *own, "-v", stdin="word " * 60).stderr
-    assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", said)
-    without = called("generate", *own[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
+    stderr = called("generate", *options, "-v", stdin="word " * 60).stderr
+    assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", stderr)
+    without = called("generate", *options[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
 
 
@@ -177,14 +177,14 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
     done = called(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
-    said = f"recall does not work {why}; the policy is h2o\n"
-    assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
+    message = f"recall does not work {why}; the policy is h2o\n"
+    assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
     # if recall or one of its options was requested, kvtool refuses instead of using another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
-        asked = called(*command, *typed, stdin="word " * 150)
-        assert (asked.returncode, asked.stdout) == (2, "")
-        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
+        refused = called(*command, *typed, stdin="word " * 150)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused.stderr)
 
 
 @pytest.mark.parametrize(
@@ -198,29 +198,29 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
     done = talk(TURNS[:2], *options, "-v")
     first, *_, last = done.stderr.splitlines(keepends=True)
-    said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
-    assert re.fullmatch(said, first)
+    pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
+    assert re.fullmatch(pattern, first)
     # recall has a default budget of 512. h2o has a default of 1,024, but the trained context limits it to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
-    kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
-    assert kept["policy"] == ("h2o" if why else "recall")
+    shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    assert shown["policy"] == ("h2o" if why else "recall")
     # a continued session keeps its policy
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
-        assert re.fullmatch(said.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
+        assert re.fullmatch(pattern.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-            assert http.get("/props").json()["policy"] == kept["policy"]
+            assert http.get("/props").json()["policy"] == shown["policy"]
             answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
-        assert answer["kvtool"]["policy"] == kept["policy"]
+        assert answer["kvtool"]["policy"] == shown["policy"]
 
 
 def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
-    said = talk(TURNS[:1], "--archive-file", file).stderr
+    stderr = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
-        KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
+        KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), stderr
     )
     (tmp_path / "chat.kvs").unlink()
     # with --explain, the size of the archive is printed in another line
@@ -262,12 +262,12 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
 def test_a_chat_says_what_is_archived(chat_model):
     with terminals(chat_model, "-n", 4, *RECALL, "--archive", 30) as start:
         chat = start()
-        said = chat.text.removesuffix("\n> ")
+        greeting = chat.text.removesuffix("\n> ")
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
             r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
             r"/help shows help, Ctrl-D leaves\n$",
-            said,
+            greeting,
         )
         chat.say("word " * 60)
         stats = chat.say("/stats")
@@ -302,20 +302,20 @@ def test_the_archives_type_follows_from_model_and_device(
 
 def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
-    own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
+    options = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
-    done = called("compare", tmp_path / "text", *own, *args)
+    done = called("compare", tmp_path / "text", *options, *args)
     recall, h2o = map(json.loads, done.stdout.splitlines())
     assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
     assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
-    done = called("compare", tmp_path / "text", *own, "--policies", "recall")
+    done = called("compare", tmp_path / "text", *options, "--policies", "recall")
     assert json.loads(done.stdout)["archive_type"] == "q5_0/q4_0"
     for wrong, words in (
         (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
         (["--archive-type", "q9"], "--archive-type must be one of"),
         (["--archive", ""], "--archive is a number of tokens"),
     ):
-        refused = called("compare", tmp_path / "text", *own, *wrong)
+        refused = called("compare", tmp_path / "text", *options, *wrong)
         assert refused.returncode == 2
         assert words in refused.stderr
         assert refused.stderr.count("\n") == 1
@@ -323,15 +323,15 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
 
 def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    own = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
-    own += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
+    options = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
+    options += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
     for arguments, n in (
         (["--policy", "recall"], 1),
         (["--policy", "recall", "--archive", 50], 2),
         (["--policy", "recall", "--archive", "50"], 2),
         (["--policy", "h2o"], 3),
     ):
-        done = called("eval", "passkey", *own, *arguments)
+        done = called("eval", "passkey", *options, *arguments)
         assert done.returncode == 0, done.stderr
         assert len(out.read_text().splitlines()) == n
 
@@ -388,9 +388,9 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
 
 def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     path = tmp_path / "file"
-    own = ["-m", chat_model, "-t", 1, "--archive-file", path]
+    options = ["-m", chat_model, "-t", 1, "--archive-file", path]
     words = {"stdin": "word " * 100}
-    generate = [*own, "-n", 2, *RECALL]
+    generate = [*options, "-n", 2, *RECALL]
     done = called("generate", *generate, "--json", **words)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -398,32 +398,32 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     # the default limit is half of the disk's free space
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
-    said = called("generate", *generate, "-v", "--explain", **words).stderr
+    stderr = called("generate", *generate, "-v", "--explain", **words).stderr
     # the tolerance is wide, because other programs may write to this disk meanwhile
-    (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
+    (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", stderr)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
-    assert f"the others go to {path} and are still used" in said
+    assert f"the others go to {path} and are still used" in stderr
     assert re.search(
         rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\) and, for clusters, in",
-        said,
+        stderr,
     )
     for command in ("perplexity", "inspect"):
-        done = called(command, "-", *own, *RECALL[:-2], "--json", **words)
+        done = called(command, "-", *options, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)
     runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "-", "--jobs", 2]
-    done = called("compare", "-", *own, *runs, **words)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [run["archive_file"] for run in found] == [str(path), None] * 2
+    done = called("compare", "-", *options, *runs, **words)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["archive_file"] for run in results] == [str(path), None] * 2
     ask = ["--raw", "--limit", 2, "--set", "lengths=450", "--set", "repeats=1", "--budget", 48]
-    done = called("eval", "passkey", *own, *ask, "--policy", "recall")
+    done = called("eval", "passkey", *options, *ask, "--policy", "recall")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == []
 
 
 def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
     path, file = tmp_path / "chat.kvs", tmp_path / "file"
-    own = [*RECALL, "--archive-type", "f32", "--archive-file", file]
-    assert talk(TURNS[:4], *own).returncode == 0
+    options = [*RECALL, "--archive-type", "f32", "--archive-file", file]
+    assert talk(TURNS[:4], *options).returncode == 0
     before = path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()
     assert b"archive_file" not in before[0]
     limit = max(map(len, before)) + 4096

@@ -49,7 +49,7 @@ def test_a_short_rest_is_not_left_alone():
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
     """Some steps reach the end of the context. Parts must not change where positions start over."""
-    n_asked, tokens, found = [], text(420), []
+    n_asked, tokens, runs = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
     for size in (None, ChunkSize(SLOW)):
@@ -62,8 +62,8 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
                 return False
 
             assert engine.read(tokens, stopped) == 420
-            found.append((engine.cells().pos.tolist(), engine.n_evicted, engine.context.logits()[-1].copy()))
-    (cells, n_evicted, logits), (in_parts, n_evicted_in_parts, logits_in_parts) = found
+            runs.append((engine.cells().pos.tolist(), engine.n_evicted, engine.context.logits()[-1].copy()))
+    (cells, n_evicted, logits), (in_parts, n_evicted_in_parts, logits_in_parts) = runs
     assert cells == in_parts
     assert n_evicted == n_evicted_in_parts
     assert np.abs(logits - logits_in_parts).max() < TOLERANCE
@@ -73,10 +73,10 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
 def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
         engine.chunk_size = ChunkSize(SLOW)
-        found = sizes(engine.steps(text(400), late=True, every=False))
+        lengths = sizes(engine.steps(text(400), late=True, every=False))
         assert engine.n_archived
-    assert found[0] == 32
-    assert max(found) == 64
+    assert lengths[0] == 32
+    assert max(lengths) == 64
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm"])

@@ -22,9 +22,9 @@ def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
         for begin, is_far in archive.clustered[1:]:
             assert not is_far
             halves = archive.read_clusters(begin, begin + n, is_far).reshape(-1, n // 2)
-            found = np.stack([halves & 15, halves >> 4], axis=2).reshape(-1, n)
+            labels = np.stack([halves & 15, halves >> 4], axis=2).reshape(-1, n)
             keys = archive.read(begin, begin + n).view(np.float32).reshape(-1, n, N_HEAD, 2, HEAD_DIM)
             rows = keys[:, :, :, 0].swapaxes(1, 2).reshape(-1, n, HEAD_DIM).astype(float)
-            for own, x in zip(found, rows, strict=True):
+            for row_labels, x in zip(labels, rows, strict=True):
                 # a key that is equally near to two means may be in either cluster, depending on rounding
-                assert (own == kmeans(x)).mean() > 0.98
+                assert (row_labels == kmeans(x)).mean() > 0.98

@@ -61,15 +61,15 @@ def distinct(n):
 
 def same_with_drafts(path, name, tokens):
     policy = policies.fit(name, 200 if name == "full" else 48)
-    found = []
+    results = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policy, n_draft=N_DRAFT, n_batch=32, archive_type="f32") as engine:
             logits = np.array([*told(engine, tokens, rng)])
             assert engine.n_past == len(tokens)
             assert engine.n_evicted > 100 or name == "full"
             signals = {} if policy.reads in (Signal.NONE, Signal.KEYS) else engine.signals.read()
-            found.append((logits, held(engine), signals))
-    (logits, rows, signals), (own_logits, own_rows, own_signals) = found
+            results.append((logits, held(engine), signals))
+    (logits, rows, signals), (own_logits, own_rows, own_signals) = results
     for one, other in zip(rows, own_rows, strict=True):
         assert np.array_equal(one, other)
     assert np.abs(logits - own_logits).max() < 1e-3
@@ -94,13 +94,13 @@ def test_nor_do_they_in_any_kind_of_model(tiny_model, arch, name):
 
 def test_drafts_look_into_an_archive_as_they_would_alone(tiny_model):
     path, tokens = tiny_model(n_ctx_train=4096), text(1500)
-    policy, found = policies.fit("recall", 96, None, ["exact=24"]), []
+    policy, logits = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policy, n_draft=N_DRAFT, archive_type="f32") as engine:
             engine.read(tokens[:1300])
             assert engine.context.archive.clustered
-            found.append(np.array([*told(engine, tokens[1300:], rng)]))
-    assert np.abs(found[0] - found[1]).max() < 1e-3
+            logits.append(np.array([*told(engine, tokens[1300:], rng)]))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-3
 
 
 def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):

@@ -192,14 +192,14 @@ SETTINGS = {
 }
 
 
-def written(path, drafter, its, n=120, policy="recall"):
+def written(path, drafter, settings, n=120, policy="recall"):
     """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
     # with search=all, a step attends exactly to all tokens, so there is no choice of clusters that rounding
     # could change
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
-        sampler = Sampler(engine.model, Sampling(**its), seed=3)
+        sampler = Sampler(engine.model, Sampling(**settings), seed=3)
         with closing(sampler):
             writer = Writer(engine, sampler, drafter)
             writer.after_sampling = lambda token: likely.append(
@@ -225,15 +225,15 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
 
 
 def test_what_a_schema_forces_is_guessed(talker):
-    said = {"a name that is long": "and a text that is longer"}
-    schema = {"type": "object", "properties": {"a name that is long": {"const": said["a name that is long"]}}}
-    its = {"json_schema": json.dumps(schema | {"required": [*said]})}
+    want = {"a name that is long": "and a text that is longer"}
+    schema = {"type": "object", "properties": {"a name that is long": {"const": want["a name that is long"]}}}
+    options = {"json_schema": json.dumps(schema | {"required": [*want]})}
     drafter = Drafter(Lookup())
-    without, with_guesses = (written(talker, each, its) for each in (None, drafter))
-    assert json.loads(with_guesses[0]) == said
+    without, with_guesses = (written(talker, each, options) for each in (None, drafter))
+    assert json.loads(with_guesses[0]) == want
     assert without[:2] == with_guesses[:2]
     model = Model(talker, vocab_only=True)
-    n_forced = sum(len(model.tokenize(text)) for pair in said.items() for text in pair)
+    n_forced = sum(len(model.tokenize(text)) for pair in want.items() for text in pair)
     model.close()
     assert drafter.n_accepted >= n_forced - 2
 
@@ -244,13 +244,13 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
             writer.read(engine.model.tokenize(SAID))
             pieces = writer.write(100)
-            said = [next(pieces) for _ in range(n_piece)]
+            first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
             # the next text continues after the n_piece pieces. Draft tokens that followed them are not in it
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
-            assert "".join(said) + more == whole
+            assert "".join(first) + more == whole
 
 
 def test_a_new_text_is_not_guessed_from_the_old_one(talker):
@@ -267,9 +267,9 @@ def test_a_new_text_is_not_guessed_from_the_old_one(talker):
 def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     whole = written(talker, None, {}, 60)[0]
     stop = whole[30:34]
-    found = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
-    assert found[0][0] == found[1][0] == whole[: whole.index(stop)]
-    assert found[0][1] == found[1][1]
+    results = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
+    assert results[0][0] == results[1][0] == whole[: whole.index(stop)]
+    assert results[0][1] == results[1][1]
 
 
 @pytest.fixture
@@ -304,14 +304,14 @@ def test_guesses_are_those_of_a_model_that_has_read_only_the_stream(
         source.add(stream)
         # in each turn, a new source drafts the same tokens. The stream is so short that nothing is evicted
         for turn in range(30):
-            found = source.guess(5)
-            with closing(ModelDraft(model, 1)) as other:
-                other.add(stream)
-                assert found.tolist() == other.guess(5).tolist()
+            guess = source.guess(5)
+            with closing(ModelDraft(model, 1)) as fresh:
+                fresh.add(stream)
+                assert guess.tolist() == fresh.guess(5).tolist()
             # accept 0 to 5 of the draft tokens
             n = turn % 6
             n_accepted += n
-            more = np.concatenate([found[:n], rng.integers(3, 250, 1)]).astype(np.int32)
+            more = np.concatenate([guess[:n], rng.integers(3, 250, 1)]).astype(np.int32)
             source.add(more)
             stream = np.concatenate([stream, more])
         assert len(stream) < 256
@@ -349,8 +349,8 @@ def test_generate_says_how_many_guesses_came_true(talker):
     assert with_guesses["text"] == without["text"]
     assert with_guesses["drafted"] >= with_guesses["accepted"] > 0
     assert without["drafted"] == without["accepted"] == 0
-    said = generated(talker, "-v").stderr
-    assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ draft tokens\), ", said)
+    stderr = generated(talker, "-v").stderr
+    assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ draft tokens\), ", stderr)
 
 
 def test_a_smaller_model_guesses(talker, tiny_model):
@@ -361,14 +361,14 @@ def test_a_smaller_model_guesses(talker, tiny_model):
 
 
 def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
-    for path, draft, code, said in (
+    for path, draft, code, message in (
         (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
         (talker, "nothing", 3, "unknown model 'nothing'"),
         (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
     ):
         done = generated(path, "--raw", "--draft", draft)
         assert (done.returncode, done.stdout) == (code, "")
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.stderr.startswith("kvtool: ")
     # if the model cannot remove draft tokens from its cache, and --draft is not given, it writes without them
     done = generated(tiny_model(arch="deepseek2"), "--raw", "--json")

@@ -87,17 +87,17 @@ def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
 @pytest.mark.parametrize("name", KINDS)
 def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, name, positions):
     path, tokens = tiny_model(), text(256)
-    found = []
+    nll = []
     for policy in (policies.fit("full", 256), policies.fit(name, 256)):
         with open_engine(path, policy, positions=positions) as engine:
-            found.append(perplexity.stream(engine, tokens))
+            nll.append(perplexity.stream(engine, tokens))
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
-    assert len(found[0]) == 255
+    assert len(nll[0]) == 255
     # `corm` has steps of other lengths. On a GPU, rounding depends on the length of a step: Vulkan rounds to
     # half precision only in steps of several queries, and CUDA adds up 16 queries in another order than 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
-    assert np.abs(found[0] - found[1]).max() <= (2e-2 if rounds else 0)
+    assert np.abs(nll[0] - nll[1]).max() <= (2e-2 if rounds else 0)
 
 
 # cells, state and positions
@@ -314,7 +314,7 @@ def _raises():
 @pytest.mark.parametrize("over_budget", [False, True])
 @pytest.mark.parametrize("fail", [_raises, lambda: None, lambda: Plan(np.zeros((1, 1), np.bool_))])
 def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fail, over_budget):
-    tokens, found = text(150), []
+    tokens, states = text(150), []
     # in the second run each plan fails once or twice before it succeeds
     for fails in ([], [None, fail, None, fail, fail] * 9):
         n_failed = 0
@@ -327,10 +327,10 @@ def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fai
                 except PlanError:
                     n_failed += 1
                 done += engine.n_past - before
-            found.append([engine.rows.pos.copy(), *(array.copy() for array in engine.state)])
-        assert (n_failed > 5) == (len(found) == 2)
+            states.append([engine.rows.pos.copy(), *(array.copy() for array in engine.state)])
+        assert (n_failed > 5) == (len(states) == 2)
     # after a failed plan, reading continues in steps of other lengths, which round differently
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*states, strict=True):
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
 
 
@@ -343,9 +343,9 @@ def test_what_is_saved_after_a_failed_plan_is_not_observed_again(tiny_model):
         engine.read(tokens[:48])
         with pytest.raises(PlanError, match="not today"):
             engine.read(tokens[48:])
-        there = {name: array.copy() for name, array in engine.save()}
+        arrays = {name: array.copy() for name, array in engine.save()}
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
-        engine.restore(there)
+        engine.restore(arrays)
         engine.read(tokens[48:])
         np.testing.assert_array_equal(engine.state[0], want)
 
@@ -470,13 +470,13 @@ def test_no_plan_is_overdue_after_a_step(tiny_model, name):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
-    tokens, found = text(200), []
+    tokens, logits = text(200), []
     for every in (True, False):
         with open_engine(tiny_model(), policies.fit("h2o", 96, 8)) as engine:
             sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=every)]
-            found.append(engine.context.logits()[-1].copy())
+            logits.append(engine.context.logits()[-1].copy())
             assert len(engine.context.logits()) == (sizes[-1] if every else 1)
-    assert np.abs(found[0] - found[1]).max() < LOGITS
+    assert np.abs(logits[0] - logits[1]).max() < LOGITS
     assert (max(sizes[2:]) > 8) == late
 
 
@@ -796,9 +796,9 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
 
 def test_a_merge_of_nothing_is_no_merge(tiny_model):
     nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
-    found = []
+    nll = []
     for merge in (None, nothing, Merge([], [], [], [])):
         policy = Given(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
         with open_engine(tiny_model(), policy) as engine:
-            found.append(perplexity.stream(engine, text(100)))
-    assert all((found[0] == each).all() for each in found)
+            nll.append(perplexity.stream(engine, text(100)))
+    assert all((nll[0] == each).all() for each in nll)

@@ -60,14 +60,14 @@ def parts_of(n_prompt=N_PROMPT, n_later=N_LATER):
 )
 def test_a_text_is_read_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
     path, parts = tiny_model(arch, n_ctx_train=2048, **shape), parts_of()
-    own = {"archive_type": settings.get("type_k", "f32"), **settings}
+    with_archive = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, _, _ = logits_of(path, policies.fit("full", 1024), parts, **settings)
-    exact, (n_kv, n_archived), n_bytes = logits_of(path, fit(), parts, prefill="exact", **own)
+    exact, (n_kv, n_archived), n_bytes = logits_of(path, fit(), parts, prefill="exact", **with_archive)
     assert np.abs(exact - full).max() < tolerance
     assert n_kv <= 48
     assert n_kv + n_archived == sum(map(len, parts))
     # the cells that were allocated for a chunk are freed again
-    assert n_bytes == logits_of(path, fit(), parts, **own)[2]
+    assert n_bytes == logits_of(path, fit(), parts, **with_archive)[2]
 
 
 def test_it_differs_from_reading_by_clusters(tiny_model):
@@ -86,17 +86,17 @@ def test_it_differs_from_reading_by_clusters(tiny_model):
 def test_the_length_of_a_chunk_changes_nothing(tiny_model, n_batch):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     exact = {"prefill": "exact", "archive_type": "f32"}
-    found = [logits_of(path, fit(), parts, n_batch=n, **exact)[0] for n in (64, n_batch)]
-    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+    logits = [logits_of(path, fit(), parts, n_batch=n, **exact)[0] for n in (64, n_batch)]
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
 def test_an_archive_in_a_file_gives_the_same(tiny_model, tmp_path):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
-    found = [
+    logits = [
         logits_of(path, fit(), parts, prefill="exact", archive_file=file)[0]
         for file in (None, str(tmp_path / "archive"))
     ]
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*logits)
 
 
 def test_what_has_been_forgotten_is_not_attended_to(tiny_model):
@@ -124,9 +124,9 @@ def test_beyond_half_of_the_context_it_is_streamed(tiny_model):
 
 def test_a_stop_between_chunks_keeps_what_was_read(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
-    asked = []
+    calls = []
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
-        n = engine.read(tokens, lambda: asked.append(0) or len(asked) > 3)
+        n = engine.read(tokens, lambda: calls.append(0) or len(calls) > 3)
         assert n == engine.n_past == 3 * 64
         assert engine.n_kv + engine.n_archived == n
         assert engine.read(tokens[n:]) == N_PROMPT - n
@@ -175,8 +175,8 @@ def test_a_device_without_memory_streams_instead(monkeypatch, tiny_model):
     monkeypatch.setattr(Model, "is_on_gpu", True)
     monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: 0)
     monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda only: 2**40)
-    found, _, _ = logits_of(path, fit(), parts, prefill=None)
-    assert np.abs(found - streamed).max() < TOLERANCE
+    logits, _, _ = logits_of(path, fit(), parts, prefill=None)
+    assert np.abs(logits - streamed).max() < TOLERANCE
 
 
 def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
@@ -194,9 +194,9 @@ def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
 
 
 def test_policies_that_forget_and_models_without_values_cannot(tiny_model):
-    for arch, policy, said in (
+    for arch, policy, message in (
         ("llama", policies.fit("h2o", 48), "only policies that recall can"),
         ("deepseek2", policies.fit("recall", 48, 16), "values are a part of its keys"),
     ):
-        with pytest.raises(UsageError, match=said), open_engine(tiny_model(arch), policy, prefill="exact"):
+        with pytest.raises(UsageError, match=message), open_engine(tiny_model(arch), policy, prefill="exact"):
             pass

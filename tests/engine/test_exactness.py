@@ -183,7 +183,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
 def test_rows_that_share_a_budget_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    name, *own = name.split(":")
+    name, *name_options = name.split(":")
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
     # with these lengths, the last step has its full length. After a shorter last step, only the reference
     # would evict
@@ -191,7 +191,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     if name in ("knorm", "scissorhands"):
         # no token occurs twice, because rounding would decide between equal key norms or equal low scores
         tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[: len(tokens)].astype(np.int32)
-    policy = policies.fit(name, 40, evict_every, [*own, *options])
+    policy = policies.fit(name, 40, evict_every, [*name_options, *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
 
 

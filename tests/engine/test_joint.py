@@ -90,10 +90,10 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
                 engine.rows.pos.copy(),
                 engine.rows.live.copy(),
                 engine.signals.read() if read else {},
-                np.array(own),
+                np.array(stream_logits),
                 engine.residents.n_repeated,
             )
-            for engine, own in zip(engines, logits, strict=True)
+            for engine, stream_logits in zip(engines, logits, strict=True)
         ]
 
 
@@ -102,8 +102,8 @@ class Counting(StepBatcher):
 
     sizes: list[int]
 
-    def __init__(self, *asked):
-        super().__init__(*asked)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.sizes = []
 
     def _decode_joint(self, parts):
@@ -123,17 +123,17 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
     # decide
     of = distinct if name == "knorm" else text
     tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
-    made = []
+    batchers = []
 
     def several(lock):
-        made.append(Counting(lock, len(said)))
-        return made[0]
+        batchers.append(Counting(lock, len(said)))
+        return batchers[0]
 
     with closing(Model(path)) as model:
         alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1), **settings)
         together = lives(model, policy, tokens, said, make_batcher=several, **settings)
     n_longest = sorted(said)[-2]
-    assert made[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
+    assert batchers[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
         off = np.abs(one[3] - other[3])
         if rounds:
@@ -182,8 +182,8 @@ def test_recurrent_layers_decode_one_after_the_other(tiny_model):
 
 
 def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, monkeypatch):
-    def no_room(*asked):
-        tried.append(asked)
+    def no_room(*args):
+        tried.append(args)
         raise OutOfMemory("no memory to decode for 2 chats at once")
 
     tried, lines = [], []
@@ -240,29 +240,29 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
     class Crowded(Counting):
         def _decode_joint(self, parts):
             if not self.sizes:
-                other.start()
+                thread.start()
             # wait until the other thread asks for its turn, however slow it is
             until(lambda: self._lock._waiting)
             return super()._decode_joint(parts)
 
     def take_turns():
         while not is_over.is_set():
-            made[0]._lock.acquire()
-            seen.append(len(made[0].sizes))
-            made[0]._lock.release()
+            batchers[0]._lock.acquire()
+            seen.append(len(batchers[0].sizes))
+            batchers[0]._lock.release()
 
     def several(lock):
-        made.append(Crowded(lock, 2))
-        return made[0]
+        batchers.append(Crowded(lock, 2))
+        return batchers[0]
 
-    made, other = [], threading.Thread(target=take_turns)
+    batchers, thread = [], threading.Thread(target=take_turns)
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         try:
             lives(model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), make_batcher=several)
         finally:
             is_over.set()
-        other.join(PATIENCE_S)
-    assert not other.is_alive()
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive()
     # after each slice of a few joint steps the other thread gets a turn
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
@@ -275,11 +275,11 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
 def test_the_cells_of_a_joint_context_must_be_f16(tiny_model, arch, type_k, type_v, refused):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(tiny_model(arch=arch))))
-        like, own = (
+        like, context = (
             stack.enter_context(closing(Context(model, 256, 32, **types, flash="on", n_threads=1)))
             for types in ({}, {"type_k": type_k, "type_v": type_v})
         )
-        status = lib.llama_kvtool_enable_joint(own.handle, like.handle, 1)
+        status = lib.llama_kvtool_enable_joint(context.handle, like.handle, 1)
         if refused:
             assert status < 0
             assert error_text() == f"the cells of a context for joint steps must be f16, got {refused}"

@@ -162,13 +162,13 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
     tokens, policy = text(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:
         perplexity.stream(engine, tokens[:101])
-        there = {name: array.copy() for name, array in engine.save()}
+        saved = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
         # restore has to replace this other text
         perplexity.stream(engine, tokens[20:60])
-        engine.restore(there)
+        engine.restore(saved)
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
 
 

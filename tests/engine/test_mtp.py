@@ -66,12 +66,12 @@ POLICIES = ("full", "recall", "streamingllm", "h2o")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("quiet", [0.0, 0.1])
 def test_what_is_written_does_not_depend_on_guesses(tiny_model, policy, quiet):
-    path, found = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
+    path, texts = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
     for drafts in (False, True):
         with opened(path, policy, drafts=drafts) as writer:
             writer.read(text(100))
-            found.append("".join(writer.write(300)))
-    assert found[0] == found[1]
+            texts.append("".join(writer.write(300)))
+    assert texts[0] == texts[1]
     assert 50 < writer.n_accepted <= writer.n_drafted
     assert (writer.n_accepted == writer.n_drafted) == (quiet == 0)
     assert writer.engine.n_evicted > 100 or policy == "full"
@@ -82,7 +82,7 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
     with opened(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
         writer.read(text(100))
         saved, n = writer.save(), writer.engine.n_past
-        said = "".join(writer.write(60))
+        expected = "".join(writer.write(60))
         # another text is read in between. If its cells or hidden states were used later, the result would be
         # wrong
         assert writer.rewind(n - 30, saved)
@@ -91,7 +91,7 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
         n_before = writer.n_accepted
         assert writer.rewind(n - 30, saved)
         writer.read(text(100)[n - 30 :])
-        assert "".join(writer.write(60)) == said
+        assert "".join(writer.write(60)) == expected
         assert writer.n_accepted > n_before
         tokens = source_of(writer)._stream.tolist()
         assert tokens == writer.tokens[: len(tokens)].tolist()
@@ -122,11 +122,11 @@ def guesses_by_definition(path, tokens, kept):
             read_hidden(engine.context, 0, hidden[at])
         for at, pos in enumerate(kept):
             layer.step(tokens[pos + 1], hidden[pos], at)
-        found = []
+        drafts = []
         for at in range(len(kept), len(kept) + N_DRAFT):
-            found.append(int(layer.next_logits.argmax()))
-            layer.step(found[-1], layer.hidden.copy(), at)
-        return found
+            drafts.append(int(layer.next_logits.argmax()))
+            layer.step(drafts[-1], layer.hidden.copy(), at)
+        return drafts
 
 
 @pytest.mark.parametrize("n_row", [497, 40])
@@ -235,11 +235,11 @@ def generated(path, *more):
 
 def test_generate_drafts_by_itself(tiny_model):
     path = tiny_model(arch="qwen35", quiet=0.0)
-    found = [
+    results = [
         json.loads(generated(path, "--json", "--draft", each).stdout) for each in ("off", "lookup", "mtp")
     ]
-    assert found[0]["text"] == found[1]["text"] == found[2]["text"]
-    assert found[0]["accepted"] < found[1]["accepted"] < found[2]["accepted"]
+    assert results[0]["text"] == results[1]["text"] == results[2]["text"]
+    assert results[0]["accepted"] < results[1]["accepted"] < results[2]["accepted"]
 
 
 def test_a_model_without_such_layers_is_refused(tiny_model):
@@ -250,7 +250,7 @@ def test_a_model_without_such_layers_is_refused(tiny_model):
 
 def test_a_chat_that_is_opened_again_says_the_same(tiny_model, tmp_path):
     path = tiny_model(arch="qwen35", quiet=0.1, chat_template=tiny.CHAT_TEMPLATE)
-    found = []
+    exported = []
     for draft in ("off", "mtp"):
         file = tmp_path / f"{draft}.kvs"
         for turns in ("one\ntwo\n", "three\n", "four\n"):
@@ -260,6 +260,6 @@ def test_a_chat_that_is_opened_again_says_the_same(tiny_model, tmp_path):
                 stdin=turns,
             )
             assert done.returncode == 0, done.stderr
-        found.append(json.loads(called("session", "export", "--json", file).stdout))
-    assert found[0] == found[1]
-    assert len(found[0]) == 8
+        exported.append(json.loads(called("session", "export", "--json", file).stdout))
+    assert exported[0] == exported[1]
+    assert len(exported[0]) == 8

@@ -28,15 +28,15 @@ def full():
 
 
 def test_the_logits_are_those_of_another_model(path, monkeypatch):
-    tokens, found = text(150), []
+    tokens, logits = text(150), []
     for is_only_full in (True, False):
         if not is_only_full:
             monkeypatch.delitem(layers.ONLY_FULL, "llama")
         with open_engine(path, full()) as engine:
             engine.read(tokens)
-            found.append(engine.context.logits()[-1].copy())
+            logits.append(engine.context.logits()[-1].copy())
             assert engine.checkpoints.are_whole == is_only_full
-    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
 def test_a_stream_begins_again_and_is_saved(path):

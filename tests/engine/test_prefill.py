@@ -78,11 +78,11 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
     policy = policies.fit(name, 300, 8, ["layers=adaptive", f"heads={heads}"])
     with open_engine(tiny_model(n_head_kv=2, n_layer=3), policy, prefill="whole") as engine:
         engine.read(text(800))
-        kept = engine.rows.live.reshape(3, 2)
-        assert 6 * policy.n_keep - 6 <= kept.sum() <= 6 * policy.n_keep
-        assert len(set(kept.sum(axis=1).tolist())) > 1
+        n_live = engine.rows.live.reshape(3, 2)
+        assert 6 * policy.n_keep - 6 <= n_live.sum() <= 6 * policy.n_keep
+        assert len(set(n_live.sum(axis=1).tolist())) > 1
         if heads == "equal":
-            assert (kept[:, 0] == kept[:, 1]).all()
+            assert (n_live[:, 0] == n_live[:, 1]).all()
         # the stream continues, and evicts every 8 tokens
         for part in np.split(text(64, seed=3), 8):
             engine.step(part)
@@ -240,16 +240,16 @@ def test_a_prompt_read_whole_ends_where_the_context_does(tiny_model, positions, 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])
 def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
-    tokens, asked, policy = text(300), [], policies.fit(name, 48, 8)
+    tokens, lengths, policy = text(300), [], policies.fit(name, 48, 8)
 
     def stopped():
-        asked.append(engine.n_past)
-        return len(asked) == 3
+        lengths.append(engine.n_past)
+        return len(lengths) == 3
 
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
         engine.pin(5)
         assert engine.read(tokens, stopped) == 0
-        assert asked[-1] > 0
+        assert lengths[-1] > 0
         assert (engine.n_past, engine.n_kv, engine.n_archived, engine.n_pinned) == (0, 0, 0, 5)
         assert engine.read(tokens) == 300
         again = engine.context.logits().copy()
@@ -312,7 +312,7 @@ def _raises(error):
 
 @pytest.mark.parametrize("error", [ValueError("not today"), StreamEnd("not today"), KeyboardInterrupt()])
 def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(tiny_model, error):
-    tokens, found = text(200), []
+    tokens, states = text(200), []
     for fails in ([], [lambda: _raises(error)]):
         with open_engine(tiny_model(), Whole(48, 8, fails)) as engine:
             small = engine.cache_bytes
@@ -323,8 +323,8 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
                 assert (engine.n_past, engine.n_kv, engine.n_held, engine.cache_bytes) == (0, 0, 3, small)
             assert engine.read(tokens) == 200
             engine.read(tokens[:30])
-            found.append((live(engine), engine.state[0].tolist(), engine.context.logits().tolist()))
-    assert found[0] == found[1]
+            states.append((live(engine), engine.state[0].tolist(), engine.context.logits().tolist()))
+    assert states[0] == states[1]
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
@@ -339,10 +339,10 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
     important = np.take_along_axis(view.important, order, axis=1)
     assert important.dtype == np.int32
     for first, end in ((0, 100), (100, 200), (200, 300)):
-        own = important[:, first:end]
-        assert own.max() == end
+        part = important[:, first:end]
+        assert part.max() == end
         # a key is important only to queries that are not older than the key
-        assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
+        assert (part[part > 0] > np.broadcast_to(np.arange(first, end), part.shape)[part > 0]).all()
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
     path, tokens = tiny_model(n_head_kv=2), text(120)
     settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
-    kept = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
+    forgetting = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
     with open_engine(path, fit(128, recalled=64, search=search), archive_type=kind, **settings) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 64
-    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+    assert np.abs(got - full).max() < tolerance < np.abs(forgetting - full).max()
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
@@ -71,14 +71,14 @@ def test_made_cells_are_the_full_cache_in_any_budget(
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(200)
     settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
-    kept = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
+    forgetting = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
     policy = fit(search="all")
     with open_engine(path, policy, archive_type=kind, **settings, n_threads=n_threads) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.policy.recall.n_cell == 4 // n_head_kv
         assert engine.n_archived > 150
         assert engine.n_kv + engine.policy.recall.n_cell <= policy.budget
-    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+    assert np.abs(got - full).max() < tolerance < np.abs(forgetting - full).max()
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2])
@@ -102,9 +102,9 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
 
     path, tokens = tiny_model(n_head_kv=2, head_dim=64), text(200)
     kinds = ["f32", "q8_0", "q8_0/q4_0", "q5_0/q4_0", "q4_0"]
-    found, n_bytes = zip(*map(archived, kinds), strict=True)
+    nll, n_bytes = zip(*map(archived, kinds), strict=True)
     assert list(n_bytes) == sorted(set(n_bytes), reverse=True)
-    errors = [np.abs(each - found[0]).mean() for each in found]
+    errors = [np.abs(each - nll[0]).mean() for each in nll]
     assert errors == sorted(set(errors))
     assert errors[-1] < 0.3
 
@@ -120,16 +120,16 @@ def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_hea
 @pytest.mark.parametrize("params", [{"exact": 100}, {"recalled": 9, "exact": 100}], ids=["made", "tokens"])
 def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monkeypatch, params):
     monkeypatch.setattr(Layers, "has_values", "recalled" not in params)
-    found = []
+    results = []
     for n_threads in (1, 2, 5):
         with open_engine(tiny_model(n_head_kv=2), fit(**params), n_threads=n_threads) as engine:
             engine.read(text(900))
             archive = engine.context.archive
             tokens = [each.tolist() for each in archive.attended(4, 9)] if "recalled" in params else []
-            found.append((tokens, engine.context.logits().tolist()))
+            results.append((tokens, engine.context.logits().tolist()))
             # the archive has more than three blocks of 256 tokens, so that the threads have blocks to share
             assert engine.n_archived > 3 * 256
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_model):
@@ -145,7 +145,7 @@ def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_mode
 
 
 def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
-    found = []
+    logits = []
     with open_engine(tiny_model(n_head_kv=2), fit(search="all"), archive_type="f32") as engine:
         engine.read(text(200))
         good = {name: array.copy() for name, array in engine.save()}
@@ -158,8 +158,8 @@ def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
             if is_number:
                 engine.context.archive.keep(0)
             engine.read(text(1, seed=2))
-            found.append(engine.context.logits().copy())
-    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+            logits.append(engine.context.logits().copy())
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
 CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
@@ -184,11 +184,11 @@ def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
     # in steps of few queries, queries are rounded to 8 bits if the CPU has instructions for that. With
     # search=all they are never rounded
     path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
-    found = [
+    runs = [
         scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
         for params in ({"exact": 10**6}, {"search": "all"}, {"exact": 1})
     ]
-    off, least = (np.abs(own - found[1])[400:].mean() for own in (found[0], found[2]))
+    off, least = (np.abs(run - runs[1])[400:].mean() for run in (runs[0], runs[2]))
     assert off < 0.02 < 0.2 < least
 
 
@@ -683,8 +683,8 @@ def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
 def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(200))
-        _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
-        flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
+        _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
+        flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
         # the flag "rr" means "random read advise": the system does not read ahead
         assert "rr" in flags.split()
 

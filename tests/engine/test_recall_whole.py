@@ -34,11 +34,11 @@ def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
     """
     with open_engine(path, policy, **settings) as engine:
         assert engine.read(tokens[:n_prompt]) == n_prompt
-        found = [engine.context.logits()[-1].copy()]
+        logits = [engine.context.logits()[-1].copy()]
         for token in tokens[n_prompt:]:
             engine.step(np.array([token], np.int32))
-            found.append(engine.context.logits()[-1].copy())
-        return np.array(found), engine.n_kv, engine.n_archived, engine.cache_bytes
+            logits.append(engine.context.logits()[-1].copy())
+        return np.array(logits), engine.n_kv, engine.n_archived, engine.cache_bytes
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,10 @@ def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, sha
     path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
     exact = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
-    own, n_kv, n_archived, n_bytes = logits_after(path, fit(search="all"), tokens, prefill="whole", **exact)
-    assert np.abs(own - full).max() < tolerance
+    logits, n_kv, n_archived, n_bytes = logits_after(
+        path, fit(search="all"), tokens, prefill="whole", **exact
+    )
+    assert np.abs(logits - full).max() < tolerance
     assert n_kv <= 48
     assert n_kv + n_archived == N_PROMPT + N_LATER
     # the large cache is freed
@@ -65,19 +67,19 @@ def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, sha
 def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archived(tiny_model):
     path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
     full, *_ = logits_after(path, policies.fit("full", 512), tokens)
-    own, n_kv, n_archived, _ = logits_after(path, fit(), tokens, prefill="whole")
-    assert np.abs(own - full).max() < TOLERANCE
+    logits, n_kv, n_archived, _ = logits_after(path, fit(), tokens, prefill="whole")
+    assert np.abs(logits - full).max() < TOLERANCE
     assert (n_kv <= 48, n_kv + n_archived) == (True, N_PROMPT)
 
 
 def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
     # llama.cpp aborts if a step has more tokens than the context had cells when it was opened
     path, tokens = tiny_model(n_head_kv=2), text(900)
-    found = [
+    logits = [
         logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
         for n_batch in (256, 1024)
     ]
-    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("prefill", ["stream", "whole", "exact"])
@@ -106,23 +108,23 @@ def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
 
 def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT)
-    found = []
+    logits = []
     for prefill in ("whole", "stream"):
         with open_engine(path, fit(search="all"), prefill=prefill, archive_type="f32") as engine:
             engine.read(tokens)
             assert engine.rewind(200)
             engine.step(tokens[200:201])
-            found.append(engine.context.logits()[-1].copy())
+            logits.append(engine.context.logits()[-1].copy())
             assert engine.n_past == 201
-    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
 def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
-        said = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
-        assert long_text(engine, "prompt", 257) == said
-        said = "recall cannot read more in one piece; continue with --prefill stream"
-        with pytest.raises(StreamEnd, match=said):
+        message = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
+        assert long_text(engine, "prompt", 257) == message
+        message = "recall cannot read more in one piece; continue with --prefill stream"
+        with pytest.raises(StreamEnd, match=message):
             engine.read(text(257))
         assert engine.read(text(256)) == 256
 
@@ -189,8 +191,8 @@ def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypat
     streamed, *_, n_bytes = logits_after(path, fit(), tokens)
     beside_gpu(monkeypatch, 2**40)
     monkeypatch.setattr(Context, "resize", refuse_above(256))
-    found, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
-    np.testing.assert_array_equal(found, streamed)
+    logits, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
+    np.testing.assert_array_equal(logits, streamed)
     assert own_bytes == n_bytes
     with pytest.raises(LibraryError, match="no memory for the cache"):
         logits_after(path, fit(), tokens, prefill="whole")
@@ -215,8 +217,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         # the first 100 tokens are read again if the new text has at least an eighth of all tokens. 15 tokens
         # are enough (15 of 115), but 14 tokens are not (14 of 114)
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
-        said = "It is read at once, with the 100 tokens before it, in a cache of"
-        assert said in long_text(engine, "turn", 500)
+        message = "It is read at once, with the 100 tokens before it, in a cache of"
+        assert message in long_text(engine, "turn", 500)
         assert writer.read(tokens[100:600])
         assert (engine.n_past, engine.n_pinned, engine.cache.n_planned) == (600, 5, 600)
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
@@ -309,8 +311,8 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
 
 def test_it_says_what_will_happen(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
-        said = long_text(engine, "prompt", 300)
-    assert "the others go to host memory and are still used. It is read at once, in a cache of" in said
+        message = long_text(engine, "prompt", 300)
+    assert "the others go to host memory and are still used. It is read at once, in a cache of" in message
     with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
-        said = long_text(engine, "prompt", 300)
-    assert "and are still used; there is room for 100, so 152 are forgotten (--archive sets that)" in said
+        message = long_text(engine, "prompt", 300)
+    assert "and are still used; there is room for 100, so 152 are forgotten (--archive sets that)" in message

@@ -52,20 +52,20 @@ def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
-    tokens, found = text(N_FIRST + N_LATER), {}
+    tokens, results = text(N_FIRST + N_LATER), {}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
         state = {name: array.copy() for name, array in engine.save()}
-        found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
-        found["logits"] = engine.context.logits()[-1].tolist()
-        found["span"] = [archive.span.start, archive.span.stop]
-        found["bytes"] = archive.n_bytes
-        found["stored"] = archive.read(archive.span.start, archive.end).tolist()
+        results["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
+        results["logits"] = engine.context.logits()[-1].tolist()
+        results["span"] = [archive.span.start, archive.span.stop]
+        results["bytes"] = archive.n_bytes
+        results["stored"] = archive.read(archive.span.start, archive.end).tolist()
         assert engine.n_restart > 0
         engine.restore(state)
-        found["again"] = perplexity.stream(engine, tokens[N_FIRST:]).tolist()
-    return found, lambda n: goes_on(path, state, settings, policy, n)
+        results["again"] = perplexity.stream(engine, tokens[N_FIRST:]).tolist()
+    return results, lambda n: goes_on(path, state, settings, policy, n)
 
 
 def goes_on(path, state, settings, policy, n_gpu_layers):
@@ -110,8 +110,8 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
         if meter:
             sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             n_bytes = [received["get"], sent["graph"]]
-        found = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
-        return np.array_equal(found.reshape(-1), np.array(want).reshape(-1)), n_bytes
+        archived = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
+        return np.array_equal(archived.reshape(-1), np.array(want).reshape(-1)), n_bytes
 
 
 def client(endpoint, file, *paths):
@@ -120,11 +120,11 @@ def client(endpoint, file, *paths):
     add_rpc(meter.endpoint)
     results = []
     for each in RUNS:
-        found, goes_on_with = run(paths[1], *each)
-        found["here"] = goes_on_with(0)
+        result, goes_on_with = run(paths[1], *each)
+        result["here"] = goes_on_with(0)
         # the server continues a state that was saved without the server
-        found["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
-        results.append(found)
+        result["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
+        results.append(result)
     printed = {"results": results, "resized": resized(paths[1], 99)}
     printed["in_file"] = run(paths[1], *RUNS[0], archive_file=file)[0]
     printed["left"] = [leave(paths[each[-1] - 1], *each, 99, meter) for each in CACHES]

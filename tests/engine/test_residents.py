@@ -80,8 +80,8 @@ def test_with_all_resident_each_token_attends_as_to_the_full_cache(
     path, tokens = tiny_model(arch, n_ctx_train=2048, **shape), text(N_PROMPT + N_LATER)
     cache = {name: settings[name] for name in ("type_k", "type_v") if name in settings}
     full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
-    found, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
-    assert np.abs(found - full).max() < tolerance
+    logits, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
+    assert np.abs(logits - full).max() < tolerance
     # the first step is repeated, because there are no residents yet. Steps after a block was clustered are
     # also repeated
     assert 1 <= n_repeated < N_LATER // 2

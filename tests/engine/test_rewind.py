@@ -30,23 +30,23 @@ def opened(path, policy, archive_type="f32", n_batch=16, **settings):
 def state(engine):
     """Return the state of a stream without keys and values: counters and tables."""
     cells, archive = engine.cells(), engine.context.archive
-    own = {
+    counters = {
         name: getattr(engine, name)
         for name in ("n_past", "n_kv", "n_pinned", "n_held", "n_restart", "n_evicted", "n_archived")
     }
-    own |= {"due": engine.n_until_plan, "planned": engine.cache.n_planned, "room": engine.room()}
-    own |= {"next": engine.rows.next_rot, "pos": cells.pos.tolist(), "rot": cells.rot.tolist()}
+    counters |= {"due": engine.n_until_plan, "planned": engine.cache.n_planned, "room": engine.room()}
+    counters |= {"next": engine.rows.next_rot, "pos": cells.pos.tolist(), "rot": cells.rot.tolist()}
     has_some = archive and archive.n
-    return own | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if has_some else []}
+    return counters | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if has_some else []}
 
 
 def logits(engine, tokens):
     """Return the logits f32[n, n_vocab] of these tokens, read one by one."""
-    found = []
+    rows = []
     for token in tokens:
         engine.step(np.array([token]))
-        found.append(engine.context.logits()[-1].copy())
-    return np.array(found)
+        rows.append(engine.context.logits()[-1].copy())
+    return np.array(rows)
 
 
 def check_back(engine, fresh, n, n_later, tolerance):
@@ -77,7 +77,9 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
-@pytest.mark.parametrize(("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, own in STREAMS.items() for n in own[0]])
+@pytest.mark.parametrize(
+    ("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, lengths in STREAMS.items() for n in lengths[0]]
+)
 def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search, n_ctx, n_later):
     policy = fit(**search)
     path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
@@ -126,8 +128,8 @@ def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings,
 
 
 def test_an_archive_in_a_file_goes_back_too(tiny_model, tmp_path):
-    path, own = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
-    with opened(path, fit(), **own) as engine, opened(path, fit()) as fresh:
+    path, settings = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
+    with opened(path, fit(), **settings) as engine, opened(path, fit()) as fresh:
         for n in (690, 250, 20):
             check_back(engine, fresh, n, 300, TOLERANCE)
 
@@ -157,8 +159,8 @@ def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
         assert engine.rewind(400) == 400
         other.restore({name: array.copy() for name, array in engine.save()})
         assert state(engine) == state(other)
-        found = [logits(each, text(50, seed=2)) for each in (engine, other)]
-        assert (found[0] == found[1]).all()
+        both = [logits(each, text(50, seed=2)) for each in (engine, other)]
+        assert (both[0] == both[1]).all()
 
 
 def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
@@ -202,14 +204,14 @@ def test_nobody_goes_where_there_is_nothing(tiny_model):
 def client(endpoint, path):
     """Rewind streams whose cells are on a worker; print the lengths that were checked, as JSON."""
     add_rpc(endpoint)
-    policy, found = fit(search="all"), []
+    policy, lengths = fit(search="all"), []
     for flash, kind in (("off", "f32"), ("on", "f16")):
-        own = {"flash": flash, "type_k": kind, "type_v": kind, "n_gpu_layers": 99}
-        with opened(path, policy, **own) as engine, opened(path, policy, **own) as fresh:
+        settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_gpu_layers": 99}
+        with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
             for n in (120, 20):
                 check_back(engine, fresh, n, 60, TOLERANCE if kind == "f32" else 2e-2)
-                found.append(n)
-    print(json.dumps(found))
+                lengths.append(n)
+    print(json.dumps(lengths))
 
 
 def test_cells_on_a_worker_go_back(tiny_model):
@@ -221,8 +223,8 @@ def test_cells_on_a_worker_go_back(tiny_model):
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with working() as worker:
-        found, _ = rpc_server.client("tests.engine.test_rewind", worker.endpoint, str(path))
-    assert found == [120, 20, 120, 20]
+        lengths, _ = rpc_server.client("tests.engine.test_rewind", worker.endpoint, str(path))
+    assert lengths == [120, 20, 120, 20]
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 def signals(path, n_gpu_layers=None):
     """Return [RECENT of each query, IMPORTANT] at three times: after some batches, an edit, and a write."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
-    asked = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
-    context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
+    request = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
+    context = Context(model, 512, 64, request, type_k="f32", type_v="f32", flash="off")
 
     def read():
         return [context.history(Signal.RECENT, 512).tolist(), context.read(Signal.IMPORTANT, 512).tolist()]
@@ -102,33 +102,33 @@ def signals(path, n_gpu_layers=None):
     tokens = text(330)
     for at in range(0, 320, 64):
         context.decode(tokens[at : at + 64], at, 1)
-    found = [read()]
+    reads = [read()]
     # keep so few tokens that llama.cpp's attention no longer covers all cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)
     for first, end in ((320, 321), (321, 324), (324, 325)):
         context.decode(tokens[first:end], first, 1)
-    found.append(read())
+    reads.append(read())
     context.write(Signal.IMPORTANT, np.arange(N_ROW * 45).reshape(N_ROW, 45))
     for first, end in ((325, 326), (326, 328)):
         context.decode(tokens[first:end], first, 1)
-    found.append(read())
+    reads.append(read())
     context.close()
     model.close()
-    return found
+    return reads
 
 
 def client(endpoint, *paths):
     """Print the results of the runs on the server as JSON. The log of llama.cpp is written to stderr."""
     set_verbose(True)
     add_rpc(endpoint)
-    found = devices()
+    listed = devices()
     results = []
     for run, path in zip(RUNS, paths, strict=True):
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
         results.append(score(path, *run, n_gpu_layers=99))
     sys.stderr.write("\nrun signals\n")
-    own = [signals(paths[0], n) for n in N_GPU_LAYERS]
-    print(json.dumps({"devices": found, "results": results, "signals": own}))
+    read_signals = [signals(paths[0], n) for n in N_GPU_LAYERS]
+    print(json.dumps({"devices": listed, "results": results, "signals": read_signals}))
 
 
 @pytest.fixture(scope="module")

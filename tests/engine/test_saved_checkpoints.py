@@ -58,11 +58,11 @@ def test_a_later_process_has_the_checkpoints(tiny_model, path, name):
         n = engine.n_kept(190)
         assert n > 120
         assert engine.rewind(190) == other.rewind(190) == n
-        found = []
+        logits = []
         for each in (engine, other):
             each.read(text(50, seed=2))
-            found.append(each.context.logits()[-1].copy())
-        assert (found[0] == found[1]).all()
+            logits.append(each.context.logits()[-1].copy())
+        assert (logits[0] == logits[1]).all()
 
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])

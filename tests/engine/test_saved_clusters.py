@@ -38,11 +38,11 @@ def clusters(engine):
     }
 
 
-def told(engine):
+def progress_of(engine):
     """Return a list that will receive the progress (done, n) of computing clusters."""
-    found = []
-    engine.context.archive.while_sealing = lambda done, n: found.append((done, n))
-    return found
+    reports = []
+    engine.context.archive.while_sealing = lambda done, n: reports.append((done, n))
+    return reports
 
 
 def write(path, engine, store):
@@ -61,8 +61,8 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     path, tokens = tiny_model(**MODEL), text(1750)
     with opened(path) as engine:
         engine.read(tokens[:1650])
-        saved, own = in_memory(engine), clusters(engine)
-        assert {is_far for _, is_far in own} == {True, False}
+        saved, computed = in_memory(engine), clusters(engine)
+        assert {is_far for _, is_far in computed} == {True, False}
         want = perplexity.stream(engine, tokens[1650:])
     names = [name for name in saved if name.startswith(CLUSTERS)]
     assert len(names) == 3
@@ -88,9 +88,9 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     ):
         with opened(path) as engine:
             engine.restore(given)
-            assert (clusters(engine) == own) == is_known
+            assert (clusters(engine) == computed) == is_known
             assert b"".join(clusters(engine).values()) == (
-                b"".join(own.values() if is_known else (other[name].tobytes() for name in names[1:]))
+                b"".join(computed.values() if is_known else (other[name].tobytes() for name in names[1:]))
             )
             assert (perplexity.stream(engine, tokens[1650:]) == want).all() == is_known
 
@@ -102,11 +102,11 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
         engine.read(text(900))
         saved = in_memory(engine)
     with opened(path, n_threads=n_threads) as engine:
-        found = told(engine)
+        reports = progress_of(engine)
         engine.restore(saved)
         # a thread takes two of the four rows at a time, and progress is reported while rows are left. One
         # thread reports after its first two rows. Three threads take all rows at once, so they report nothing
-        assert found == ([(2, 4)] if n_threads == 1 else [])
+        assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -198,13 +198,13 @@ def test_a_smaller_archive_takes_the_clusters_of_its_blocks(tiny_model):
     path = tiny_model(**MODEL)
     with opened(path, 5000) as engine:
         engine.read(text(1650))
-        saved, own = in_memory(engine), clusters(engine)
+        saved, computed = in_memory(engine), clusters(engine)
     with opened(path, 1300) as engine:
         engine.restore(saved)
-        found = clusters(engine)
-        first = min(found)
-        assert {is_far for block, is_far in found if block > first[0]} == {True, False}
-        assert all(own[block] == data for block, data in found.items() if block != first)
+        taken = clusters(engine)
+        first = min(taken)
+        assert {is_far for block, is_far in taken if block > first[0]} == {True, False}
+        assert all(computed[block] == data for block, data in taken.items() if block != first)
         engine.read(text(100))
 
 

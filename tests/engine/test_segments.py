@@ -73,14 +73,14 @@ class Archive:
 
 def save(path, archive, store=None):
     """Write a session of this archive, as `ChatFiles` does."""
-    own = store or ArchiveFile(path)
+    file = store or ArchiveFile(path)
     try:
-        with own.write(archive) as listed:
+        with file.write(archive) as listed:
             table = np.array([archive.begin, archive.end, 0], np.int64)
             session.write(path, {"n": archive.end}, [(TABLE, table), *listed])
     finally:
         if not store:
-            own.close()
+            file.close()
 
 
 def load(path):
@@ -93,8 +93,8 @@ def holds(path, archive):
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
     listed, n = {}, archive.n_token
     for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
-        own = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
-        listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), own, strict=True)}
+        blocks = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
+        listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), blocks, strict=True)}
     assert all(
         (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
         for each in archive.clustered
@@ -166,13 +166,13 @@ def test_another_process_goes_on_where_one_has_ended(path):
 
 def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far(path, store, monkeypatch):
     monkeypatch.setattr(Archive, "is_clustered", True)
-    archive, there = Archive(1, 0), set()
+    archive, written = Archive(1, 0), set()
     for end in (30, 31, 32, 44, 300):
         archive.end = end
         save(path, archive, store)
         assert holds(path, archive)
-        there |= set(archive.clustered)
-        size = archive_file._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
+        written |= set(archive.clustered)
+        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.block_bytes
         assert archive_path(path).stat().st_size == size
         # data that no block needs any more is not listed
         current = dict(archive.clustered)
@@ -282,9 +282,9 @@ def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
     aside = session.set_aside(path)
     path.unlink()
     path.write_bytes(older)
-    with closing(ArchiveFile(path)) as own:
-        own.adopt(load(path))
-        with pytest.raises(SessionError, match="no room"), own.write(Archive(1, 50).restore(load(path))):
+    with closing(ArchiveFile(path)) as file:
+        file.adopt(load(path))
+        with pytest.raises(SessionError, match="no room"), file.write(Archive(1, 50).restore(load(path))):
             raise SessionError("no room")
     assert holds(aside, Archive(1, 100))
     turn(path, Archive(1, 60))
@@ -569,16 +569,16 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_whole_session(tmp_path, c
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, 9)
-        there = after if session.read_meta(path)["n"] == after[1] else before
-        assert holds(path, Archive(*there))
-        if change is other_chat and there is after:
+        saved = after if session.read_meta(path)["n"] == after[1] else before
+        assert holds(path, Archive(*saved))
+        if change is other_chat and saved is after:
             assert holds(path.with_name("talk.kv.1"), Archive(*before))
         # after the next turn, every file belongs to a session
-        turn(path, Archive(there[0], 80))
-        assert holds(path, Archive(there[0], 80))
+        turn(path, Archive(saved[0], 80))
+        assert holds(path, Archive(saved[0], 80))
         names = {each.name for each in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
         assert names == {"talk.kv", "talk.kv.archive"}
         if not code:
             break
-    assert there == after
+    assert saved == after
     assert n > 3

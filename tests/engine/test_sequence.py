@@ -108,8 +108,8 @@ def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
 @pytest.mark.parametrize("name", ["full", "streamingllm"])
 def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
     policy = policies.fit(name, 64, 8 if name == "streamingllm" else None)
-    said = "without kvtool's patch, which models with sliding or recurrent layers need; build .*make setup$"
-    with pytest.raises(LibraryError, match=said), open_engine(tiny_model(arch=arch), policy):
+    why = "without kvtool's patch, which models with sliding or recurrent layers need; build .*make setup$"
+    with pytest.raises(LibraryError, match=why), open_engine(tiny_model(arch=arch), policy):
         pass
 
 
@@ -130,22 +130,22 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
             want.append(step(plain, tokens[at : at + 1]))
-    with open_engine(path, policy, positions=positions) as other:
-        for at, there in saved.items():
-            other.restore(there)
+    with open_engine(path, policy, positions=positions) as restored:
+        for at, state in saved.items():
+            restored.restore(state)
             for i in range(at, min(at + 12, len(tokens))):
-                assert np.abs(step(other, tokens[i : i + 1]) - want[i]).max() < 1e-4
+                assert np.abs(step(restored, tokens[i : i + 1]) - want[i]).max() < 1e-4
 
 
 def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
-    asked = [
+    cases = [
         (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
         (tiny_model(), "corm", {}, "which the policy CORM needs"),
         (tiny_model(), "streamingllm", {"prefill": "whole"}, "which reading a prompt whole, .* needs"),
     ]
-    for path, name, settings, said in asked:
+    for path, name, settings, message in cases:
         with (
-            pytest.raises(LibraryError, match=said) as caught,
+            pytest.raises(LibraryError, match=message) as caught,
             open_engine(path, policies.fit(name, 64, 8), **settings),
         ):
             pass
@@ -202,14 +202,14 @@ NOTE = (
 
 def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
-    own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
-    own += ["--policy", "streamingllm", "--budget", 96]
+    args = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
+    args += ["--policy", "streamingllm", "--budget", 96]
     # the cells of a restored cache are in another order, so results in f16 would be rounded differently
-    own += ["-ctk", "f32", "-ctv", "f32"]
-    whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))
+    args += ["-ctk", "f32", "-ctv", "f32"]
+    whole = kvtool(*args, "--session", tmp_path / "whole", stdin="".join(turns))
     assert (whole.returncode, whole.stderr) == (0, NOTE)
     first, second = (
-        kvtool(*own, "--session", tmp_path / "parts", stdin="".join(part)) for part in (turns[:7], turns[7:])
+        kvtool(*args, "--session", tmp_path / "parts", stdin="".join(part)) for part in (turns[:7], turns[7:])
     )
     assert first.stdout + second.stdout == whole.stdout
 

@@ -70,8 +70,8 @@ def run(path, policy, sizes, *, restores=False, **settings):
                 # the records are copied, because `seen` continues to grow
                 records = [
                     each
-                    for layer, own in zip(stream.layers, stream.rows, strict=True)
-                    for each in stream.records(layer, own)
+                    for layer, layer_rows in zip(stream.layers, stream.rows, strict=True)
+                    for each in stream.records(layer, layer_rows)
                 ]
                 now = [[token | {"seen": list(token["seen"])} for token in row] for row in records]
                 want.append((now, since, stream.next))
@@ -246,9 +246,9 @@ def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
 def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
     # stored keys are multiplied by an orthogonal matrix (values are not), which must not change the logits
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
-    kept = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
+    settings = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
     path = tiny_model(n_head_kv=2, head_dim=64)
-    for view, (rows, _, _) in zip(policy.views, run(path, policy, SIZES, **kept), strict=True):
+    for view, (rows, _, _) in zip(policy.views, run(path, policy, SIZES, **settings), strict=True):
         for number, row in enumerate(rows):
             order = np.argsort(view.pos[number])
             future = np.array([token["future"] for token in row])

@@ -142,9 +142,9 @@ def test_the_same_text_after_a_reset_scores_the_same(gemma3, positions):
 def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
     path = tiny_model(arch="gemma3", window=300, n_layer=6, pattern=3)
     assert unsupported(read(path)) is None
-    asked = Model(path, no_weights=True)
-    layers = asked.layers
-    asked.close()
+    unloaded = Model(path, no_weights=True)
+    layers = unloaded.layers
+    unloaded.close()
     assert layers.n_swa == 300
     assert [layer.number for layer in layers.of(Kind.ROWS)] == [2, 5]
     assert [layer.number for layer in layers.of(Kind.SLIDING)] == [0, 1, 3, 4]

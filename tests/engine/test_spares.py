@@ -71,7 +71,7 @@ def run(path, name, flash, kind, n_gpu_layers, meter=None):
 def two_at_once(path):
     """Return True if a context continues unchanged while another one on the same worker opens and closes."""
     tokens = text(40)
-    found = []
+    logits = []
     for other in (False, True):
         with open_engine(path, POLICIES["h2o"], 99) as engine:
             engine.read(tokens[:8])
@@ -80,8 +80,8 @@ def two_at_once(path):
                     with open_engine(path, POLICIES["h2o"], 99) as second:
                         second.read(tokens)
                 step(engine, token)
-            found.append(engine.context.logits()[0].tolist())
-    return found[0] == found[1]
+            logits.append(engine.context.logits()[0].tolist())
+    return logits[0] == logits[1]
 
 
 def client(endpoint, path, as_stock):
@@ -94,12 +94,12 @@ def client(endpoint, path, as_stock):
             lambda server: lib.ggml_backend_register(server)
         )
     add_rpc(meter.endpoint)
-    found = devices()
+    listed = devices()
     results = []
     for each in RUNS[:1] if as_stock else RUNS:
         sys.stderr.write(f"\nrun {' '.join(map(str, each))}\n")
         results.append(run(path, *each, meter))
-    print(json.dumps({"devices": found, "results": results, "two": two_at_once(path)}))
+    print(json.dumps({"devices": listed, "results": results, "two": two_at_once(path)}))
 
 
 def from_worker(path, *options):
@@ -168,16 +168,16 @@ def test_another_context_takes_no_graph_away(remote):
 
 
 def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
-    found, log = from_worker(path, "as stock")
-    spares = [device for device in found["devices"] if device["name"].startswith("RPC")]
+    printed, log = from_worker(path, "as stock")
+    spares = [device for device in printed["devices"] if device["name"].startswith("RPC")]
     assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 2
     (buffer,) = re.findall(r"(\S+) KV buffer size", log[1])[:1]
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
-    assert found["results"][0][0] == remote[0]["results"][0][0]
+    assert printed["results"][0][0] == remote[0]["results"][0][0]
     # without spares the worker keeps only one graph, so the graphs of edits and of decoding are sent each
     # time
-    assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
+    assert printed["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 
 def test_a_device_that_is_none_has_no_spare():

@@ -33,8 +33,8 @@ def parts(tmp_path, made):
 
 
 def generate(model):
-    own = ["-m", model, "-p", "tell me", "-n", 24, "-t", 1, "--temp", 0, "--policy", "h2o", "--budget", 16]
-    return kvtool("generate", *own)
+    args = ["-m", model, "-p", "tell me", "-n", 24, "-t", 1, "--temp", 0, "--policy", "h2o", "--budget", 16]
+    return kvtool("generate", *args)
 
 
 # names of the parts
@@ -184,8 +184,8 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "KVTOOL_CACHE": str(tmp_path / "cache")}
 
     def chat(*options, **more):
-        own = ["-t", 1, "--temp", 0, "-n", 8, "--session", tmp_path / "chat.kvs"]
-        return kvtool("chat", *own, *options, stdin="hello\n", env=environment | more)
+        defaults = ["-t", 1, "--temp", 0, "-n", 8, "--session", tmp_path / "chat.kvs"]
+        return kvtool("chat", *defaults, *options, stdin="hello\n", env=environment | more)
 
     with server.serving() as site:
         server.add_repository(site, "o/r", {path.name: path.read_bytes() for path in parts})

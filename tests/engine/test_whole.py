@@ -163,12 +163,12 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
         Engine, "read", lambda self, tokens: (n_read.append(len(tokens)), read(self, tokens))[1]
     )
     shared.whole(TOKENS[:250])
-    found = shared.whole(TOKENS)
-    assert shared.whole(TOKENS) is found
+    prompt = shared.whole(TOKENS)
+    assert shared.whole(TOKENS) is prompt
     assert n_read == [250, 50]
-    assert np.abs(found.logits - whole.logits).max() < 1e-4
+    assert np.abs(prompt.logits - whole.logits).max() < 1e-4
     for name, values in whole.signals.items():
-        assert np.abs(found.signals[name] - values).max() < 1e-3
+        assert np.abs(prompt.signals[name] - values).max() < 1e-3
     # a shorter prompt does not reuse a longer one
     shared.whole(TOKENS[:250])
     assert n_read == [250, 50, 250]
@@ -176,8 +176,8 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
 
 def test_signals_are_known_only_if_they_are_the_same():
     def known(**asked):
-        own = SignalRequest(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
-        return CachedPrompt(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), own, {}).has(
+        request = SignalRequest(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
+        return CachedPrompt(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), request, {}).has(
             SignalRequest(**asked)
         )
 

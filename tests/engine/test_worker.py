@@ -157,8 +157,8 @@ def test_every_command_that_runs_a_model_takes_workers(command):
 
 
 def test_help_says_that_nobody_is_asked_who_they_are():
-    said = CliRunner().invoke(cli.app, ["worker", "--help"]).stdout
-    assert "no authentication" in " ".join(said.split())
+    help_text = CliRunner().invoke(cli.app, ["worker", "--help"]).stdout
+    assert "no authentication" in " ".join(help_text.split())
 
 
 # workers
@@ -265,9 +265,9 @@ def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
 
 def test_a_port_that_is_taken_is_one_line(workers):
     done = kvtool("worker", "--port", workers[0].port)
-    said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
+    message = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{said} choose another --port\n"
+    assert done.stderr == f"{message} choose another --port\n"
 
 
 @pytest.mark.parametrize(
@@ -290,10 +290,10 @@ def test_what_a_worker_cannot_do_is_one_line(options, words):
 def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
     with reserved_port() as port:
         worker = Worker(port, host="0.0.0.0").serves()
-        exit_code, out, said = worker.end(number)
+        exit_code, out, stderr = worker.end(number)
     assert (exit_code, out) == (code, "")
-    assert "there is no authentication" in said
-    assert said.endswith("kvtool: stopped")
+    assert "there is no authentication" in stderr
+    assert stderr.endswith("kvtool: stopped")
 
 
 # chats
@@ -338,10 +338,10 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
         process.stdin.flush()
         until(lambda: len(b"".join(out)) > before + 8 or process.poll() is not None)
         workers[1].end(signal.SIGKILL)
-        said = process.stderr.read().decode()
-        assert process.wait(PATIENCE_S) == 4, said
+        stderr = process.stderr.read().decode()
+        assert process.wait(PATIENCE_S) == 4, stderr
         reader.join()
-    (line,) = re.sub(start, "", said).strip().split("\n")
+    (line,) = re.sub(start, "", stderr).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
     assert line.startswith(f"kvtool: one of {names} is gone or has no memory left; start it again")
     assert kept(there)["n_turn"] == 1
@@ -363,14 +363,14 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
 def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
     (tmp_path / "tide.txt").write_text(TEXT)
     options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
-    found = []
+    results = []
     for more in ([], [*rpc_of(workers), "-vv"]):
         command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
         done = kvtool(*command, "--json", "-")
         assert done.returncode == 0, done.stderr
         assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
-        found.append([json.loads(line) for line in done.stdout.splitlines()])
-    for here, there in zip(*found, strict=True):
+        results.append([json.loads(line) for line in done.stdout.splitlines()])
+    for here, there in zip(*results, strict=True):
         assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
         assert there["nll"] == pytest.approx(here["nll"], abs=1e-4)
         assert there["kl"] == pytest.approx(here["kl"], abs=1e-4)

@@ -55,7 +55,7 @@ def test_several_adapters_add_their_scaled_weights(merged):
 @pytest.mark.parametrize("name", ["h2o", "recall"])
 def test_every_slot_and_the_joint_steps_use_them(merged, name):
     model, adapters, path = merged
-    policy, tokens, said = policies.fit(name, 48), [text(120, seed=i) for i in range(2)], (40, 40)
+    policy, tokens, n_steps = policies.fit(name, 48), [text(120, seed=i) for i in range(2)], (40, 40)
     batchers = []
 
     def joint(lock):
@@ -63,8 +63,8 @@ def test_every_slot_and_the_joint_steps_use_them(merged, name):
         return batchers[0]
 
     with closing(Model(model, adapters=adapters)) as adapted, closing(Model(path)) as whole:
-        together = lives(adapted, policy, tokens, said, make_batcher=joint)
-        alone = lives(whole, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1))
+        together = lives(adapted, policy, tokens, n_steps, make_batcher=joint)
+        alone = lives(whole, policy, tokens, n_steps, make_batcher=lambda lock: StepBatcher(lock, 1))
     assert batchers[0].sizes == [2] * 40
     for one, other in zip(together, alone, strict=True):
         assert np.array_equal(one[0], other[0])

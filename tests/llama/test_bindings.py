@@ -17,11 +17,11 @@ def packages(monkeypatch, **found):
 
     found: for each package, its bindings or the error that is raised when it is imported.
     """
-    asked = []
+    attempted = []
 
     def import_module(name):
         package = name.partition(".")[0]
-        asked.append(package)
+        attempted.append(package)
         if package not in found:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         if isinstance(found[package], Exception):
@@ -29,13 +29,13 @@ def packages(monkeypatch, **found):
         return found[package]
 
     monkeypatch.setattr(bindings, "import_module", import_module)
-    return asked
+    return attempted
 
 
 def test_ours_comes_before_a_stock_one(monkeypatch):
-    asked = packages(monkeypatch, kvtool_llama="ours", llama_cpp="stock")
+    attempted = packages(monkeypatch, kvtool_llama="ours", llama_cpp="stock")
     assert bindings._load() == "ours"
-    assert asked == ["kvtool_llama"]
+    assert attempted == ["kvtool_llama"]
     packages(monkeypatch, llama_cpp="stock")
     assert bindings._load() == "stock"
 

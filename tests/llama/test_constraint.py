@@ -60,13 +60,13 @@ def bounded():
 
     The message of a UsageError must be one line.
     """
-    before, start, said = peak_bytes(), time.process_time(), ""
+    before, start, message = peak_bytes(), time.process_time(), ""
     try:
         yield
     except UsageError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert len(said) < 400
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 400
     # CPU time is measured, because it does not grow when other programs keep the machine busy
     assert time.process_time() - start < 30
     assert peak_bytes() - before < 600 * 2**20
@@ -367,14 +367,14 @@ def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
     }
     logits = np.zeros(engine.model.n_vocab, np.float32)
     logits[259:] = -90
-    found = set()
+    are_lists = set()
     for first in "0[":
         logits[3 + ord("0")], logits[3 + ord("[")] = (5, 0) if first == "0" else (0, 2)
         tokens = written(engine, logits, 400, temp=1, json_schema=json.dumps(schema))
         value = json.loads(b"".join(map(engine.model.piece, tokens[:-1])))
         assert (value["pet"], value["other"]) == ("cat", "dog")
-        found.add(isinstance(value["list"], list))
-    assert found == {True, False}
+        are_lists.add(isinstance(value["list"], list))
+    assert are_lists == {True, False}
 
 
 def test_what_cannot_be_enforced_is_named():
@@ -397,8 +397,8 @@ def test_what_cannot_be_enforced_is_named():
 def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, temp):
     model = Model(smol)
     engine = Engine(model, policies.fit(policy, 64), Settings(n_threads=1, n_batch=32))
-    its = Sampling(temp=temp, json_schema=json.dumps(PERSON))
-    writer = Writer(engine, Sampler(model, its, seed=3))
+    settings = Sampling(temp=temp, json_schema=json.dumps(PERSON))
+    writer = Writer(engine, Sampler(model, settings, seed=3))
     writer.read(model.tokenize("A person and four friends as JSON:\n", start=True))
     n_before, text = engine.n_evicted, ""
     evicted = []
@@ -416,15 +416,15 @@ def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, t
 
 def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
-    own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
+    command = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
     under = ("--policy", "h2o", "--budget", 64, "-b", 32)
-    done = called(*own, *under, "--json-schema", tmp_path / "person.json", "--json")
+    done = called(*command, *under, "--json-schema", tmp_path / "person.json", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
     # now the schema is given as text, with a keyword that is not enforced
-    done = called(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
+    done = called(*command, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 
@@ -442,9 +442,9 @@ def test_python_takes_a_schema_and_stop_strings(smollm2):
     model = load_model(smollm2)
     engine = Engine(model, load_policy("h2o", budget=64), Settings(n_threads=1))
     schema = {"type": "array", "items": {"enum": COLOURS}, "minItems": 3, "maxItems": 3}
-    found = json.loads("".join(kvtool_api.generate(engine, "Colours: ", json_schema=schema)))
-    assert len(found) == 3
-    assert set(found) <= set(COLOURS)
+    colours = json.loads("".join(kvtool_api.generate(engine, "Colours: ", json_schema=schema)))
+    assert len(colours) == 3
+    assert set(colours) <= set(COLOURS)
     engine.reset()
     for stop in (", ", [", ", "?"]):
         text = "".join(kvtool_api.generate(engine, "One, two,", 20, grammar='root ::= "a b, c"', stop=stop))

@@ -401,7 +401,7 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
     tiny_model, read_before
 ):
     every = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
-    found = []
+    values = []
     for clear in (lambda c: c.clear_signals(), lambda c: c.apply(NO_MOVES, 40, 0)):
         with opened(tiny_model(**SHAPE), signals=every, n_query=9) as context:
             fill(context, 40)
@@ -413,8 +413,8 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
             assert (context.history(Signal.RECENT, 40) == recent).all()
             assert not any(context.read(each, 256).any() for each in Signal if each & every & ~Signal.RECENT)
             fill(context, 7, 40, seed=1)
-            found.append([context.read(each, 47) for each in Signal if each & every])
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-2 if ON_CUDA else 0)
+            values.append([context.read(each, 47) for each in Signal if each & every])
+    np.testing.assert_allclose(*values, rtol=0, atol=1e-2 if ON_CUDA else 0)
 
 
 def queries_ago(stream, since):
@@ -789,7 +789,7 @@ def failing_caches(*fails):
     """Let allocation n of cache tensors in host memory fail if fails[n]. Yield the unused part of `fails`."""
     get = library.lib.ggml_backend_cpu_buffer_type
     get.restype = ctypes.POINTER(BufferType)
-    kind, left = get().contents, list(fails)
+    kind, unused = get().contents, list(fails)
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     address = kind.alloc_buffer
     real = function(address)
@@ -797,11 +797,11 @@ def failing_caches(*fails):
     @function
     def alloc(buffer_type, size):
         is_cache = size > 100_000
-        return None if is_cache and left and left.pop(0) else real(buffer_type, size)
+        return None if is_cache and unused and unused.pop(0) else real(buffer_type, size)
 
     kind.alloc_buffer = ctypes.cast(alloc, ctypes.c_void_p).value
     try:
-        yield left
+        yield unused
     finally:
         kind.alloc_buffer = address
 
@@ -829,13 +829,13 @@ def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(
 )
 def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):
     path = tiny_model(**SHAPE)
-    with failing_caches(*[False] * before, True, True) as left:
+    with failing_caches(*[False] * before, True, True) as unused:
         refusal = pytest.raises(
             OutOfMemory, match="^no memory for a cache of 512 cells: .*; choose a smaller"
         )
         with refusal, opened(path, 512, signals=signals, n_query=30 if signals else 0):
             pass
-    assert len(left) < 2
+    assert len(unused) < 2
 
 
 @in_host_memory
@@ -851,9 +851,9 @@ def test_a_resize_without_memory_is_undone(tiny_model, signals, fails):
         fill(context, 12)
         before = context.state(), signals and context.history(signals, 256).tobytes()
         refusal = pytest.raises(LibraryError, match="no memory for the cache$")
-        with failing_caches(*fails) as left, refusal:
+        with failing_caches(*fails) as unused, refusal:
             context.resize(np.full(2, 512))
-        assert not left
+        assert not unused
         assert (context.state(), signals and context.history(signals, 256).tobytes()) == before
         context.decode(tokens(3), 12, 1)
         assert np.isfinite(context.logits()).all()
@@ -866,9 +866,9 @@ def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny
     with opened(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
         fill(context, 12)
         message = "no memory to resize the cache, nor to undo it; close this context and open a new one"
-        with failing_caches(False, True, True) as left, pytest.raises(LibraryError, match=message):
+        with failing_caches(False, True, True) as unused, pytest.raises(LibraryError, match=message):
             context.resize(np.full(2, n_cell[1]))
-        assert not left
+        assert not unused
         for use in (
             lambda: context.decode(tokens(3), 12, 1),
             lambda: context.apply(NO_MOVES, 12, 0),
@@ -913,9 +913,9 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
             want = stored[row, first[row] : first[row] + 7]
             # quantized keys are stored after a Hadamard rotation, so only products of keys are compared
             assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
-        there = context.read_keys(first, np.full((4, 7), 9))
-        assert np.abs(there - keys).max() > 0.1
-        assert np.abs(np.linalg.norm(there, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2
+        turned = context.read_keys(first, np.full((4, 7), 9))
+        assert np.abs(turned - keys).max() > 0.1
+        assert np.abs(np.linalg.norm(turned, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2
 
 
 @pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)

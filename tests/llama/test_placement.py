@@ -76,7 +76,7 @@ def client(path, path_mtp, *endpoints):
     if endpoints:
         add_rpc(*endpoints)
     names, results = [device["name"] for device in gpus()], []
-    (first, *_) = own = [name for name in buffers() if name != "CPU"]
+    (first, *_) = on_gpu = [name for name in buffers() if name != "CPU"]
     if endpoints:
         sys.stderr.write("\nrun draft\n")
         run = WriteOptions(draft=path, rpc=",".join(endpoints), split_mode="none", main_gpu=1, verbose=2)
@@ -106,7 +106,7 @@ def client(path, path_mtp, *endpoints):
                 results.append([model.is_on_gpu, model.only_gpu, context.logits().tolist()])
         except UsageError as error:
             results.append(str(error))
-    print(json.dumps([names, own, results]))
+    print(json.dumps([names, on_gpu, results]))
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +151,8 @@ def experts(n_layer, but=()):
 
 @pytest.mark.parametrize("run", OF_ONE)
 def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, path, run):
-    _, own, results, logs = placed
-    found = moved(logs[run])
+    _, on_gpu, results, logs = placed
+    tensors = moved(logs[run])
     assert len(experts(1)) == N_EXPERTS
     wanted = {
         "cpu-moe": experts(N_LAYER),
@@ -167,10 +167,10 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
         keys = {f"blk.{i}.attn_k.{end}" for i in layers for end in ("weight", "bias")}
         wanted[run] = ups | keys
     # a GPU may have a type of buffer in host memory from which it copies faster, such as CUDA_Host
-    assert {name for buffer in found if buffer not in own for name in found[buffer]} == wanted[run]
-    own_mib = device_mib(logs[run], own)
-    assert own_mib < device_mib(logs["plain"], own) if wanted[run] else own_mib > 0
-    assert any(name.startswith("blk.1.attn") for name in found.get(own[0], ())) == (run == "before")
+    assert {name for buffer in tensors if buffer not in on_gpu for name in tensors[buffer]} == wanted[run]
+    own_mib = device_mib(logs[run], on_gpu)
+    assert own_mib < device_mib(logs["plain"], on_gpu) if wanted[run] else own_mib > 0
+    assert any(name.startswith("blk.1.attn") for name in tensors.get(on_gpu[0], ())) == (run == "before")
     # attention and cache stay on the devices
     is_on_gpu, _, logits = results[run]
     assert is_on_gpu
@@ -180,8 +180,8 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 
 @pytest.mark.parametrize("run", LIMITED)
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
-    _, own, results, logs = placed
-    held, room = device_mib(logs[run], own), LIMITED[run] * all_mib(path)
+    _, on_gpu, results, logs = placed
+    held, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
     # the room that is left is smaller than a layer. If experts of other layers are in host memory, it is
     # smaller than a layer without its experts
     assert room - all_mib(path) / N_LAYER < held <= room
@@ -191,9 +191,9 @@ def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
 
 @pytest.mark.parametrize("run", MTP)
 def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, run):
-    _, own, results, logs = placed
+    _, on_gpu, results, logs = placed
     is_loaded, share = MTP[run]
-    held, room = device_mib(logs[run], own), share * all_mib(path_mtp, is_loaded)
+    held, room = device_mib(logs[run], on_gpu), share * all_mib(path_mtp, is_loaded)
     assert room - all_mib(path_mtp, is_loaded) / N_LAYER < held <= room
     # the output and the MTP layer count as layers, even if the MTP layer is not loaded
     assert ("the GPU has room for" in logs[run]) == (share < 1)
@@ -214,8 +214,8 @@ def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, 
 def test_layers_are_shared_as_asked(placed, run, of_layers):
     names, _, results, logs = placed
     assert len(names) == 2
-    found = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
-    assert found == [names[i] for i in of_layers]
+    assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
+    assert assigned == [names[i] for i in of_layers]
     assert results[run][1] == (1 if run == "split-mode none" else None)
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
 
@@ -226,15 +226,15 @@ def test_a_draft_model_stays_on_this_machine(placed):
     # workers count as devices in these options, so the options must not apply to a draft model
     assert results["draft"]
     # layers and output
-    found = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
-    assert found == ["CPU"] * (N_LAYER + 1)
+    assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
+    assert assigned == ["CPU"] * (N_LAYER + 1)
 
 
 def test_what_does_not_exist_is_refused_with_what_does(placed):
-    names, own, results, _ = placed
+    names, on_gpu, results, _ = placed
     listed = f"{', '.join(names)} ({len(names)})"
     assert results["buffer"].startswith("--override-tensor: there is no buffer 'CUDA7'; there are: ")
-    assert set(results["buffer"].partition("are: ")[2].split(", ")) == {"CPU", *own}
+    assert set(results["buffer"].partition("are: ")[2].split(", ")) == {"CPU", *on_gpu}
     assert results["shares"] == f"--tensor-split has 3 shares, for the devices {listed}"
     assert results["main"] == f"--main-gpu must be below the number of devices, which are {listed}"
     assert results["row"] == f"{names[0]} cannot split a tensor by rows; choose --split-mode layer"

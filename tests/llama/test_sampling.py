@@ -66,9 +66,9 @@ def drawn(engine, sampler, logits, n):
 def many(engine, logits, n=400, **settings):
     """Return the set of tokens in n draws at temperature 1."""
     sampler = Sampler(engine.model, Sampling(temp=1, **settings), seed=1)
-    found = set(drawn(engine, sampler, logits, n))
+    tokens = set(drawn(engine, sampler, logits, n))
     sampler.close()
-    return found
+    return tokens
 
 
 # each sampler, by its definition
@@ -88,26 +88,26 @@ def many(engine, logits, n=400, **settings):
 def test_penalties_are_those_of_the_definition(engine, settings):
     rng = np.random.default_rng(1)
     base = rng.normal(0, 1, engine.model.n_vocab).astype(np.float32)
-    its = Sampling(**settings)
-    sampler = Sampler(engine.model, its)
+    sampling = Sampling(**settings)
+    sampler = Sampler(engine.model, sampling)
     written = []
     for token in drawn(engine, sampler, base, 150):
         logits = base.astype(np.float64)
-        recent = written[-its.repeat_last_n :] if its.repeat_last_n else []
-        for each in set(recent):
-            logits[each] *= its.repeat_penalty if logits[each] <= 0 else 1 / its.repeat_penalty
-            logits[each] -= recent.count(each) * its.frequency_penalty + its.presence_penalty
+        recent = written[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
+        for past in set(recent):
+            logits[past] *= sampling.repeat_penalty if logits[past] <= 0 else 1 / sampling.repeat_penalty
+            logits[past] -= recent.count(past) * sampling.frequency_penalty + sampling.presence_penalty
         assert token == logits.argmax()
         written.append(token)
     sampler.close()
-    assert len(set(written)) == 1 or its.presence_penalty < 1
+    assert len(set(written)) == 1 or sampling.presence_penalty < 1
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_dry_is_that_of_the_definition(engine, allowed):
     rng = random.Random(allowed)
-    its = Sampling(dry_multiplier=0.8, dry_allowed_length=allowed, dry_sequence_breaker=())
-    sampler = Sampler(engine.model, its)
+    sampling = Sampling(dry_multiplier=0.8, dry_allowed_length=allowed, dry_sequence_breaker=())
+    sampler = Sampler(engine.model, sampling)
     n_changed = 0
     for _ in range(150):
         history = [rng.choice((A, B, C)) for _ in range(rng.randrange(2, 30))]
@@ -188,8 +188,8 @@ def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine
     bits = -np.log2(np.exp(logits) / np.exp(logits).sum())
     means = []
     for target in (2.0, 3.0, 4.0):
-        its = Sampling(temp=1, top_k=1, presence_penalty=1000, mirostat=version, mirostat_ent=target)
-        sampler = Sampler(engine.model, its, seed=2)
+        sampling = Sampling(temp=1, top_k=1, presence_penalty=1000, mirostat=version, mirostat_ent=target)
+        sampler = Sampler(engine.model, sampling, seed=2)
         tokens = drawn(engine, sampler, logits, 1200)[200:]
         sampler.close()
         means.append(bits[tokens].mean())
@@ -208,19 +208,19 @@ def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine
     ],
 )
 def test_the_first_options_draw_as_a_chain_made_by_hand(engine, settings):
-    its = Sampling(**settings)
+    sampling = Sampling(**settings)
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
     links = [
-        api.llama_sampler_init_penalties(engine.model.n_vocab, 64, its.repeat_penalty, 0, 0),
-        api.llama_sampler_init_top_k(its.top_k),
-        api.llama_sampler_init_top_p(its.top_p, 1),
-        api.llama_sampler_init_min_p(its.min_p, 1),
-        api.llama_sampler_init_temp(its.temp),
+        api.llama_sampler_init_penalties(engine.model.n_vocab, 64, sampling.repeat_penalty, 0, 0),
+        api.llama_sampler_init_top_k(sampling.top_k),
+        api.llama_sampler_init_top_p(sampling.top_p, 1),
+        api.llama_sampler_init_min_p(sampling.min_p, 1),
+        api.llama_sampler_init_temp(sampling.temp),
         api.llama_sampler_init_dist((5 + 3 * 0x9E3779B9) % 0xFFFFFFFF),
     ]
     for link in links:
         api.llama_sampler_chain_add(chain, link)
-    sampler = Sampler(engine.model, its, seed=5)
+    sampler = Sampler(engine.model, sampling, seed=5)
     sampler.start(3)
     rng = np.random.default_rng(4)
     for _ in range(100):
@@ -319,9 +319,9 @@ def test_chat_and_generate_and_python_have_the_same_settings():
     defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
     for command, temp in ((chat, 0.8), (generate, 0.4)):
         shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-        found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
+        actual = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
-            assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
+            assert actual[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
         named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
         assert {*defaults, *named} == set(declared(GenerationOptions))
 
@@ -338,13 +338,13 @@ def test_options_are_read_as_llama_cpp_reads_them():
         "dry_sequence_breaker": [r"\t", "x"],
     }
     generation = GenerationOptions.from_values(raw)
-    its = generation.sampling()
-    assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
-    assert its.stop == ("\n\n", "a\\n", "\\end")
-    assert its.dry_sequence_breaker == ("\t", "x")
-    assert its == Sampling(
-        **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": its.stop},
-        **{"logit_bias": its.logit_bias, "dry_sequence_breaker": its.dry_sequence_breaker},
+    sampling = generation.sampling()
+    assert sampling.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
+    assert sampling.stop == ("\n\n", "a\\n", "\\end")
+    assert sampling.dry_sequence_breaker == ("\t", "x")
+    assert sampling == Sampling(
+        **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": sampling.stop},
+        **{"logit_bias": sampling.logit_bias, "dry_sequence_breaker": sampling.dry_sequence_breaker},
     )
     assert GenerationOptions.from_values({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
     assert GenerationOptions.from_values({"dry_sequence_breaker": None}) == GenerationOptions()
@@ -412,18 +412,18 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-        found, passed, fed = Stops(stops), "", ""
+        finder, passed, fed = Stops(stops), "", ""
         for piece in pieces:
             fed += piece
-            passed += found.feed(piece)
-            if found.found:
+            passed += finder.feed(piece)
+            if finder.found:
                 break
             # text is only kept back while it may be the start of a stop string
             begun = [n for stop in stops for n in range(1, len(stop)) if fed.endswith(stop[:n])]
             assert passed == fed[: len(fed) - max(begun, default=0)]
-        assert passed + found.rest() == (text[: min(ends)[1]] if ends else text)
-        assert bool(found.found) == bool(ends)
-        n_found += bool(found.found)
+        assert passed + finder.rest() == (text[: min(ends)[1]] if ends else text)
+        assert bool(finder.found) == bool(ends)
+        n_found += bool(finder.found)
     assert 500 < n_found < 2500
 
 
@@ -485,10 +485,10 @@ def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
 
 
 def test_generate_ends_before_a_stop_string(smollm2):
-    own = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
-    whole = called(*own).stdout
+    command = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
+    whole = called(*command).stdout
     assert "five" in whole
-    assert called(*own, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    assert called(*command, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
 
 
 # log-probabilities

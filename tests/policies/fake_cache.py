@@ -124,9 +124,9 @@ class Cache:
             ]
             cell_of = {int(self.pos[number, cell]): cell for cell in range(self.live[number])}
             for token in row:
-                mine = attention[number, :, :, cell_of[token["pos"]]]
-                token["mass"] += float(mine.sum())
-                token["last"] = float(mine[:, -1].sum())
+                received = attention[number, :, :, cell_of[token["pos"]]]
+                token["mass"] += float(received.sum())
+                token["last"] = float(received[:, -1].sum())
                 if self.reads_future:
                     at = number, ..., cell_of[token["pos"]]
                     token["future"] = list(
@@ -134,7 +134,7 @@ class Cache:
                     )
                     token["length"] = float(self.lengths[at])
                 token["seen"] += [
-                    (int(t), mine[:, i].tolist())
+                    (int(t), received[:, i].tolist())
                     for i, (step, t) in enumerate(zip(steps, seen, strict=True))
                     if step >= token["pos"]
                 ]

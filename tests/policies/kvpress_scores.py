@@ -21,27 +21,27 @@ from transformers import DynamicCache
 
 def score(model, ids, press, params):
     """Return the scores f32[row, n] of one press."""
-    made, found = getattr(kvpress, press)(compression_ratio=0.5, **params), []
-    own = made.score
+    instance, scores = getattr(kvpress, press)(compression_ratio=0.5, **params), []
+    original = instance.score
 
     def noted(*args, **kwargs):
-        found.append(own(*args, **kwargs))
-        return found[-1]
+        scores.append(original(*args, **kwargs))
+        return scores[-1]
 
-    made.score = noted
-    with torch.no_grad(), made(model):
+    instance.score = noted
+    with torch.no_grad(), instance(model):
         model.model(input_ids=ids, past_key_values=DynamicCache())
-    return torch.cat(found, dim=1)[0].numpy()
+    return torch.cat(scores, dim=1)[0].numpy()
 
 
 def share(model, ids, press, params, keep, alpha):
     """Return f32[row, n]: 1 for tokens that an AdaKVPress keeps, 0 for tokens that it masks."""
     n = ids.shape[1]
     inner = getattr(kvpress, press)(compression_ratio=1 - keep / n, **params)
-    own, found = inner.score, []
+    original, masks = inner.score, []
 
     def with_newest(*args, **kwargs):
-        scores = own(*args, **kwargs)
+        scores = original(*args, **kwargs)
         scores[..., -1] = torch.finfo(scores.dtype).max
         return scores
 
@@ -53,21 +53,21 @@ def share(model, ids, press, params, keep, alpha):
         stays = torch.ones(layer.self_attn.config.num_key_value_heads, n)
         _, heads, tokens = layer.self_attn.masked_key_indices
         stays[heads, tokens] = 0
-        found.append(stays)
-    return torch.cat(found).numpy()
+        masks.append(stays)
+    return torch.cat(masks).numpy()
 
 
 def main(path, tokens, out, presses):
     # masks of a press have no effect with transformers' eager attention
     model, masked = (load(path, attention) for attention in ("eager", "sdpa"))
     ids = torch.tensor(np.load(tokens)[None], dtype=torch.long)
-    found = []
+    results = []
     for name, params in json.loads(Path(presses).read_text()):
         keep, alpha = params.pop("keep", None), params.pop("alpha_safeguard", None)
-        found.append(
+        results.append(
             score(model, ids, name, params) if keep is None else share(masked, ids, name, params, keep, alpha)
         )
-    np.save(out, np.stack(found))
+    np.save(out, np.stack(results))
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
     # greedy
-    found = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
-    assert found == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
-    assert found != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
+    summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
+    assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
+    assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
 
 
 @pytest.mark.parametrize("cosine", ["relu", "shifted", "absolute"])
@@ -154,13 +154,13 @@ def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
             view, (row,) = prompt(n, seed, n_dim=2 + seed % 3)
             pairs = twin.similarities([token["key"] for token in row])
             for n_keep in range(1, n):
-                (mine,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
+                (summary,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
                 # the position of each token is its index in the row, because this is a prompt
                 best = max(
                     twin.worth(chosen, range(n), row, pairs, mixture, phi)
                     for chosen in combinations(range(n), n_keep)
                 )
-                shares.append(twin.worth(mine, range(n), row, pairs, mixture, phi) / best if best else 1)
+                shares.append(twin.worth(summary, range(n), row, pairs, mixture, phi) / best if best else 1)
     assert min(shares) >= 1 - 1 / math.e
     # some summaries are not the best, so the bound is a real test
     assert min(shares) < 0.99
@@ -367,11 +367,11 @@ def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
     cache.pos[:, :20] = view.pos
     cache.state = policy.start(3, 80, 8)
     policy.adopt(view, cache.state)
-    own = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    params = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
     for _ in range(4):
         cache.grow(24 - cache.n_kv)
         view, plan = cache.plan()
-        want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **own)
+        want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
         assert kept(view, plan) == want
         cache.apply(plan.keep)
 
@@ -393,6 +393,6 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
     view = View(pos, np.zeros(1, np.int32), n, attn=attn, keys=keys[None])
     state = policy.start(1, n, n_dim)
     policy.observe(view, state)
-    own = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
-    want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **own)
+    params = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
     assert kept(view, policy.plan(view, state)) == want

@@ -68,9 +68,9 @@ def test_compressing_and_adopting_is_a_plan_of_the_stream():
     keep = policy.plan(view, state).keep
     np.testing.assert_array_equal(policy.compress(view).keep, keep)
 
-    left = View(pos[keep][None], view.layer, 90, attn=attn[keep][None])
-    fresh = policy.start(1, left.n_kv, 0)
-    policy.adopt(left, fresh)
+    after = View(pos[keep][None], view.layer, 90, attn=attn[keep][None])
+    fresh = policy.start(1, after.n_kv, 0)
+    policy.adopt(after, fresh)
     for array, whole in zip(fresh, state, strict=True):
         np.testing.assert_array_equal(array[0], whole[0][keep[0]])
 
@@ -139,8 +139,8 @@ def test_with_kept_window_and_middle_share_what_stays_by_the_parameter_theorem()
 def test_with_kept_a_threshold_says_how_long_the_middle_is():
     for threshold in range(2, 60):
         policy = policies.fit("buzz", 90, None, ["kept=true", f"threshold={threshold}"])
-        left = twin.steady(threshold, 5, 3)
-        assert (policy.threshold, policy.window) == (threshold, 86 - left)
+        n_middle = twin.steady(threshold, 5, 3)
+        assert (policy.threshold, policy.window) == (threshold, 86 - n_middle)
         assert max(held_after(policy, 9)) <= policy.n_asked == 90
 
 

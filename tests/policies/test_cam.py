@@ -24,39 +24,39 @@ def terms(merge):
 
 def test_adds_an_equal_part_to_each_of_the_next_tokens():
     # token 1 is evicted. Its attention is above the mean of the later tokens, so its value is always merged
-    found = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
-    assert np.flatnonzero(found.keep[0]).tolist() == [0, 2, 3, 4]
-    assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
+    result = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
+    assert np.flatnonzero(result.keep[0]).tolist() == [0, 2, 3, 4]
+    assert terms(result.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
 
 
 def test_each_target_gets_its_part_where_fewer_follow():
-    found = plan([[0, 9, 1]], CaM(3, 1, sinks=1))
-    assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 1 / 32)]
+    result = plan([[0, 9, 1]], CaM(3, 1, sinks=1))
+    assert terms(result.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 1 / 32)]
 
 
 def test_keeps_all_of_much_less_than_the_budget():
-    found = plan([[1] * 6], CaM(12, 1))
-    assert found.keep.all()
-    assert terms(found.merge) == []
+    result = plan([[1] * 6], CaM(12, 1))
+    assert result.keep.all()
+    assert terms(result.merge) == []
 
 
 def test_tokens_that_go_together_are_no_targets_of_each_other():
-    found = plan([[9, 9, 9, 1, 1]], CaM(5, 3, sinks=0, merge=1))
-    assert terms(found.merge) == [(0, 3, 3, 1.0), (0, 3, 0, 1.0), (0, 3, 1, 1.0), (0, 3, 2, 1.0)]
+    result = plan([[9, 9, 9, 1, 1]], CaM(5, 3, sinks=0, merge=1))
+    assert terms(result.merge) == [(0, 3, 3, 1.0), (0, 3, 0, 1.0), (0, 3, 1, 1.0), (0, 3, 2, 1.0)]
 
 
 def test_where_the_newest_token_goes_there_is_nothing_to_add_to():
     # more tokens are pinned than may stay. The engine never makes such a view
-    found = plan([[1, 1, 1, 1]], CaM(4, 2, sinks=0), pinned=3)
-    assert found.keep.tolist() == [[True, True, True, False]]
-    assert terms(found.merge) == []
+    result = plan([[1, 1, 1, 1]], CaM(4, 2, sinks=0), pinned=3)
+    assert result.keep.tolist() == [[True, True, True, False]]
+    assert terms(result.merge) == []
 
 
 @pytest.mark.parametrize(("attention", "others", "share"), [(1, 4, 0.25), (3, 4, 0.75), (0, 0, 0), (1, 0, 1)])
 def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attention, others, share):
     n_row = 4000
-    found = plan([[9, attention, 0, 2 * others]] * n_row, CaM(4, 1, sinks=1, merge=1))
-    n_drawn = len(set(found.merge.row.tolist()))
+    result = plan([[9, attention, 0, 2 * others]] * n_row, CaM(4, 1, sinks=1, merge=1))
+    n_drawn = len(set(result.merge.row.tolist()))
     # allow 5 standard deviations
     assert abs(n_drawn - share * n_row) <= 5 * np.sqrt(share * (1 - share) * n_row)
 
@@ -66,8 +66,8 @@ def test_may_compare_with_the_tokens_that_the_value_is_added_to():
     # token 1 has an attention of 1. The mean of its two targets is 4, so it is merged with probability 1/4.
     # The mean of all later tokens is 3
     policy = CaM(7, 1, sinks=1, merge=2, denominator="targets")
-    found = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
-    n_drawn = len(set(found.merge.row.tolist()))
+    result = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
+    n_drawn = len(set(result.merge.row.tolist()))
     assert abs(n_drawn - n_row / 4) <= 5 * np.sqrt(n_row * 3 / 16)
 
 

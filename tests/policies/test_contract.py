@@ -273,8 +273,8 @@ def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
     fit = partial(policies.fit, name)
     with pytest.raises(UsageError) as refused:
         fit(1)
-    said = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
-    smallest = int(said[1])
+    matched = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
+    smallest = int(matched[1])
     # the message does not mention a window, since the caller gave none
     with pytest.raises(
         UsageError, match=f"^a budget of .* is too small for {name}; use at least {smallest}$"

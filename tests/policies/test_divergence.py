@@ -59,26 +59,26 @@ def scored(p, q, target, tmp_path):
     writer = divergence.ReferenceWriter(file, n, p.shape[1])
     (tmp_path / "reference").write_bytes(b"")
     steps = [slice(at, at + 7) for at in range(0, len(p), 7)]
-    own = np.concatenate([writer.score(p[step], target[step]) for step in steps])
+    p_nll = np.concatenate([writer.score(p[step], target[step]) for step in steps])
     (tmp_path / "reference").write_bytes(file.getvalue())
     reader = divergence.ReferenceReader(tmp_path / "reference", n, p.shape[1])
     nll = np.concatenate([reader.score(q[step], target[step]) for step in steps])
     reader.close()
-    return writer, reader, own, nll
+    return writer, reader, p_nll, nll
 
 
 @pytest.mark.parametrize("n_top", [1, 5, 64, 299, 300, 1000])
 def test_divergence_is_that_of_the_definition(n_top, tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "N_TOP", n_top)
     p, q, target = draw(n_top)
-    _, reader, own, nll = scored(p, q, target, tmp_path)
+    _, reader, p_nll, nll = scored(p, q, target, tmp_path)
     log_p, log_q = log_softmax(p), log_softmax(q)
     expected = [lumped(a, b, n_top) for a, b in zip(log_p, log_q, strict=True)]
     np.testing.assert_allclose(reader.kl, expected, atol=2e-6)
     rows = np.arange(len(p))
     np.testing.assert_allclose(nll, -log_q[rows, target], atol=1e-6)
     np.testing.assert_allclose(reader.nll, -log_p[rows, target], atol=1e-6)
-    assert (reader.nll == own).all()
+    assert (reader.nll == p_nll).all()
     assert (reader.same == (p.argmax(axis=1) == q.argmax(axis=1))).all()
     assert 0 < reader.same.mean() < 1
 
@@ -86,23 +86,23 @@ def test_divergence_is_that_of_the_definition(n_top, tmp_path, monkeypatch):
 def test_equal_predictions_have_no_divergence_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "N_TOP", 50)
     p, _, target = draw(3)
-    writer, reader, own, nll = scored(p, p, target, tmp_path)
+    writer, reader, p_nll, nll = scored(p, p, target, tmp_path)
     for scores in (writer, reader):
         assert (scores.kl == 0).all()
         assert scores.same.all()
-    assert (own == nll).all()
-    assert (own == perplexity.nll_of(p, target)).all()
+    assert (p_nll == nll).all()
+    assert (p_nll == perplexity.nll_of(p, target)).all()
 
 
 def test_more_tokens_tell_more(tmp_path, monkeypatch):
     p, q, target = draw(4)
-    found = []
+    kl = []
     for n_top in (2, 20, 200):
         monkeypatch.setattr(divergence, "N_TOP", n_top)
-        found.append(scored(p, q, target, tmp_path)[1].kl)
-    assert (found[0] <= found[1] + 1e-6).all()
-    assert (found[1] <= found[2] + 1e-6).all()
-    assert (found[0] < found[2]).any()
+        kl.append(scored(p, q, target, tmp_path)[1].kl)
+    assert (kl[0] <= kl[1] + 1e-6).all()
+    assert (kl[1] <= kl[2] + 1e-6).all()
+    assert (kl[0] < kl[2]).any()
 
 
 def test_among_equally_likely_tokens_the_lowest_counts(tmp_path):

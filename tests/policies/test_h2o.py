@@ -11,12 +11,12 @@ from kvtool.policies.h2o import H2O
 @pytest.mark.parametrize("options", [[], ["score=mean", "group=max"], ["decay=0.5", "window=3"]])
 def test_one_decision_for_all_rows_is_that_on_their_sum(options):
     policy = policies.fit("h2o", 20, 3, ["per=all", *options])
-    own = {param: getattr(policy, param) for param in policies.params(H2O)}
+    args = {param: getattr(policy, param) for param in policies.params(H2O)}
     cache = Cache(3, 2, 60, policy, seed=0)
     for step in range(10):
         cache.grow(max(20 + step % 3 - cache.n_kv, 1))
         view, plan = cache.plan()
-        assert kept(view, plan) == h2o.keep(cache.rows, next=cache.next, pinned=0, budget=20, slack=3, **own)
+        assert kept(view, plan) == h2o.keep(cache.rows, next=cache.next, pinned=0, budget=20, slack=3, **args)
         cache.apply(plan.keep)
 
 

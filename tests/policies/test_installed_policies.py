@@ -137,8 +137,8 @@ def test_a_broken_one_is_one_line_and_hides_no_other(packages, code, entry, comp
     assert done.stderr.startswith("kvtool: policy 'newest' of some-broken 1.0")
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
-    asked = kvtool("policies", "newest")
-    assert (asked.returncode, asked.stderr) == (2, done.stderr)
+    explained = kvtool("policies", "newest")
+    assert (explained.returncode, explained.stderr) == (2, done.stderr)
     assert kvtool("policies", "h2o").stderr == ""
 
 
@@ -199,8 +199,8 @@ def test_a_session_records_the_package_and_goes_on_with_no_other(packages, tiny_
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     path = tmp_path / "chat.kv"
     model = tiny_model(chat_template=CHATML)
-    own = ("-m", model, "-t", "1", "--policy", "newest", "--budget", 64)
-    command = ("chat", *own, "-n", 4, "--session", path)
+    options = ("-m", model, "-t", "1", "--policy", "newest", "--budget", 64)
+    command = ("chat", *options, "-n", 4, "--session", path)
     done = kvtool(*command, stdin="hello\n")
     assert done.returncode == 0, done.stderr
     assert session.read_meta(path)["fixed"]["policy_package"] == "some-policies"

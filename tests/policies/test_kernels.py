@@ -27,12 +27,12 @@ def not_in_it(values: np.ndarray, x: float) -> int:
 def test_every_module_with_a_kernel_is_found():
     root = Path(load.__file__).parent.parent
     code = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
-    found = [
+    kernel_modules = [
         path.relative_to(root.parent).with_suffix("").parts
         for path, text in code.items()
         if "\n@kernel(" in text
     ]
-    assert sorted(map(".".join, found)) == sorted(modules())
+    assert sorted(map(".".join, kernel_modules)) == sorted(modules())
     assert {"kvtool.kernels.selection", "kvtool.engine.moves", "kvtool.policies.buzz"} <= set(modules())
 
 
@@ -49,11 +49,11 @@ def filled(kernel_, arguments):
 
     Return [returned value, *arguments after the call] for each of the two.
     """
-    found = []
+    results = []
     for call in (load.find(kernel_.name, kernel_.signatures), kernel_.compile()):
-        own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
-        found.append([call(*own), *own])
-    return found
+        copies = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
+        results.append([call(*copies), *copies])
+    return results
 
 
 def ranked(n_row=90, n=512, n_keep=496):

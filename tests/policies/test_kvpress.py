@@ -67,12 +67,12 @@ def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)
     # unlike kvpress, kvtool's policies always keep the newest token
     scores[..., -1] = np.inf
-    for (name, options, *_), own in zip(SAME, scores, strict=True):
+    for (name, options, *_), press_scores in zip(SAME, scores, strict=True):
         policy = policies.fit(name, 80, 10, options)
         with open_engine(path, policy, prefill="whole") as engine:
             engine.read(tokens)
             kept = np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)
-        best = np.argsort(own, axis=1)[:, -policy.n_keep :]
+        best = np.argsort(press_scores, axis=1)[:, -policy.n_keep :]
         assert kept.tolist() == np.sort(best, axis=1).tolist(), (name, options)
 
 

@@ -61,9 +61,9 @@ def repeat(engine, stream, tokens, begin, stop):
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
     for at in range(begin, stop, n_chunk):
         chunk = tokens[at : min(at + n_chunk, stop)]
-        asked = [tokenize(words.first if at == begin else words.later)]
-        asked += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
-        kvzip.reconstruct(stream, at, at + len(chunk), np.concatenate([*asked, header]).tolist(), chunk)
+        request = [tokenize(words.first if at == begin else words.later)]
+        request += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
+        kvzip.reconstruct(stream, at, at + len(chunk), np.concatenate([*request, header]).tolist(), chunk)
 
 
 def evict(engine, stream):
@@ -147,12 +147,12 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
 def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
     path, tokens = tiny_model(arch=arch), text(150)
     policy = policies.fit("kvzip", 300, 8, [f"chunk={chunk}"])
-    found = []
-    for asked in (policy, policy, policies.fit("full", 300)):
-        with open_engine(path, asked) as engine:
+    logits = []
+    for run_policy in (policy, policy, policies.fit("full", 300)):
+        with open_engine(path, run_policy) as engine:
             engine.read(tokens[:120])
             before = {name: array.copy() for name, array in engine.save()}
-            if not found:
+            if not logits:
                 decode = partial(engine._decode_text, stopped=lambda: False)
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
@@ -162,10 +162,10 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []
             engine.read(tokens[120:])
-            found.append(engine.context.logits().copy())
+            logits.append(engine.context.logits().copy())
     # logits have the same bits with the reconstruction, without it, and with the full cache
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(logits[0], logits[1])
+    assert np.array_equal(logits[0], logits[2])
 
 
 def test_signals_are_of_reconstructions_alone(tiny_model):
@@ -179,12 +179,12 @@ def test_signals_are_of_reconstructions_alone(tiny_model):
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model, heads):
-    tokens, asked = text(300), []
+    tokens, lengths = text(300), []
     policy, path = policies.fit("kvzip", 48, 8, [f"heads={heads}"]), tiny_model(n_head_kv=2)
 
     def stopped():
-        asked.append(engine.n_past)
-        return asked[-1] > 300
+        lengths.append(engine.n_past)
+        return lengths[-1] > 300
 
     with open_engine(path, policy) as engine:
         small = engine.cache_bytes
@@ -251,26 +251,26 @@ def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
     file.write_text("abc" * 100)
     done = called(command[0], file, *command[1:], "-m", tiny_model())
     assert done.returncode == 2
-    said = "the text is read only once; choose another policy, or use generate or eval"
-    assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {said}\n"
+    reason = "the text is read only once; choose another policy, or use generate or eval"
+    assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {reason}\n"
 
 
 def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
     path, tokens, policy = tiny_model(), text(240), policies.fit("kvzip", 48, 8)
-    asked = tokens[200:220], tokens[220:]
-    found = []
+    questions = tokens[200:220], tokens[220:]
+    logits = []
     with open_engine(path, policy) as engine:
         engine.read(tokens[:200])
         saved = {name: array.copy() for name, array in engine.save()}
-        engine.read(asked[0])
-        found.append(engine.context.logits().copy())
+        engine.read(questions[0])
+        logits.append(engine.context.logits().copy())
     with open_engine(path, policy) as engine:
-        for question in (asked[1], asked[0]):
+        for question in (questions[1], questions[0]):
             engine.restore(saved)
             assert engine.state[0].any()
             engine.read(question)
-        found.append(engine.context.logits().copy())
-    assert np.array_equal(*found)
+        logits.append(engine.context.logits().copy())
+    assert np.array_equal(*logits)
 
 
 def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
@@ -295,8 +295,8 @@ def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
         scores = np.load(out)
         engine.read(tokens)
         pos = engine.rows.pos[:, : engine.n_kv]
-        own = engine.state[0][:, : engine.n_kv]
-        np.testing.assert_allclose(own, np.take_along_axis(scores, pos, axis=1), atol=LOGITS / 10)
+        engine_scores = engine.state[0][:, : engine.n_kv]
+        np.testing.assert_allclose(engine_scores, np.take_along_axis(scores, pos, axis=1), atol=LOGITS / 10)
         scores[:, : policy.sinks] = 2
         best = [np.argsort(row)[-policy.n_keep :] for row in scores]
         assert live(engine) == [sorted(row.tolist()) for row in best]

@@ -36,12 +36,12 @@ def merges_of(cache, plan):
 def by_twin(name, policy, cache, pinned=0):
     """Return the tokens that the twin keeps, and its merges in the form of `merges_of`."""
     twin = import_module(f"reference.{name}")
-    own = {param: getattr(policy, param) for param in policies.params(type(policy))}
+    params = {param: getattr(policy, param) for param in policies.params(type(policy))}
     stays, merges = [], []
     for layer in np.unique(cache.layer):
         rows = [cache.rows[row] for row in np.flatnonzero(cache.layer == layer)]
         common = {"next": cache.next, "pinned": pinned, "budget": policy.budget, "slack": policy.slack}
-        answer = twin.keep(rows, **common, **own)
+        answer = twin.keep(rows, **common, **params)
         stay, terms = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
         stays += stay
         merges += [{dst: dict(sources) for dst, sources in row.items()} for row in terms]

@@ -178,8 +178,8 @@ def test_in_cache_positions_without_an_eviction_equal_original_ones(model):
 def test_in_cache_positions_leave_no_gaps(one_layer):
     tokens = text(33)
     evicted = run(one_layer, tokens, budget=32, slack=12, keep=keep_ends, positions="in-cache", logits=True)
-    left = tokens[:4] + tokens[16:]
-    np.testing.assert_allclose(evicted.logits[-1], run(one_layer, left, logits=True).logits[-1], **close)
+    remaining = tokens[:4] + tokens[16:]
+    np.testing.assert_allclose(evicted.logits[-1], run(one_layer, remaining, logits=True).logits[-1], **close)
 
 
 def test_original_positions_leave_gaps(one_layer):

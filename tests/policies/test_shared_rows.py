@@ -107,7 +107,7 @@ def test_the_budget_that_is_asked_for_is_the_mean(name):
 
 @every_sharing_policy
 def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name):
-    kept = []
+    runs = []
     for options in ([], ["heads=adaptive", "floor=1"]):
         policy = policies.fit(name, 40, 8, [*OWN.get(name, []), *options])
         cache = Cache(2, 2, 120, policy, seed=0, n_value=4096, twin=False)
@@ -117,8 +117,8 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
             if cache.n_kv >= 40:
                 cache.apply(cache.plan()[1].keep)
             rows.append([sorted(pos[:n].tolist()) for pos, n in zip(cache.pos, cache.live, strict=True)])
-        kept.append(rows)
-    assert kept[0] == kept[1]
+        runs.append(rows)
+    assert runs[0] == runs[1]
 
 
 def entropy_of(values):
@@ -169,12 +169,12 @@ def test_layers_share_by_the_entropy_of_their_scores(name, heads):
         is_open = (view.pos[rows] >= 1) & (view.pos[rows] < recent)
         weights.append(entropy_of(scores[rows][is_open].tolist()))
     want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
-    kept = plan.keep.sum(axis=1).reshape(3, 2)
+    n_kept = plan.keep.sum(axis=1).reshape(3, 2)
     assert len(set(want)) > 1
     # `want` is rounded down for each row, so a layer of two rows may hold up to two tokens more
-    assert set(kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
-    assert 6 * 32 - 6 <= kept.sum() <= 6 * 32
-    assert (kept[:, 0] == kept[:, 1]).all() == (heads == "equal")
+    assert set(n_kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
+    assert 6 * 32 - 6 <= n_kept.sum() <= 6 * 32
+    assert (n_kept[:, 0] == n_kept[:, 1]).all() == (heads == "equal")
     if heads == "equal":
         for row, keep in enumerate(plan.keep):
             inner = np.flatnonzero((view.pos[row] >= 1) & (view.pos[row] < recent))

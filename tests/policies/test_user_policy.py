@@ -34,8 +34,8 @@ def test_the_documents_policy_is_short(written):
 
 
 def test_the_documents_policy_is_explained(written):
-    (found,) = json.loads(called("policies", written, "--json").stdout)
-    assert found["explained"] == {
+    (listed,) = json.loads(called("policies", written, "--json").stdout)
+    assert listed["explained"] == {
         "window": "newest tokens, never evicted.",
         "sinks": "first tokens, never evicted.",
     }
@@ -80,8 +80,8 @@ STYLES = {
 @pytest.mark.parametrize("doc", STYLES.values(), ids=STYLES)
 def test_a_docstring_explains_parameters_in_any_style(doc):
     fields = [("window", int, 1), ("like", float, 0.5), ("silent", int, 0)]
-    found = parameters.explained(dataclasses.make_dataclass("Mine", fields, namespace={"__doc__": doc}))
-    assert found == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
+    explained = parameters.explained(dataclasses.make_dataclass("Mine", fields, namespace={"__doc__": doc}))
+    assert explained == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
 
 
 def test_the_documents_policy_runs(tiny_model, written):
@@ -141,8 +141,8 @@ def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
     for path in paths:
         path.parent.mkdir()
         path.write_text(f'"""Policy {path.parent.name}."""\n{SUBCLASS}')
-    found = [policies.load(str(path)) for path in paths]
-    assert [sys.modules[policy.__module__].__doc__ for policy in found] == ["Policy one.", "Policy two."]
+    loaded = [policies.load(str(path)) for path in paths]
+    assert [sys.modules[policy.__module__].__doc__ for policy in loaded] == ["Policy one.", "Policy two."]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -271,7 +271,7 @@ def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_mo
         "        print('fitted', budget)\n"
         "        return cls(budget, slack, **params)\n"
     )
-    own = ["-m", tiny_model(), "--policy", path, "--budget", budget]
-    done = called("generate", "hi", "--raw", "-n", 2, *own)
+    options = ["-m", tiny_model(), "--policy", path, "--budget", budget]
+    done = called("generate", "hi", "--raw", "-n", 2, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted") == n

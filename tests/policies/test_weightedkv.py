@@ -19,29 +19,29 @@ def merged(average, policy, pinned=0):
     state = policy.start(1, n, 0)
     policy.observe(view, state)
     plan = policy.plan(view, state)
-    found = {}
+    merges = {}
     for dst, src, weight in zip(plan.merge.dst, plan.merge.src, plan.merge.weight, strict=True):
-        found.setdefault(int(dst), {})[int(src)] = float(weight)
-    return found, np.flatnonzero(plan.keep[0]).tolist()
+        merges.setdefault(int(dst), {})[int(src)] = float(weight)
+    return merges, np.flatnonzero(plan.keep[0]).tolist()
 
 
 def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
-    found, kept = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
+    merges, kept = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
     assert kept == [0, 2, 3, 4]
-    assert found == {2: pytest.approx({1: 1 / 6, 2: 5 / 6})}
+    assert merges == {2: pytest.approx({1: 1 / 6, 2: 5 / 6})}
 
 
 def test_a_merge_sees_those_before_it():
     # token 2 merges into 3, then 3 into 4. Token 1 merges last, into token 4, which is its neighbour by then
-    found, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
+    merges, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
     assert kept == [0, 4, 5]
     third = {2: 1 / 3 * 2 / 6, 3: 2 / 3 * 2 / 6, 4: 4 / 6}
-    assert found == {4: pytest.approx({1: 3 / 7, **{src: weight * 4 / 7 for src, weight in third.items()}})}
+    assert merges == {4: pytest.approx({1: 3 / 7, **{src: weight * 4 / 7 for src, weight in third.items()}})}
 
 
 def test_values_without_any_attention_count_alike():
-    found, _ = merged([1, 0, 0, 1], WeightedKV(4, 1, window=1, sinks=0))
-    assert found == {2: {1: 0.5, 2: 0.5}}
+    merges, _ = merged([1, 0, 0, 1], WeightedKV(4, 1, window=1, sinks=0))
+    assert merges == {2: {1: 0.5, 2: 0.5}}
 
 
 def test_the_average_decides_not_the_sum():
@@ -76,9 +76,9 @@ def test_evicts_only_where_asked_to():
 
 def test_the_value_of_a_newest_token_that_goes_is_lost():
     # more tokens are pinned than may stay. The engine never makes such a view
-    found, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
+    merges, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
     assert kept == [0, 1, 2]
-    assert found == {}
+    assert merges == {}
 
 
 def test_sinks_and_window_are_half_of_what_is_kept_as_in_the_paper():

@@ -105,14 +105,14 @@ def keep_shared(scores, first, recent, n_keep, floor, most):
     lowest = lambda row: min(  # noqa: E731
         (pos for pos in alive[row] if first <= pos < recent), key=lambda pos: (scores[row][pos], pos)
     )
-    for row, own in enumerate(alive):
-        while len(own) > most and any(first <= pos < recent for pos in own):
-            own.remove(lowest(row))
+    for row, positions in enumerate(alive):
+        while len(positions) > most and any(first <= pos < recent for pos in positions):
+            positions.remove(lowest(row))
     while sum(map(len, alive)) > n_keep * len(alive):
         may = [
             row
-            for row, own in enumerate(alive)
-            if len(own) > int(floor * n_keep) and any(first <= pos < recent for pos in own)
+            for row, positions in enumerate(alive)
+            if len(positions) > int(floor * n_keep) and any(first <= pos < recent for pos in positions)
         ]
         if not may:
             break

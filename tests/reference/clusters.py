@@ -46,11 +46,11 @@ class Clusters:
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):
-            own = pos // self.n_block == block
+            in_block = pos // self.n_block == block
             name = (block, block * self.n_block < first_near)
             if name not in self.known:
-                self.known[name] = kmeans(keys[own])
-            res[own] = block * N_CLUSTER + self.known[name]
+                self.known[name] = kmeans(keys[in_block])
+            res[in_block] = block * N_CLUSTER + self.known[name]
         return res
 
     def attend(self, of, logits, values, n_tokens):

@@ -35,7 +35,7 @@ def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
             logits = [
                 token["future"][head][0] + covariance * 0.5 * token["future"][head][1] for token in behind
             ]
-            shares = [one + own for one, own in zip(shares, softmax(logits), strict=True)]
+            shares = [total + weight for total, weight in zip(shares, softmax(logits), strict=True)]
         for token, share in zip(behind, shares, strict=True):
             share /= len(token["future"])
             score[token["pos"]] = np.float32((share + epsilon) * token["length"] if lengths else share)

@@ -34,9 +34,13 @@ def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_be
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
     if per != "row":
-        scores = [{pos: sum((own[pos] for own in scores), np.float32(0)) for pos in scores[0]}] * len(rows)
+        scores = [
+            {pos: sum((row_scores[pos] for row_scores in scores), np.float32(0)) for pos in scores[0]}
+        ] * len(rows)
     if score == "mean":
-        scores = [{pos: mass / np.float32(next - pos) for pos, mass in own.items()} for own in scores]
+        scores = [
+            {pos: mass / np.float32(next - pos) for pos, mass in row_scores.items()} for row_scores in scores
+        ]
     return keep_ranked(scores, ends(next=next, **how))
 
 

@@ -29,7 +29,7 @@ def reconstruct(stream, begin, end, asked, repeated):
     repeated: the tokens to repeat. asked: the request to repeat them. It is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
-    seen = {row: [len(own) for own in row.seen] for rows in stream.rows for row in rows}
+    seen = {row: [len(queries) for queries in row.seen] for rows in stream.rows for row in rows}
     stream.decode([*asked, *repeated])
     for row, n_seen in seen.items():
         for i in range(n):
@@ -37,5 +37,5 @@ def reconstruct(stream, begin, end, asked, repeated):
             if begin <= row.pos[i] < end:
                 row.notes[i]["score"] = max(attention for _, heads in new for attention in heads)
         row.keep(row.pos[:n])
-        row.seen = [own[:m] for own, m in zip(row.seen, n_seen, strict=True)]
+        row.seen = [queries[:m] for queries, m in zip(row.seen, n_seen, strict=True)]
     stream.next, stream.counter = next, counter

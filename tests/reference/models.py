@@ -87,8 +87,10 @@ class Llama:
 
     def names(self, i):
         """Names of a layer's tensors."""
-        own = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm") if self.is_gemma else ()
-        return ATTENTION + FEED_FORWARD + own
+        norms = (
+            ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm") if self.is_gemma else ()
+        )
+        return ATTENTION + FEED_FORWARD + norms
 
     def mix(self, i, h, stream):
         """Mix tokens by attention or convolution. Return f64[n_tokens, n_embd] for the normed input h."""
@@ -99,10 +101,10 @@ class Llama:
             x = linear(layer, name, h).reshape(len(h), n_head, self.head_dim).swapaxes(0, 1)
             return self.norm(x, layer[f"{name}_norm"]) if f"{name}_norm" in layer else x
 
-        own = ()
+        new = ()
         if self.owner[i] == i:
-            own = self.pairs(heads("attn_k", self.n_head_kv)), self.value(heads("attn_v", self.n_head_kv))
-        out = stream.attend(i, self.pairs(heads("attn_q", self.n_head)), *own)
+            new = self.pairs(heads("attn_k", self.n_head_kv)), self.value(heads("attn_v", self.n_head_kv))
+        out = stream.attend(i, self.pairs(heads("attn_q", self.n_head)), *new)
         return linear(layer, "attn_output", _side_by_side(out))
 
     def value(self, x):
@@ -193,11 +195,11 @@ class Maincoder(Llama):
         def heads(name, n_head):
             return linear(layer, name, h).reshape(len(h), n_head, self.head_dim).swapaxes(0, 1)
 
-        own = [
+        query_and_key = [
             self.pairs(self.norm(heads(*each)))
             for each in (("attn_q", self.n_head), ("attn_k", self.n_head_kv))
         ]
-        out = stream.attend(i, *own, heads("attn_v", self.n_head_kv))
+        out = stream.attend(i, *query_and_key, heads("attn_v", self.n_head_kv))
         return linear(layer, "attn_output", _side_by_side(out))
 
     def scaled(self, keys, i):

@@ -24,9 +24,9 @@ CASES = [
 
 
 def keep(rows, *, next, window, mixture, kernel, threshold, similar, **how):
-    own, scores = ends(next=next, window=window, **how), []
+    limits, scores = ends(next=next, window=window, **how), []
     for row in rows:
-        before = [token for token in row if token["pos"] < own.recent]
+        before = [token for token in row if token["pos"] < limits.recent]
         votes = [sum(max(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         cosines = similarities([token["key"] for token in row])
         redundancy = softmax(means(spared(cosines, threshold * 127 * 127, similar)))
@@ -35,7 +35,7 @@ def keep(rows, *, next, window, mixture, kernel, threshold, similar, **how):
             for token, vote, alike in zip(before, pooled(shares(votes), kernel), redundancy, strict=False)
         }
         scores.append({token["pos"]: score.get(token["pos"]) for token in row})
-    return keep_ranked(scores, own)
+    return keep_ranked(scores, limits)
 
 
 def shares(votes):

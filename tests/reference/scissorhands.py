@@ -19,7 +19,7 @@ def keep(rows, *, next, slack, history, **how):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
     counts = [_count(row, next, n_part, n_query) for row in rows]
-    scores = [{pos: -count for pos, count in own.items()} for own in counts]
+    scores = [{pos: -count for pos, count in row_counts.items()} for row_counts in counts]
     return keep_ranked(scores, ends(next=next, slack=slack, **how))
 
 

@@ -16,13 +16,13 @@ CASES = [
 
 
 def keep(rows, *, next, window, kernel, pool, **how):
-    own, scores = ends(next=next, window=window, **how), []
+    limits, scores = ends(next=next, window=window, **how), []
     for row in rows:
-        before = [token for token in row if token["pos"] < own.recent]
+        before = [token for token in row if token["pos"] < limits.recent]
         votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         score = dict(zip([token["pos"] for token in before], pooled(votes, kernel, pool), strict=True))
         scores.append({token["pos"]: score.get(token["pos"]) for token in row})
-    return keep_ranked(scores, own)
+    return keep_ranked(scores, limits)
 
 
 def pooled(values, kernel, pool):

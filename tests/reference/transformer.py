@@ -68,8 +68,8 @@ class Row:
         """Return the row's records. `scaled` transforms keys f64[n, head_dim] like the model after RoPE."""
         names = ("pos", "mass", "last", "seen", "key", "old", "notes")
         keys = scaled(self.key.view(np.float64)).tolist()
-        own = (self.old, self.notes)
-        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, *own)
+        extra = (self.old, self.notes)
+        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, *extra)
         return [
             dict(zip(names, values, strict=True), row=self.number) for values in zip(*columns, strict=True)
         ]
@@ -227,8 +227,8 @@ class Stream:
             records = self.records(layer, rows)
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
             kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
-            for row, own, positions, terms in zip(rows, records, kept, merges, strict=True):
-                row.old = [record["old"] for record in own]
+            for row, row_records, positions, terms in zip(rows, records, kept, merges, strict=True):
+                row.old = [record["old"] for record in row_records]
                 row.merge(terms)
                 if self.recalled:
                     row.archive.append(row, ~np.isin(row.pos, positions))
@@ -241,8 +241,8 @@ class Stream:
         """Return a list of records for each row of a layer."""
         records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
         if self.future:
-            for row, own in zip(rows, records, strict=True):
-                self._look_ahead(layer, row, own)
+            for row, row_records in zip(rows, records, strict=True):
+                self._look_ahead(layer, row, row_records)
         return records
 
     def _look_ahead(self, layer, row, records):
@@ -254,18 +254,18 @@ class Stream:
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
-        rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
+        rot, queries = (np.array(column) for column in zip(*row.asked, strict=True))
         freq = model.freq[layer]
         # instead of moving a query to a later position, move the keys back by the same distance
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
         farther *= np.exp(-1j * np.outer(np.arange(n_future), freq)).mean(axis=0)
         keys = model.rotate(row.key * farther[:, None], row.rot, layer)
         # [query, head, entry]
-        logits = asked @ keys.mT * model.scale
+        logits = queries @ keys.mT * model.scale
         future = np.stack((logits.mean(axis=0), logits.var(axis=0)), axis=-1).swapaxes(0, 1)
         lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
-        for record, own, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
-            record |= {"future": own, "length": length}
+        for record, moments, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
+            record |= {"future": moments, "length": length}
 
     def attend(self, layer, query, key=None, value=None):
         """Attend with queries c128[n_head, n_tokens, head_dim / 2]. Return f64[n_head, n_tokens, value_dim].
@@ -281,29 +281,29 @@ class Stream:
         for i, row in enumerate(self.all_rows[layer]):
             if key is not None:
                 row.append(pos, rot, key[i], value[i])
-            mine = slice(i * group, (i + 1) * group)
+            heads = slice(i * group, (i + 1) * group)
             if self.future and row.number >= 0:
-                self._ask(row, query[mine], is_first=key is not None)
-            own_sinks = None if sinks is None else sinks[mine]
-            asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
+                self._ask(row, query[heads], is_first=key is not None)
+            own_sinks = None if sinks is None else sinks[heads]
+            queries, keys = query[heads], model.rotate(row.key, row.rot, layer)
             if half_precision and len(pos) > 1:
                 # Vulkan does not round the keys of a single KV head, because they are contiguous
-                asked, keys = _half(asked), _half(keys) if model.n_head_kv > 1 else keys
-            scores = asked @ keys.T * model.scale
+                queries, keys = _half(queries), _half(keys) if model.n_head_kv > 1 else keys
+            scores = queries @ keys.T * model.scale
             if self.logn and not slides:
                 scores *= np.log(t)[:, None] / np.log(512)
             if model.slopes is not None:
-                scores += model.slopes[mine, None, None] * (row.rot - rot[:, None])
+                scores += model.slopes[heads, None, None] * (row.rot - rot[:, None])
             scores[:, row.pos > pos[:, None]] = -np.inf
             if slides:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             values = row.value
             if len(row.archive.pos) and not slides:
-                recalled, own = self._recall(layer, row, asked, scores, own_sinks)
+                recalled, recalled_values = self._recall(layer, row, queries, scores, own_sinks)
                 scores = np.concatenate((scores, recalled), axis=-1)
-                values = np.concatenate((values, own))
+                values = np.concatenate((values, recalled_values))
             attn = _softmax(scores, own_sinks)
-            out[mine] = attn @ values
+            out[heads] = attn @ values
             self._note(row, attn[..., : len(row)], is_first=key is not None)
         return out
 
@@ -335,11 +335,11 @@ class Stream:
         pos, _, t = self._batch
         steps = zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True)
         for step, n, heads_attn in steps if row.number >= 0 else ():
-            for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
+            for seen, heads, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
                 if at <= step and is_first:
-                    seen.append((n, own))
+                    seen.append((n, heads))
                 elif at <= step:
-                    seen[step - int(pos[-1]) - 1][1].extend(own)
+                    seen[step - int(pos[-1]) - 1][1].extend(heads)
 
     def _late(self, row):
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))
@@ -350,7 +350,7 @@ class Stream:
             return self.far
         return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block
 
-    def _recall(self, layer, row, asked, live, sinks):
+    def _recall(self, layer, row, queries, live, sinks):
         """Return the logits of all queries with the recalled entries, and the values of these entries.
 
         live: logits of all queries with the live entries of the row.
@@ -359,12 +359,12 @@ class Stream:
         at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
         keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
         keys = self.model.scaled(keys, layer)
-        logits = asked @ keys.T * self.model.scale
+        logits = queries @ keys.T * self.model.scale
         if self.exact:
             row.clusters = row.clusters or Clusters(self.n_block, self.exact)
             end = archive.pos[-1] + 1 - self._late(row)
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
-            return row.clusters.attend(of, logits, archive.value, asked.shape[1])
+            return row.clusters.attend(of, logits, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
         chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)

@@ -80,8 +80,8 @@ def test_a_policy_has_its_parameters_behind_colons(typed, name, options):
 
 
 def test_the_grid_goes_budget_by_budget(common):
-    found = make(common, ["h2o", "full", "corm"], ["64", "25%"], ["f16", "q8_0"])
-    assert named(found) == [
+    runs = make(common, ["h2o", "full", "corm"], ["64", "25%"], ["f16", "q8_0"])
+    assert named(runs) == [
         "full - f16",
         "full - q8_0",
         "corm - f16",
@@ -90,14 +90,14 @@ def test_the_grid_goes_budget_by_budget(common):
         "h2o 25% f16",
         "corm 25% f16",
     ]
-    assert [run.budget for run in found] == [N, N, 512, 64, 64, 128, 128]
-    assert found[0].options.evict_every is None
-    assert found[3].options.evict_every == 8
+    assert [run.budget for run in runs] == [N, N, 512, 64, 64, 128, 128]
+    assert runs[0].options.evict_every is None
+    assert runs[3].options.evict_every == 8
 
 
 def test_everything_is_combined_when_asked(common):
-    found = named(make(common, ["full", "h2o"], ["64"], ["q8_0", "f16"], combine=True))
-    assert found == ["full - q8_0", "full - f16", "h2o 64 q8_0", "h2o 64 f16"]
+    names = named(make(common, ["full", "h2o"], ["64"], ["q8_0", "f16"], combine=True))
+    assert names == ["full - q8_0", "full - f16", "h2o 64 q8_0", "h2o 64 f16"]
     assert named(make(common, ["h2o"], ["64"], ["q8_0", "f16"])) == ["h2o 64 q8_0"]
 
 
@@ -109,16 +109,16 @@ def test_what_is_named_twice_is_one_run(common):
 def test_bytes_are_for_cells_and_the_batch(common):
     (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
     assert (run.typed_budget, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
-    found = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
-    assert [run.budget for run in found] == [256, 256]
+    runs = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
+    assert [run.budget for run in runs] == [256, 256]
 
 
 def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
     rows = read(Path(common.options.model)).plain_layers.all
     # a cell takes 512 bytes, and the state takes as many bytes as 256 cells
     layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
-    found = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
-    assert [run.budget for run in found] == [256, 512]
+    runs = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
+    assert [run.budget for run in runs] == [256, 512]
     with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 256\.0 KiB"):
         grid.runs(common, 512, layers, ["h2o"], ["255KiB"], ["f16"])
 
@@ -169,13 +169,13 @@ def test_full_is_never_turned(common):
 
 
 def test_shards_are_the_grid_between_them(common):
-    found = make(common, ["full", "h2o", "buzz"], ["64", "128"])
-    parts = [grid.shard(found, f"{i}/3") for i in (1, 2, 3)]
+    runs = make(common, ["full", "h2o", "buzz"], ["64", "128"])
+    parts = [grid.shard(runs, f"{i}/3") for i in (1, 2, 3)]
     assert [len(part) for part in parts] == [2, 2, 1]
-    assert sorted(map(id, sum(parts, []))) == sorted(map(id, found))
+    assert sorted(map(id, sum(parts, []))) == sorted(map(id, runs))
     for wrong in ("0/3", "4/3", "1", "a/b", "1/0"):
         with pytest.raises(UsageError, match="a shard is"):
-            grid.shard(found, wrong)
+            grid.shard(runs, wrong)
 
 
 def record(common, run, sums, **more):
@@ -193,16 +193,16 @@ def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
     results = ComparisonResults(common, runs)
     sums = {run: blocks(i) for i, run in enumerate(runs)}
     results.of_run = {run: record(common, run, sums[run]) for run in runs}
-    found = dict(zip(runs, results.finished(), strict=True))
-    assert found[runs[0]]["best_other"] is None
+    by_run = dict(zip(runs, results.finished(), strict=True))
+    assert by_run[runs[0]]["best_other"] is None
     for run in runs[1:]:
         others = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
         best = min(others, key=lambda other: sum(sums[other]))
-        assert found[run]["best_other"] == best.label
+        assert by_run[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
         mean, error = statistics.mean_error(*statistics.joined(difference, statistics.block_counts(N - 1)))
-        assert found[run]["nll_minus_best"] == mean
-        assert found[run]["nll_minus_best_stderr"] == error
+        assert by_run[run]["nll_minus_best"] == mean
+        assert by_run[run]["nll_minus_best_stderr"] == error
 
 
 def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
@@ -224,12 +224,12 @@ def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
 def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
     (run,) = make(common, ["h2o"], ["64"])
     without, whole = (record(common, run, blocks(0), kl=kl) for kl in (None, 0.5))
-    for there in ([without], [without, whole], [whole, without]):
+    for stored in ([without], [without, whole], [whole, without]):
         results = ComparisonResults(common, [run])
-        results.add(there)
+        results.add(stored)
         assert results.missing() == []
-        assert results.missing(kl=True) == ([] if whole in there else [run])
-        assert results.of_run == {run: there[0] if whole not in there else whole}
+        assert results.missing(kl=True) == ([] if whole in stored else [run])
+        assert results.of_run == {run: stored[0] if whole not in stored else whole}
 
 
 def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
@@ -257,41 +257,41 @@ def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
         name: {records.key(grid.identity(each, *make(each, [name], ["64"])), grid.KEY) for each in grids}
         for name in ("h2o", "recall")
     }
-    assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
+    assert {name: len(distinct) for name, distinct in keys.items()} == {"h2o": 1, "recall": 3}
 
 
 def measured(common, runs, tokens=None, **options):
     """Return the record of each run, and the events before the record."""
-    found, seen = {}, {}
+    by_run, seen = {}, {}
     with Runner(common, text(N) if tokens is None else tokens) as runner:
         for event in runner.run(runs, **options):
             if event.record:
-                found[event.run] = event.record
+                by_run[event.run] = event.record
             else:
                 seen.setdefault(event.run, []).append(event)
-    return found, seen
+    return by_run, seen
 
 
 def test_a_run_has_the_numbers_of_perplexity(common):
     runs = make(common, ["full", "h2o"], ["64", "256"])
     path = grid.reference(common)
     of_full, _ = measured(common, runs[:1], against=path, writes=True)
-    found, seen = measured(common, runs[1:], against=path)
-    found |= of_full
+    by_run, seen = measured(common, runs[1:], against=path)
+    by_run |= of_full
     nll = {}
     for run in runs:
         policy = policies.fit(run.options.policy, run.budget)
         settings = {"type_k": "f16", "type_v": "f16", "flash": "auto", "over_budget": False}
         with open_engine(common.options.model, policy, **settings) as engine:
             nll[run] = perplexity.stream(engine, text(N))
-            assert found[run]["cells"] == engine.mean_kv
-            assert found[run]["kv_bytes"] == found[run]["kv_peak_bytes"] == engine.cache_bytes
-            assert found[run]["state_bytes"] == engine.state_bytes
-        assert found[run]["nll"] == pytest.approx(nll[run].mean(), abs=1e-12)
-        assert found[run]["perplexity"] == math.exp(found[run]["nll"])
-        assert found[run]["perplexity_low"] < found[run]["perplexity"] < found[run]["perplexity_high"]
-        assert found[run]["peak_rss_bytes"] > 10_000_000
-    full, h2o, roomy = (found[run] for run in runs)
+            assert by_run[run]["cells"] == engine.mean_kv
+            assert by_run[run]["kv_bytes"] == by_run[run]["kv_peak_bytes"] == engine.cache_bytes
+            assert by_run[run]["state_bytes"] == engine.state_bytes
+        assert by_run[run]["nll"] == pytest.approx(nll[run].mean(), abs=1e-12)
+        assert by_run[run]["perplexity"] == math.exp(by_run[run]["nll"])
+        assert by_run[run]["perplexity_low"] < by_run[run]["perplexity"] < by_run[run]["perplexity_high"]
+        assert by_run[run]["peak_rss_bytes"] > 10_000_000
+    full, h2o, roomy = (by_run[run] for run in runs)
     assert (full["kl"], full["top1"], full["nll_minus_full"], full["plan_s"]) == (0, 1, 0, 0)
     assert h2o["kl"] > 0.01
     assert roomy["kl"] == pytest.approx(0, abs=1e-6)
@@ -336,13 +336,13 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
         )
         names.append(str(path))
     runs = make(common, [*names, "local"], ["64"])
-    found, _ = measured(common, runs, jobs=2)
+    by_run, _ = measured(common, runs, jobs=2)
     for run, (_, words) in zip(runs, BREAKS.values(), strict=False):
-        said = found[run].get("error")
-        assert (said is None) if words is None else (words in said), (run.label, said)
-        assert found[run]["policy"] == run.options.policy
+        error = by_run[run].get("error")
+        assert (error is None) if words is None else (words in error), (run.label, error)
+        assert by_run[run]["policy"] == run.options.policy
     # runs[4] has the policy that prints, and runs[5] has `local`. They evict the same tokens
-    assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
+    assert by_run[runs[4]]["nll"] == by_run[runs[5]]["nll"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")

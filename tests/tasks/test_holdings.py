@@ -44,48 +44,48 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
 def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
     seen = {}
     with open_engine(tiny_model(), POLICIES[name]) as engine:
-        found = holdings.watch(engine, text(210), 9, lambda n: seen.update({n: rows_of(engine)}))
+        watched = holdings.watch(engine, text(210), 9, lambda n: seen.update({n: rows_of(engine)}))
         assert engine.n_past == 210
-        assert found.layer.tolist() == [0, 0, 1, 1]
-        assert found.head.tolist() == [0, 1, 0, 1]
-    assert found.ends.tolist() == [24, 47, 70, 94, 117, 140, 164, 187, 210]
-    for snapshot, end in enumerate(found.ends.tolist()):
-        held = found.held(snapshot)
+        assert watched.layer.tolist() == [0, 0, 1, 1]
+        assert watched.head.tolist() == [0, 1, 0, 1]
+    assert watched.ends.tolist() == [24, 47, 70, 94, 117, 140, 164, 187, 210]
+    for snapshot, end in enumerate(watched.ends.tolist()):
+        held = watched.held(snapshot)
         assert [set(np.flatnonzero(row).tolist()) for row in held] == seen[end]
-        assert found.share(snapshot).tolist() == held.mean(axis=0).tolist()
+        assert watched.share(snapshot).tolist() == held.mean(axis=0).tolist()
 
 
 @pytest.mark.parametrize(("name", "n_sinks"), [("streamingllm", 4), ("local", 0)])
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
-        found = holdings.watch(engine, text(100), 10)
+        watched = holdings.watch(engine, text(100), 10)
     # the cache is full at 32, 40, ... 96 tokens. At 96 tokens an eviction leaves 24 of them, and then 4 more
     # come
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
-    assert found.share().tolist() == want.tolist()
+    assert watched.share().tolist() == want.tolist()
     # after 30 tokens, nothing was evicted. After 40 tokens, the last eviction was at 32
-    assert found.share(2).tolist() == [1.0] * 30 + [0.0] * 70
-    assert np.flatnonzero(found.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
+    assert watched.share(2).tolist() == [1.0] * 30 + [0.0] * 70
+    assert np.flatnonzero(watched.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
 
 
 def test_a_text_read_whole_has_one_snapshot(tiny_model):
     seen = []
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8), prefill="whole") as engine:
-        found = holdings.watch(engine, text(150), 32, seen.append)
-        assert [set(np.flatnonzero(row).tolist()) for row in found.held()] == rows_of(engine)
-    assert found.ends.tolist() == [150]
-    assert found.held().sum(axis=1).tolist() == [24] * 4
+        watched = holdings.watch(engine, text(150), 32, seen.append)
+        assert [set(np.flatnonzero(row).tolist()) for row in watched.held()] == rows_of(engine)
+    assert watched.ends.tolist() == [150]
+    assert watched.held().sum(axis=1).tolist() == [24] * 4
     assert seen[0] == 0
     assert seen[-1] < 150
 
 
 def test_a_short_text_has_no_snapshot_twice(tiny_model):
     with open_engine(tiny_model(), policies.fit("local", 32, 8)) as engine:
-        found = holdings.watch(engine, text(5), 32)
-    assert found.ends.tolist() == [1, 2, 3, 4, 5]
-    assert found.share(1).tolist() == [1, 1, 0, 0, 0]
+        watched = holdings.watch(engine, text(5), 32)
+    assert watched.ends.tolist() == [1, 2, 3, 4, 5]
+    assert watched.share(1).tolist() == [1, 1, 0, 0, 0]
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
@@ -129,19 +129,19 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
 )
 def test_attention_is_what_the_engine_says_step_by_step(tiny_model, arch, options, k):
     shape = {"n_head_kv": 2} if arch == "llama" else {}
-    said, ends = [], [0]
+    notes, ends = [], [0]
 
     def note(n):
-        said.append(engine.context.archive.attended(engine.context.n_row, k))
+        notes.append(engine.context.archive.attended(engine.context.n_row, k))
         ends.append(n)
 
     with open_engine(tiny_model(arch, **shape), policies.fit("recall", 48, 8, options)) as engine:
-        found = holdings.watch(engine, text(210), 6, note).attended
+        attended = holdings.watch(engine, text(210), 6, note).attended
         n_head = engine.context.n_head
         archived = holdings.is_archived(engine)
-    steps = np.zeros((len(said), 210))
+    steps = np.zeros((len(notes), 210))
     rows, n_query = np.zeros((len(n_head), 210)), 0
-    for step, (pos, attn) in enumerate(said):
+    for step, (pos, attn) in enumerate(notes):
         for row, (tokens, got) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
             for token, some in zip(tokens, got, strict=True):
                 if token >= 0:
@@ -151,15 +151,15 @@ def test_attention_is_what_the_engine_says_step_by_step(tiny_model, arch, option
         n_query += n * bool((pos >= 0).any())
         steps[step] /= n * n_head.sum()
     assert 0 < n_query < 210 - 40
-    assert found.n_query == n_query
-    assert np.abs(found.row_share() - rows / n_head[:, None] / n_query).max() < 1e-6
+    assert attended.n_query == n_query
+    assert np.abs(attended.row_share() - rows / n_head[:, None] / n_query).max() < 1e-6
     share = rows.sum(axis=0) / n_head.sum() / n_query
-    assert np.abs(found.share() - share).max() < 1e-6
+    assert np.abs(attended.share() - share).max() < 1e-6
     assert 0.1 < share.sum() < 1
     assert (archived >= (share > 0)).all()
-    assert np.abs(found.query_share - steps.max(axis=0)).max() < 1e-6
+    assert np.abs(attended.query_share - steps.max(axis=0)).max() < 1e-6
     first = np.array(ends)[steps.argmax(axis=0)]
-    assert found.query.tolist() == np.where(share > 0, first, -1).tolist()
+    assert attended.query.tolist() == np.where(share > 0, first, -1).tolist()
 
 
 def test_without_an_archive_nothing_is_attended_to_in_it(tiny_model):
@@ -171,15 +171,15 @@ def test_without_an_archive_nothing_is_attended_to_in_it(tiny_model):
 
 def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8), archive=40) as engine:
-        found = holdings.watch(engine, text(210), 6)
+        watched = holdings.watch(engine, text(210), 6)
         archived = holdings.is_archived(engine)
         assert archived.sum() == engine.n_archived == 40
-        assert holdings.n_forgotten(engine) == int(((found.share() == 0) & ~archived).sum()) > 0
-    assert not (archived & (found.share() > 0)).any()
+        assert holdings.n_forgotten(engine) == int(((watched.share() == 0) & ~archived).sum()) > 0
+    assert not (archived & (watched.share() > 0)).any()
     # the archive has the newest 40 tokens between sinks and window. At the first snapshot, it is empty
-    assert found.archived[0].tolist() == [0, 0]
-    for snapshot, (begin, end) in enumerate(found.archived.tolist()[1:], 1):
-        held = np.flatnonzero(found.held(snapshot)[0])
+    assert watched.archived[0].tolist() == [0, 0]
+    for snapshot, (begin, end) in enumerate(watched.archived.tolist()[1:], 1):
+        held = np.flatnonzero(watched.held(snapshot)[0])
         assert end == held[4]
         assert begin == max(4, end - 40)
     assert np.flatnonzero(archived).tolist() == [*range(begin, end)]

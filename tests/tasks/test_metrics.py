@@ -12,9 +12,9 @@ from kvtool.tasks import metrics
 
 def test_squad_example_of_the_evaluate_library():
     # the example "partial match" in the library's metric card of SQuAD has 66.67 for both scores
-    asked = [("1976", "1976"), ("Beyonce", "Beyoncé and Bruno Mars"), ("climate change", "climate change")]
+    pairs = [("1976", "1976"), ("Beyonce", "Beyoncé and Bruno Mars"), ("climate change", "climate change")]
     for metric in (metrics.exact_match, metrics.f1):
-        assert sum(metric(*pair) for pair in asked) / 3 == pytest.approx(2 / 3)
+        assert sum(metric(*pair) for pair in pairs) / 3 == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def bleu(output, references):
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):
-        own = grams(output, n)
+        counts = grams(output, n)
         most = Counter()
         for reference in references:
             most |= grams(reference, n)
-        hits, total = sum((own & most).values()), sum(own.values())
+        hits, total = sum((counts & most).values()), sum(counts.values())
         if not hits:
             halved *= 2
             hits = 1 / halved
@@ -102,7 +102,7 @@ def test_self_bleu_is_the_mean_of_each_ones_bleu_against_the_others():
         "at dawn",
     ]
     words = [text.split() for text in texts]
-    expected = [bleu(own, words[:i] + words[i + 1 :]) for i, own in enumerate(words)]
+    expected = [bleu(output, words[:i] + words[i + 1 :]) for i, output in enumerate(words)]
     assert metrics.self_bleu(texts) == pytest.approx(sum(expected) / len(expected))
     assert metrics.self_bleu(["the same words every single time"] * 3) == pytest.approx(100)
     assert metrics.self_bleu(["", "words"]) == 0

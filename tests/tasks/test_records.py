@@ -63,8 +63,8 @@ def test_several_processes_lose_nothing(tmp_path):
         process.start()
     for process in processes:
         process.join()
-    found = {(record["who"], record["i"]) for record in records.read(path)}
-    assert len(found) == len(records.read(path)) == 60
+    pairs = {(record["who"], record["i"]) for record in records.read(path)}
+    assert len(pairs) == len(records.read(path)) == 60
 
 
 def test_rewriting_replaces_all(tmp_path):

@@ -55,8 +55,8 @@ ESSAYS = {
 @pytest.fixture
 def listed(monkeypatch):
     """Replace the words of wonderwords with made-up words."""
-    made = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
-    monkeypatch.setattr(sources, "_words", made.get)
+    words = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
+    monkeypatch.setattr(sources, "_words", words.get)
 
 
 KINDS = ("noun", "adjective", "verb")
@@ -123,21 +123,21 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
 def test_needles_are_hidden_as_many_as_are_defined(name, items_of):
     n_key, n_value, n_asked, key_kind, value_kind = NIAH[name]
     (item,) = items_of(name)
-    found = NEEDLE.findall(item.prompt)
-    values = {key: [value for _, other, value in found if other == key] for _, key, _ in found}
+    needles = NEEDLE.findall(item.prompt)
+    values = {key: [value for _, other, value in needles if other == key] for _, key, _ in needles}
     if n_key:
         assert len(values) == n_key
-        assert len(found) == n_value
+        assert len(needles) == n_value
     else:
         # every line is a needle
-        assert len(values) == len(found) == item.prompt.count("\n") - 1 > 5
-    assert {kind for kind, _, _ in found} == {f"{value_kind}s"}
-    asked = [key for key in values if re.search(rf"\b{key}\b", item.question)]
-    assert sorted(item.references) == sorted(value for key in asked for value in values[key])
+        assert len(values) == len(needles) == item.prompt.count("\n") - 1 > 5
+    assert {kind for kind, _, _ in needles} == {f"{value_kind}s"}
+    keys = [key for key in values if re.search(rf"\b{key}\b", item.question)]
+    assert sorted(item.references) == sorted(value for key in keys for value in values[key])
     assert len(item.references) == n_asked
     for value in item.references:
         assert re.fullmatch(r"\d{7}", value) if value_kind == "number" else UUID(value).version == 4
-    for key in asked:
+    for key in keys:
         assert re.fullmatch("adjective..-noun..", key) if key_kind == "word" else UUID(key).version == 4
 
 
@@ -174,19 +174,19 @@ def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural(items_
     assert item.prompt.startswith(f"{start} quiz you about the numbers afterwards.\n")
     values = {value: key for _, key, value in NEEDLE.findall(item.prompt)}
     a, b, c, d = (values[value] for value in item.references)
-    asked = f"the special magic numbers for {a}, {b}, {c}, and {d} mentioned in the provided text"
-    assert item.question == f"What are all {asked}?"
-    assert item.opening == f"T{asked[1:]} are"
+    numbers = f"the special magic numbers for {a}, {b}, {c}, and {d} mentioned in the provided text"
+    assert item.question == f"What are all {numbers}?"
+    assert item.opening == f"T{numbers[1:]} are"
 
 
 def test_a_chain_of_variables_is_hidden_behind_a_solved_one(items_of, model):
     (item,) = items_of("vt", length=2000)
     start = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    empty, solved, own = item.prompt.split(start)
+    empty, solved, unsolved = item.prompt.split(start)
     assert not empty
     assert len(model.tokenize(f"{start}{solved}", start=True)) <= 501
     sizes = []
-    for text, n_letter in ((solved, 3), (f"{own} {item.opening}", 5)):
+    for text, n_letter in ((solved, 3), (f"{unsolved} {item.opening}", 5)):
         question = re.search(
             r"\nQuestion: Find all variables that are assigned the value (\d{5}) in the text above\. "
             r"Answer: According to the chain\(s\) of variable assignment in the text above, 5 variables are "
@@ -194,9 +194,9 @@ def test_a_chain_of_variables_is_hidden_behind_a_solved_one(items_of, model):
             text,
         )
         lines = text[: question.start()].split("\n")
-        said = [line for line in lines if line.startswith("VAR ")]
-        assert {line for line in lines if line not in said} == {FILLER}
-        first, *others = (line.split() for line in said)
+        assignments = [line for line in lines if line.startswith("VAR ")]
+        assert {line for line in lines if line not in assignments} == {FILLER}
+        first, *others = (line.split() for line in assignments)
         assert first[3] == question[1] == question[2]
         chain = [first[1]]
         for _, name, _, _, before in others:
@@ -221,28 +221,28 @@ def test_ten_words_of_a_list_are_the_common_ones(length, often, solved_often, it
     assert item.question == question
     opening = "Answer: The top 10 words that appear most often in the list are:"
     assert item.opening == opening
-    solved, own = item.prompt.removesuffix(question).split(f"\n{question} {opening} ")
-    right, _, own = own.partition("\n")
+    solved, unsolved = item.prompt.removesuffix(question).split(f"\n{question} {opening} ")
+    right, _, unsolved = unsolved.partition("\n")
     for text, answers, counts in (
         (solved, re.findall(r"\d+\. (\w+)", right), solved_often),
-        (own, list(item.references), often),
+        (unsolved, list(item.references), often),
     ):
         intro, _, listed = text.strip().partition("\n")
         assert intro.startswith("Below is a numbered list of words.")
-        numbers, found = zip(*(each.split(". ") for each in re.findall(r"\d+\. \w+", listed)), strict=True)
-        assert list(map(int, numbers)) == list(range(1, len(found) + 1))
-        of = Counter(found)
+        numbers, words = zip(*(each.split(". ") for each in re.findall(r"\d+\. \w+", listed)), strict=True)
+        assert list(map(int, numbers)) == list(range(1, len(words) + 1))
+        of = Counter(words)
         assert set(of.values()) == counts
         assert sorted(answers) == sorted(word for word, n in of.items() if n == max(counts))
         assert len(answers) == 10
         # the words are shuffled
-        assert list(found) != sorted(found, key=of.__getitem__, reverse=True)
+        assert list(words) != sorted(words, key=of.__getitem__, reverse=True)
 
 
 def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
     (item,) = items_of("fwe")
-    found = re.findall(r"\.\.\.|\b[a-z]{6}\b", item.prompt.split("coded words. ")[1].split("\n")[0])
-    of = Counter(found)
+    words = re.findall(r"\.\.\.|\b[a-z]{6}\b", item.prompt.split("coded words. ")[1].split("\n")[0])
+    of = Counter(words)
     (dots, n_dots), *ranked = of.most_common()
     assert dots == "..."
     assert [word for word, _ in ranked[:3]] == list(item.references)
@@ -257,7 +257,7 @@ def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
 
 def test_documents_of_the_same_article_are_the_first_to_join(items_of):
     articles = json.loads((DATA / "squad.json").read_text())["data"]
-    asked = {
+    by_question = {
         q["question"]: (paragraph["context"], [other["context"] for other in article["paragraphs"]], q)
         for article in articles
         for paragraph in article["paragraphs"]
@@ -266,14 +266,14 @@ def test_documents_of_the_same_article_are_the_first_to_join(items_of):
     items = [item for n in (140, 155, 170, 1200) for item in items_of("qa_1", length=n, repeats=4)]
     seen, counts = [], set()
     for item in items:
-        own, near, question = asked[item.question.split("Question: ")[1]]
+        context, near, question = by_question[item.question.split("Question: ")[1]]
         assert not question["is_impossible"]
         seen.append(question["question"])
         assert list(item.references) == [answer["text"] for answer in question["answers"]]
         documents = re.findall(r"^Document (\d+):\n(.+)$", item.prompt, re.M)
         assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
         texts = [text for _, text in documents]
-        assert own in texts
+        assert context in texts
         assert len(set(texts)) == len(texts)
         counts.add(len(texts))
         if len(texts) > len(near):
@@ -330,15 +330,15 @@ def test_too_short_a_length_is_refused_with_the_least(items_of):
 @pytest.mark.parametrize("most", [98, 200])
 def test_the_largest_that_fits_is_found(answer, least, most):
     expected = max(answer, least)
-    asked = []
+    tried = []
 
     def fits(n):
         assert least < n <= most
-        asked.append(n)
+        tried.append(n)
         return n <= answer
 
     assert largest(fits, least, most) == min(expected, most)
-    assert len(asked) < 14
+    assert len(tried) < 14
 
 
 def test_words_are_wonderwords():
@@ -400,13 +400,13 @@ def test_an_answer_is_asked_for_and_scored_by_its_task(name, n_max, score, when,
 
 def test_an_average_is_of_the_tasks_means(given):
     scores = [("vt", 8, [1.0, 0.0, 0.5]), ("cwe", 8, [0.2]), ("vt", 4, [1.0])]
-    found = [
+    results = [
         {"part": name, "length": length, "scores": {"string_match": score}}
         for name, length, of in scores
         for score in of
     ]
-    found.append({"part": "cwe", "length": 8, "scores": {}})
-    assert tasks.make("ruler", given).summary(found) == {
+    results.append({"part": "cwe", "length": 8, "scores": {}})
+    assert tasks.make("ruler", given).summary(results) == {
         "average of 2 tasks, 8 tokens": pytest.approx(0.35),
     }
 
@@ -480,8 +480,8 @@ def bytewise(tiny_model):
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeypatch):
-    said = []
-    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: said.append(bytes(tokens.tolist())))
+    parts = []
+    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: parts.append(bytes(tokens.tolist())))
     with closing(reader_of(bytewise, "full", chat=chat)) as reader:
         monkeypatch.setattr(bytewise, "tokenize", lambda text, **_: np.frombuffer(text.encode(), np.uint8))
         question = QUESTIONS[0] if after else ""
@@ -490,10 +490,10 @@ def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeyp
     before, between = ("[u]", "[e][a]") if chat else ("", " ")
     whole = f"{before}{TEXT}{QUESTIONS[0]}{between}It "
     first = f"{before}{TEXT}"
-    assert b"".join(said).decode() == whole
+    assert b"".join(parts).decode() == whole
     assert n_read == len(whole)
-    assert said[0].decode() == (first if after else whole)
-    assert n_first == len(said[0])
+    assert parts[0].decode() == (first if after else whole)
+    assert n_first == len(parts[0])
 
 
 def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
@@ -510,7 +510,7 @@ def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, policy):
     def held(known):
-        found = []
+        rows = []
         with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
             for question in QUESTIONS:
                 n = reader.ask(TEXT + question, 8, question="" if known else question, opening="It")
@@ -518,10 +518,10 @@ def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, 
                 n_text = len(bytewise.tokenize(TEXT, start=True))
                 assert known or n == n_text
                 pos = reader.engine.cells().pos
-                found.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
+                rows.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
                 # no row exceeds the budget while the question is read
                 assert reader.engine.cells().live.max() < 64
-        return found
+        return rows
 
     first, second = held(known=False)
     assert first == second
@@ -586,11 +586,11 @@ def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
     how = ("--policy", "h2o", "--budget", "25%")
     done = called(*command, *how, "--json", out)
     assert done.returncode == 0, done.stderr
-    found = records.read(out)
+    results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
     # tasks take turns
-    assert [record["part"] for record in found] == names * 2
-    for record in found:
+    assert [record["part"] for record in results] == names * 2
+    for record in results:
         assert record["chat"] is True
         assert record["task_params"]["question"] == when
         n_most = 1500 - PARTS[record["part"]].n_max + len("[u][e][a]") + 1

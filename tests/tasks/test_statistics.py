@@ -130,11 +130,11 @@ def test_joined_blocks_have_the_same_sum_and_are_no_fewer_than_eight():
     rng = np.random.default_rng(0)
     for n in (3, 8, 9, 32, 200):
         sums, counts = rng.normal(size=n).cumsum(), rng.integers(1, 9, size=n).astype(float)
-        own, numbers = statistics.joined(sums, counts)
-        assert min(n, 8) <= len(own) == len(numbers) <= n
-        assert own.sum() == pytest.approx(sums.sum())
+        joined, numbers = statistics.joined(sums, counts)
+        assert min(n, 8) <= len(joined) == len(numbers) <= n
+        assert joined.sum() == pytest.approx(sums.sum())
         assert numbers.sum() == counts.sum()
-        assert len(own) < n or n < 9
+        assert len(joined) < n or n < 9
 
 
 def test_texts_that_depend_on_far_tokens_have_wider_errors():

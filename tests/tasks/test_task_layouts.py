@@ -102,14 +102,14 @@ def test_qa_reads_longbench():
 
 
 def test_qa_reads_dialogues_without_questions_that_have_no_answer():
-    found = items("qa", "locomo.json")
-    assert [item.id for item in found] == ["locomo-1-1", "locomo-1-2", "locomo-2"]
-    assert [item.references for item in found] == [["a pear tree"], ["2022"], ["Wren"]]
+    questions = items("qa", "locomo.json")
+    assert [item.id for item in questions] == ["locomo-1-1", "locomo-1-2", "locomo-2"]
+    assert [item.references for item in questions] == [["a pear tree"], ["2022"], ["Wren"]]
     assert (
         "Date: 2 pm on 3 May, 2022\nNell: I planted a pear tree.\nTom: In the yard?\n\n"
         "Date: 9 am on 1 June, 2022\nTom: How is the tree?\n\nQuestion: When was it planted?"
-    ) in found[1].prompt
-    assert found[1].about == {"file": "locomo.json", "category": 2}
+    ) in questions[1].prompt
+    assert questions[1].about == {"file": "locomo.json", "category": 2}
 
 
 def test_retrieval_asks_as_lost_in_the_middle_does():
@@ -126,8 +126,8 @@ def test_retrieval_asks_as_lost_in_the_middle_does():
 @pytest.mark.parametrize(("n", "places"), [(5, (2, 0)), (9, (2, 0)), (3, (1, 0)), (2, (0, 0)), (1, (0, 0))])
 def test_retrieval_of_fewer_pairs_keeps_the_place_of_the_one_asked_for(n, places):
     records = data.read(DATA / "kv_retrieval.jsonl")
-    found = items("retrieval", "kv_retrieval.jsonl", pairs=n)
-    for record, item, place in zip(records, found, places, strict=True):
+    questions = items("retrieval", "kv_retrieval.jsonl", pairs=n)
+    for record, item, place in zip(records, questions, places, strict=True):
         shown = list(json.loads(item.prompt.split("JSON data:\n")[1].split("\n\n")[0]).items())
         assert len(shown) == min(n, 5)
         assert shown[place] == (record["key"], record["value"])
@@ -151,10 +151,10 @@ def test_xsum_keeps_its_instruction_and_cnn_dailymail_gets_one():
 
 
 def test_shots_of_summaries_are_other_articles_and_the_same_every_time():
-    found = items("summarize", "xsum.jsonl", shots=2)
-    for i, item in enumerate(found):
+    articles = items("summarize", "xsum.jsonl", shots=2)
+    for i, item in enumerate(articles):
         assert item.prompt.count("###\nArticle: ") == 3
-        others = [other for other in found if other is not item]
+        others = [other for other in articles if other is not item]
         for other in others:
             assert item.prompt.count(other.references[0]) == 1
         assert item.references[0] not in item.prompt
@@ -320,9 +320,9 @@ def test_longbenchs_parts_have_its_lengths_and_metrics():
     for name, part in PARTS.items():
         assert name in lengths[part.n_max].split()
         assert name in scored[part.metric.__name__].split()
-        asked = part.prompt.format(context="CONTEXT", input="INPUT")
-        assert asked.count("CONTEXT") == 1
-        assert asked.count("INPUT") == (name not in without_input)
+        prompt = part.prompt.format(context="CONTEXT", input="INPUT")
+        assert prompt.count("CONTEXT") == 1
+        assert prompt.count("INPUT") == (name not in without_input)
         assert part.as_it_is == (name in ["trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"])
         assert part.first_line == (name in ["trec", "triviaqa", "samsum", "lsht"])
     assert PARTS["lcc"].prompt.endswith("Next line of code:\n")
@@ -340,28 +340,28 @@ def test_what_longbench_does_not_have_is_refused(tmp_path):
 
 
 def test_a_stream_has_turns_and_their_answers_whatever_the_files_order():
-    found = items("stream", "mt_bench_answer.jsonl", "mt_bench_question.jsonl")
-    assert [(item.prompt, item.references) for item in found] == [
+    turns = items("stream", "mt_bench_answer.jsonl", "mt_bench_question.jsonl")
+    assert [(item.prompt, item.references) for item in turns] == [
         ("Name three birds.", []),
         ("Now name three fish.", []),
         ("What is 2 and 3?", ["It is 5."]),
         ("And twice that?", ["It is 10."]),
     ]
-    assert [item.about["number"] for item in found] == [0, 1, 2, 3]
-    assert found[3].about["chat_id"] == 101
+    assert [item.about["number"] for item in turns] == [0, 1, 2, 3]
+    assert turns[3].about["chat_id"] == 101
     scored = items("stream", "mt_bench_question.jsonl", "mt_bench_answer.jsonl", scored=True)
     assert [item.about["number"] for item in scored] == [0, 1]
 
 
 def test_a_stream_reads_chats_of_two_layouts():
-    found = items("stream", "conversations.json")
-    assert [(item.prompt, item.references) for item in found] == [
+    turns = items("stream", "conversations.json")
+    assert [(item.prompt, item.references) for item in turns] == [
         ("Who keeps the lamp?", ["The keeper does."]),
         ("Thank you.", []),
         ("Is it lit?", ["It is."]),
     ]
-    found = items("stream", "messages.jsonl")
-    assert [(item.id, item.references) for item in found] == [
+    turns = items("stream", "messages.jsonl")
+    assert [(item.id, item.references) for item in turns] == [
         ("messages-1-1", ["A wet meadow."]),
         ("messages-2-1", ["A small lake."]),
     ]

@@ -72,7 +72,7 @@ def stepwise(model, policy, settings, prompt, answer):
 def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
-        found = reader.log_likelihood(ANSWER)
+        likelihood = reader.log_likelihood(ANSWER)
         tokens = reader.model.tokenize(PROMPT + ANSWER, start=True)
         settings = Settings(
             type_k="f32", type_v="f32", flash="off", n_batch=32, n_output=32, over_budget=False
@@ -80,18 +80,18 @@ def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
         engine = Engine(reader.model, policies.fit("full", len(tokens)), settings)
         nll = perplexity.stream(engine, tokens)
         engine.close()
-    assert found.n > 20
-    assert found.logp == pytest.approx(-nll[-found.n :].sum(), abs=1e-3)
+    assert likelihood.n > 20
+    assert likelihood.logp == pytest.approx(-nll[-likelihood.n :].sum(), abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm", "snapkv", "weightedkv"])
 def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_model, policy):
     with reading(tiny_model(), policy, 48) as reader:
         reader.read(PROMPT, 40)
-        found = reader.log_likelihood(ANSWER)
+        likelihood = reader.log_likelihood(ANSWER)
         assert reader.engine.n_evicted > 48
         alone = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
-    assert found.logp == pytest.approx(alone, abs=1e-3)
+    assert likelihood.logp == pytest.approx(alone, abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
@@ -134,12 +134,12 @@ def test_what_the_model_writes_is_greedy_and_what_it_does_not_is_not(smollm2):
         with reader.going_back() as back:
             written = reader.write(3)
             back()
-            own = reader.log_likelihood(written)
+            of_written = reader.log_likelihood(written)
             back()
             other = reader.log_likelihood(" a green sandwich")
-    assert (own.n, own.greedy) == (3, True)
+    assert (of_written.n, of_written.greedy) == (3, True)
     assert not other.greedy
-    assert other.logp < own.logp
+    assert other.logp < of_written.logp
 
 
 def test_a_stop_ends_what_is_written(tiny_model):
@@ -247,8 +247,8 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
     (tmp_path / "in" / "c.txt").write_text("Third? ")
     (tmp_path / "a.txt").write_text("First 3.5 times.")
     (tmp_path / "notes.md").write_text("No.")
-    found = haystack.sentences_of([tmp_path])
-    assert found == ["First 3.5 times.", "Second one.", "And more!", "Third?"]
+    sentences = haystack.sentences_of([tmp_path])
+    assert sentences == ["First 3.5 times.", "Second one.", "And more!", "Third?"]
     assert haystack.sentences_of([tmp_path / "notes.md"]) == ["No."]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no text"):
@@ -417,9 +417,9 @@ def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_mode
     of = {"eval": ("passkey", *SMALL, "--limit", "1"), "perplexity": (text, "--budget", "64")}
     shown = ("-",) if command == "eval" else ()
     assert policy(*shown)[0] == "recall"
-    name, said = policy(*shown, "--positions", "in-cache")
+    name, stderr = policy(*shown, "--positions", "in-cache")
     assert name == "h2o"
-    assert "recall does not work with --positions in-cache; the policy is h2o" in said
+    assert "recall does not work with --positions in-cache; the policy is h2o" in stderr
     done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
     assert "choose --positions auto or original" in done.stderr
 
@@ -431,12 +431,12 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "found by depth and length" in done.stdout
-    found = records.read(out)
-    assert len(found) == 4
+    results = records.read(out)
+    assert len(results) == 4
     # a quarter of this prompt's length ends in .75, so rounding to the nearest number would give another
     # result
-    assert any(record["prompt_tokens"] % 4 == 3 for record in found)
-    for record in found:
+    assert any(record["prompt_tokens"] % 4 == 3 for record in results)
+    for record in results:
         assert record["budget_cells"] == record["prompt_tokens"] // 4
         assert record["evicted"] > 200
         assert record["scores"] == {"found": float(record["references"][0] in record["output"])}
@@ -447,8 +447,8 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
     )
     assert done.returncode == 0, done.stderr
-    *found, summary = map(json.loads, done.stdout.splitlines())
-    assert {record["budget_cells"] for record in found} == {policies.spec("buzz").smallest_budget()}
+    *results, summary = map(json.loads, done.stdout.splitlines())
+    assert {record["budget_cells"] for record in results} == {policies.spec("buzz").smallest_budget()}
     assert summary["items"] == 4
     assert summary["summary"]["found"]["n"] == 4
 
@@ -473,11 +473,11 @@ def test_a_run_is_gone_on_with(tiny_model, tmp_path):
 def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
     picture = tmp_path / "found.png"
-    own = ("-m", tiny_model(chat_template=CHATML), *SMALL, "--set", "lengths=600,700", "--policy", "tova")
-    done = called("eval", "needle", tmp_path / "hay.txt", *own, "--json", "-", "--plot", picture)
+    options = ("-m", tiny_model(chat_template=CHATML), *SMALL, "--set", "lengths=600,700", "--policy", "tova")
+    done = called("eval", "needle", tmp_path / "hay.txt", *options, "--json", "-", "--plot", picture)
     assert done.returncode == 0, done.stderr
-    *found, summary = map(json.loads, done.stdout.splitlines())
-    assert {record["length"] for record in found} == {600, 700}
+    *results, summary = map(json.loads, done.stdout.splitlines())
+    assert {record["length"] for record in results} == {600, 700}
     assert summary["chat"] is True
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -508,17 +508,17 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     # the policy waits as soon as the first item has its record, so it waits in the second item
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
-    own = ("--policy", held.policy, "--budget", 64)
-    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]
+    options = ("--policy", held.policy, "--budget", 64)
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--records", out]
     with forked.Popen(
         [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         held.wait()
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait(PATIENCE_S) == 130
     assert len(records.read(out)) == 1
-    assert said == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
+    assert stderr == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
@@ -527,8 +527,8 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
     tiny_model, tmp_path, is_stopped
 ):
     held = Held(tmp_path)
-    own = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
-    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--json", "-"]
+    options = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--json", "-"]
     master, slave = os.openpty()
     seen, is_told = b"", False
     with (tmp_path / "out").open("w") as out:
@@ -550,8 +550,8 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
     assert "passkey" in seen
     if is_stopped:
         # the cursor is shown again, and no text follows the line
-        said = "\x1b[?25h\r\nkvtool: stopped"
-        assert seen.rstrip().endswith(said)
+        end = "\x1b[?25h\r\nkvtool: stopped"
+        assert seen.rstrip().endswith(end)
     else:
         assert len(list(map(json.loads, (tmp_path / "out").read_text().splitlines()))) == 5
         assert '"task"' not in seen

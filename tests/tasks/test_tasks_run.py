@@ -75,11 +75,11 @@ def records_of(path):
 def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     out = tmp_path / "out.jsonl"
     done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out)
-    found = records_of(out)
+    results = records_of(out)
     kind = tasks.load(task)
     expected = kind().items([DATA / file for file in FILES[task]], None)
-    assert [record["id"] for record in found] == [item.id for item in expected]
-    scored = [record for record in found if record["scores"]]
+    assert [record["id"] for record in results] == [item.id for item in expected]
+    scored = [record for record in results if record["scores"]]
     assert scored
     for record in scored:
         assert set(record["scores"]) == SCORES[task], record
@@ -91,12 +91,12 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
         assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
     # if a task also shows its scores by the values of a field, the output names each value
     for name in kind.by:
-        for value in {str(record[name]) for record in found}:
+        for value in {str(record[name]) for record in results}:
             assert f"\n{value} " in done.stdout
     # items with a record are not asked again
     again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
     assert again.stdout == done.stdout
-    assert len(records_of(out)) == len(found)
+    assert len(records_of(out)) == len(results)
 
 
 def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
@@ -116,10 +116,10 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
 
 
 def test_a_result_says_how_it_was_drawn(tiny_chat):
-    asked = ("--policy", "full", "--limit", 1)
-    drawn = evaluate(tiny_chat, "qa", *asked, "--temp", "0.5", "--seed", "3").stdout
+    options = ("--policy", "full", "--limit", 1)
+    drawn = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
     assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
-    assert evaluate(tiny_chat, "qa", *asked).stdout.split("\n")[0].endswith(", full")
+    assert evaluate(tiny_chat, "qa", *options).stdout.split("\n")[0].endswith(", full")
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
 
 
 def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
-    out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
-    arguments = ("--budget", "64", "--policy", mine, "--records", out, "--limit", "1", "--resume")
+    out, policy = tmp_path / "out.jsonl", tmp_path / "mine.py"
+    arguments = ("--budget", "64", "--policy", policy, "--records", out, "--limit", "1", "--resume")
     for n, comment in enumerate("aba", 1):
-        mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
+        policy.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
         # the third file equals the first file, whose record is still valid
         assert len(records_of(out)) == min(n, 2)
@@ -229,21 +229,21 @@ class FakeReader:
 
     def __init__(self, logp, output=""):
         self.logp, self.output = logp, output
-        self.said = []
+        self.texts = []
 
     engine = SimpleNamespace(n_past=0)
 
     def read(self, prompt, n_answer, as_it_is=False):
-        self.said, self.as_it_is, self.n_answer = [], as_it_is, n_answer
+        self.texts, self.as_it_is, self.n_answer = [], as_it_is, n_answer
 
     def start(self):
-        self.said = []
+        self.texts = []
 
     def read_turn(self, text):
-        self.said = [text]
+        self.texts = [text]
 
     def write(self, n_max, stop=()):
-        self.said.append(self.output)
+        self.texts.append(self.output)
         self.stop = stop
         return self.output
 
@@ -254,14 +254,14 @@ class FakeReader:
         from contextlib import nullcontext
 
         def back():
-            self.said = []
+            self.texts = []
 
         return nullcontext(back)
 
     def log_likelihood(self, text):
-        found = self.logp[tuple(self.said), text]
-        self.said.append(text)
-        return Likelihood(found, len(text.split()), False)
+        logp = self.logp[tuple(self.texts), text]
+        self.texts.append(text)
+        return Likelihood(logp, len(text.split()), False)
 
 
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
@@ -270,10 +270,10 @@ def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     # "a pond" is right and has -6 for 6 bytes. "a clock" is less likely with -6.5, but has 7 bytes, so it is
     # likelier per byte
     logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
-    told = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
-    assert told.output == "a pond"
-    assert told.scores == {"acc": 1, "acc_norm": 0}
-    assert told.about["logp"] == list(logp.values())
+    answer = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
+    assert answer.output == "a pond"
+    assert answer.scores == {"acc": 1, "acc_norm": 0}
+    assert answer.about["logp"] == list(logp.values())
 
 
 def test_of_winogrande_what_follows_the_blank_is_scored():
@@ -281,27 +281,27 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     item, _ = task.items([DATA / "winogrande.jsonl"], None)
     end = " was too small."
     reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
-    told = task.answer(item, reader)
+    answer = task.answer(item, reader)
     # the answer has room for all bytes of a choice and of the ending
     assert reader.n_answer == len(f" pot{end}")
-    assert told.output == "bag"
-    assert told.scores == {"acc": 1, "acc_norm": 1}
-    assert told.about["logp"] == [-5, -4]
+    assert answer.output == "bag"
+    assert answer.scores == {"acc": 1, "acc_norm": 1}
+    assert answer.about["logp"] == [-5, -4]
 
 
 def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     task = tasks.make("qa", [])
     item, _ = task.items([DATA / "lost_in_the_middle.jsonl"], None)
     reader = FakeReader({((), "Ada Quill"): -4.0, ((), "A. Quill"): -6.0}, " It was Ada Quill.")
-    told = task.answer(item, reader)
-    assert told.output == "It was Ada Quill."
-    assert told.scores == {
+    answer = task.answer(item, reader)
+    assert answer.output == "It was Ada Quill."
+    assert answer.scores == {
         "f1": pytest.approx(2 * (2 / 4) * 1 / (2 / 4 + 1)),
         "em": 0,
         "subspan_em": 1,
         "logp": -2.0,
     }
-    assert told.about == {"logp": {"Ada Quill": -2.0, "A. Quill": -3.0}}
+    assert answer.about == {"logp": {"Ada Quill": -2.0, "A. Quill": -3.0}}
     assert reader.n_answer == 48
     tasks.make("qa", ["n_max=4"]).answer(item, reader)
     assert reader.n_answer == len(" Ada Quill")
@@ -309,12 +309,12 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
 
 def test_longbenchs_averages_are_of_categories():
     scores = {"qasper": [1.0, 0.0], "narrativeqa": [0.8], "trec": [1.0], "lcc": [0.3, 0.5], "vcsum": [0.1]}
-    found = [{"dataset": name, "scores": {"score": score}} for name, of in scores.items() for score in of]
+    results = [{"dataset": name, "scores": {"score": score}} for name, of in scores.items() for score in of]
     task = tasks.make("longbench", [])
     english, chinese = (0.65 + 1.0 + 0.4) / 3, (0.1 + 0.4) / 2
     expected = {"average EN": english, "average ZH": chinese, "average all": (0.65 + 0.1 + 1.0 + 0.4) / 4}
-    assert task.summary([*found, {"dataset": "lsht", "scores": {}}]) == pytest.approx(expected)
-    assert list(task.summary(found[-3:-1])) == ["average all"]
+    assert task.summary([*results, {"dataset": "lsht", "scores": {}}]) == pytest.approx(expected)
+    assert list(task.summary(results[-3:-1])) == ["average all"]
     assert task.summary([]) == {}
 
 
@@ -334,9 +334,9 @@ def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_th
 def test_a_turns_nll_is_that_of_a_token():
     task = tasks.make("stream", ["scored=true"])
     turns = task.items([DATA / "mt_bench_question.jsonl", DATA / "mt_bench_answer.jsonl"], None)
-    told = task.answer(turns[0], FakeReader({(("What is 2 and 3?",), "It is 5."): -6.0}))
-    assert told.scores == {"nll": 2}
-    assert told.about == {"past": 0, "answer_tokens": 3}
+    answer = task.answer(turns[0], FakeReader({(("What is 2 and 3?",), "It is 5."): -6.0}))
+    assert answer.scores == {"nll": 2}
+    assert answer.about == {"past": 0, "answer_tokens": 3}
 
 
 def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
@@ -347,10 +347,10 @@ def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
     ):
         task = tasks.make("summarize", [f"plain={plain}"])
         reader = FakeReader({}, " A roof.\n")
-        told = task.answer(task.items([DATA / file], None)[0], reader)
+        answer = task.answer(task.items([DATA / file], None)[0], reader)
         assert reader.as_it_is is expected
         assert reader.stop == ["###"]
-        assert told.output == "A roof."
+        assert answer.output == "A roof."
 
 
 def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
@@ -358,20 +358,20 @@ def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
     item, *_ = task.items([DATA / "xsum.jsonl"], None)
     (right,) = item.references
     reader = FakeReader({((), right): -12.0}, " A roof.\n")
-    told = task.answer(item, reader)
-    assert told.scores["logp"] == -12 / len(right.split())
-    assert told.output == "A roof."
+    answer = task.answer(item, reader)
+    assert answer.scores["logp"] == -12 / len(right.split())
+    assert answer.output == "A roof."
     assert reader.n_answer == len(f" {right}")
-    told = tasks.make("summarize", []).answer(item, FakeReader({}, " A roof.\n"))
-    assert set(told.scores) == {"rouge1", "rouge2", "rougeL"}
+    answer = tasks.make("summarize", []).answer(item, FakeReader({}, " A roof.\n"))
+    assert set(answer.scores) == {"rouge1", "rouge2", "rougeL"}
 
 
 def test_each_sample_follows_the_prompt_and_its_own_seed(model):
     task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
     item, _ = task.items([DATA / "prompts.jsonl"], None)
     with closing(reader_for(model)) as reader:
-        told = task.answer(item, reader)
-        for i, output in enumerate(told.output):
+        answer = task.answer(item, reader)
+        for i, output in enumerate(answer.output):
             reader.read(item.prompt, 8)
             assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
 
@@ -435,13 +435,13 @@ def test_a_budget_beyond_the_context_is_refused(tiny_chat):
 
 def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
-    one = ("--set", "depths=0.5", "--set", "repeats=1", "--set", "lengths=600")
+    single = ("--set", "depths=0.5", "--set", "repeats=1", "--set", "lengths=600")
     small = ("--records", out, "--budget", "64", "--policy", "tova")
-    done = evaluate(short, "passkey", *one, *small, files=[])
+    done = evaluate(short, "passkey", *single, *small, files=[])
     (record,) = records_of(out)
     n = record["prompt_tokens"]
-    said = f"a prompt has {n} tokens, more than the trained context (320); it is read whole\n"
-    assert done.stderr.count(said) == done.stderr.count("a prompt ") == 1
+    message = f"a prompt has {n} tokens, more than the trained context (320); it is read whole\n"
+    assert done.stderr.count(message) == done.stderr.count("a prompt ") == 1
     assert not record["is_cut"]
     assert 500 < record["prompt_tokens"] <= 600
     long = ("--raw", "--max-prompt", "500", "--resume")
@@ -449,7 +449,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     _, first, *_ = records_of(out)
     assert not first["is_cut"]
     assert 320 < first["prompt_tokens"] <= 500
-    done = evaluate(short, "passkey", "--policy", "full", *one, files=[], code=1)
+    done = evaluate(short, "passkey", "--policy", "full", *single, files=[], code=1)
     assert "1 of 1 items failed: the prompt (" in done.stderr
 
 
@@ -464,8 +464,8 @@ def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
     written = []
     monkeypatch.setattr("kvtool.cli.eval.tokens_progress", progress)
     monkeypatch.setattr("kvtool.cli.eval.say", lambda lines: written.extend(filter(None, lines)))
-    own = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
-    evaluate(tiny_chat, "qa", *own)
+    options = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
+    evaluate(tiny_chat, "qa", *options)
     assert written == ["a prompt does not fit in 300 tokens (--max-prompt): its middle is cut out"]
     done, label, n_written = steps[0]
     assert (done, n_written) == (0, 1)
@@ -489,14 +489,14 @@ def test_quarters_and_slope_are_those_of_the_scored_turns():
     task = tasks.make("stream", [])
     nll = [2.0, 2.5, 2.0, 3.0, 3.5, 3.0, 4.0, 4.0]
     past = [0, 100, 350, 400, 700, 900, 1000, 1600]
-    found = [
+    results = [
         {"scores": {"nll": value}, "past": n, "n": i}
         for i, (value, n) in enumerate(zip(nll, past, strict=True))
     ]
-    found.insert(3, {"scores": {}, "past": 380})
-    said = task.summary(found)
-    assert [said[f"nll, quarter {i}"] for i in (1, 2, 3, 4)] == [2.25, 2.5, 3.25, 4.0]
+    results.insert(3, {"scores": {}, "past": 380})
+    summary = task.summary(results)
+    assert [summary[f"nll, quarter {i}"] for i in (1, 2, 3, 4)] == [2.25, 2.5, 3.25, 4.0]
     (slope, _), covariance = np.polyfit(np.array(past) / 1000, nll, 1, cov=True)
-    assert said["nll, slope per 1,000 tokens"] == pytest.approx(slope)
-    assert said["nll, slope's standard error"] == pytest.approx(np.sqrt(covariance[0, 0]))
+    assert summary["nll, slope per 1,000 tokens"] == pytest.approx(slope)
+    assert summary["nll, slope's standard error"] == pytest.approx(np.sqrt(covariance[0, 0]))
     assert task.summary([]) == {}

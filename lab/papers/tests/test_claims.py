@@ -17,8 +17,8 @@ from lab.papers.samples import SCORES
 
 def kept(name, label, budget=None):
     """The lines of a run with this label and budget."""
-    found = records.read(tables.RESULTS / f"{name}.jsonl")
-    return [line for line in found if (line["label"], line["budget"]) == (label, budget)]
+    lines = records.read(tables.RESULTS / f"{name}.jsonl")
+    return [line for line in lines if (line["label"], line["budget"]) == (label, budget)]
 
 
 def rows():
@@ -32,12 +32,12 @@ def mean_rouge(line, items):
 
 @pytest.mark.parametrize(("run", "row"), [("xsum", 0), ("xsum-1.5b", 1)])
 def test_buzz_at_40_percent_has_a_share_of_the_full_caches_rouge_with_an_interval(run, row):
-    (own,), (full,) = kept(run, "buzz:kept=true", "40%"), kept(run, "full")
-    assert own["items"] == full["items"]
-    n, rng = len(own["items"]), np.random.default_rng(1)
-    ratio = 100 * mean_rouge(own, range(n)) / mean_rouge(full, range(n))
+    (buzz,), (full,) = kept(run, "buzz:kept=true", "40%"), kept(run, "full")
+    assert buzz["items"] == full["items"]
+    n, rng = len(buzz["items"]), np.random.default_rng(1)
+    ratio = 100 * mean_rouge(buzz, range(n)) / mean_rouge(full, range(n))
     drawn = [rng.integers(n, size=n) for _ in range(4000)]
-    ends = np.quantile([100 * mean_rouge(own, at) / mean_rouge(full, at) for at in drawn], [0.025, 0.975])
+    ends = np.quantile([100 * mean_rouge(buzz, at) / mean_rouge(full, at) for at in drawn], [0.025, 0.975])
     shown, *interval = map(int, re.search(r": (\d+) % \((\d+) to (\d+)\)", rows()[row]).groups())
     assert shown == round(ratio)
     # the interval's ends differ a little, because the draws here have another seed
@@ -71,8 +71,8 @@ def test_tests_against_h2o_are_counted_each_once():
             places = samples(tables.kept(tables.of_model(EXPERIMENTS[name], model)), table)
             for (row, column), sign in verdicts.compared(places, table).items():
                 n += 1
-                own, other = (tuple(places[each, column].values.items()) for each in (table.against, row))
-                tests[model, table.score, own, other] = (row, table.score, sign)
+                method, other = (tuple(places[each, column].values.items()) for each in (table.against, row))
+                tests[model, table.score, method, other] = (row, table.score, sign)
     assert n == len(tests)
     of_h2o = [sign for row, score, sign in tests.values() if row.startswith("h2o") and SCORES[score].short]
     text = re.sub(r"\s+", " ", list(claims.rows())[-1])
@@ -100,9 +100,9 @@ def test_about_as_good_is_told_by_a_small_loss_and_not_by_a_difference_that_was_
 def test_the_power_is_how_often_the_test_says_so_without_a_difference():
     rng, ones, margin = np.random.default_rng(2), np.ones(16), 0.5
     draws = rng.normal(size=(400, 16))
-    found = [significance.not_worse_test(draw, ones, margin) <= 0.05 for draw in draws]
+    is_significant = [significance.not_worse_test(draw, ones, margin) <= 0.05 for draw in draws]
     about = np.mean([significance.power(draw, ones, margin) for draw in draws])
-    assert np.mean(found) == pytest.approx(about, abs=0.08)
+    assert np.mean(is_significant) == pytest.approx(about, abs=0.08)
 
 
 def test_only_what_stands_between_the_marks_of_the_claims_is_made_anew():

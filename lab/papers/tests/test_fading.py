@@ -17,8 +17,8 @@ def test_a_rule_without_means_is_the_policy(tiny_model, name):
     path, tokens, budget = tiny_model(), text(130), 60
     with open_engine(path, policies.fit(name, budget, 1)) as engine:
         want = perplexity.stream(engine, tokens)
-    found = nll(models.load(path), tokens, Rule.parse(name), budget)
-    assert found == pytest.approx(want, abs=10 * TOLERANCE)
+    actual = nll(models.load(path), tokens, Rule.parse(name), budget)
+    assert actual == pytest.approx(want, abs=10 * TOLERANCE)
 
 
 def test_no_rule_is_the_full_cache(tiny_model):
@@ -36,8 +36,8 @@ def test_means_are_those_of_the_definition(merge):
     # values that are close to each other, as a model's are
     value *= 0.05
     given = (each.astype(np.float32) for each in (query, key, value))
-    found = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
-    assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-5
+    outputs = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
+    assert np.abs(outputs - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-5
 
 
 def test_cells_that_take_the_bytes_of_means():
@@ -49,9 +49,9 @@ def test_cells_that_take_the_bytes_of_means():
     n_cell = 26
     assert cells.n_byte(20, 2, 8) == n_cell * 32 <= rule.n_byte(20, 2, 8) < (n_cell + 1) * 32
     value[:, 0] = np.arange(60)
-    found = attend(query, key, value, cells, 20)
+    outputs = attend(query, key, value, cells, 20)
     kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
-    assert found[-1, :, 0] == pytest.approx(np.mean(kept))
+    assert outputs[-1, :, 0] == pytest.approx(np.mean(kept))
     # `spare` also keeps the output of each of these queries, 8 * 2 bytes
     assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
     assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
@@ -70,12 +70,12 @@ def _attend(query, key, value, n_cell, n_mean, merge, n_query):
     live, means, asked, output = [], [], [], np.empty_like(query)
     for t in range(len(query)):
         live.append({"key": key[t], "value": value[t], "size": 1, "bias": 0.0})
-        for g, own in enumerate(query[t]):
-            logits = [scale * each["key"] @ own + each["bias"] for each in live + means]
+        for g, head_query in enumerate(query[t]):
+            logits = [scale * each["key"] @ head_query + each["bias"] for each in live + means]
             total = np.logaddexp.reduce(logits)
             shares = np.exp(np.array(logits) - total)
             output[t, g] = sum(s * each["value"] for s, each in zip(shares, live + means, strict=True))
-            asked.append((own, total, output[t, g]))
+            asked.append((head_query, total, output[t, g]))
         if len(live) < n_cell:
             continue
         means.append(live.pop(4))
@@ -87,7 +87,7 @@ def _attend(query, key, value, n_cell, n_mean, merge, n_query):
 
 def _merge(means, merge, scale, asked):
     def seen(each):
-        logits = (scale * each["key"] @ own + each["bias"] - total for own, total, _ in asked)
+        logits = (scale * each["key"] @ head_query + each["bias"] - total for head_query, total, _ in asked)
         return np.array([min(math.exp(x), 1) for x in logits])
 
     if merge == "spare":
@@ -114,7 +114,7 @@ def _merge(means, merge, scale, asked):
     size = a["size"] + b["size"]
     share = np.clip(seen(a).sum() / (seen(a).sum() + seen(b).sum()), 0.01, 0.99)
     mean = {name: share * a[name] + (1 - share) * b[name] for name in ("key", "value")}
-    now = sum(math.exp(scale * mean["key"] @ own - total) for own, total, _ in asked)
+    now = sum(math.exp(scale * mean["key"] @ head_query - total) for head_query, total, _ in asked)
     wanted = math.log((seen(a).sum() + seen(b).sum()) / now)
     bias = np.clip(wanted, math.log(size) - 3, math.log(size) + 3)
     means[other] = mean | {"size": size, "bias": bias}

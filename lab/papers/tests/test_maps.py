@@ -161,9 +161,9 @@ def test_important_keys_are_those_of_the_definition():
     mask = maps.important(attention)
     shares = []
     for query in range(30):
-        own = [key for key in range(query + 1) if attention[query, key] >= np.float32(1 / (query + 1))]
-        assert np.flatnonzero(mask[query]).tolist() == own
-        shares.append(len(own) / (query + 1))
+        keys = [key for key in range(query + 1) if attention[query, key] >= np.float32(1 / (query + 1))]
+        assert np.flatnonzero(mask[query]).tolist() == keys
+        shares.append(len(keys) / (query + 1))
     # a query that attends to all keys evenly finds all of them important
     assert mask[7].sum() == 8
     assert maps.share_of(mask) == pytest.approx(np.mean(shares))
@@ -225,8 +225,8 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
         assert list(zip(arrays.layer.tolist(), arrays.head.tolist(), strict=True)) == heads
     assert (list(attention.maps), list(queries.maps)) == (places, places)
     for i, (layer, head) in enumerate(heads):
-        own = want[Observed.ATTENTION][layer][head].astype(np.float32)
-        mask = maps.important(own)
+        expected_attention = want[Observed.ATTENTION][layer][head].astype(np.float32)
+        mask = maps.important(expected_attention)
         assert share.share[i] == attention.share[i] == pytest.approx(maps.share_of(mask), abs=1e-3)
         cosine = maps.cosines(want[Observed.QUERIES][layer][head])
         nearest = maps.most_similar(cosine)
@@ -236,7 +236,7 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
         assert (queries.distance[i] == np.arange(1, N) - nearest).mean() > 0.97
         if (layer, head) in places:
             assert np.abs(queries.maps[layer, head] - cosine).max() < TOLERANCE
-            assert np.abs(attention.maps[layer, head].attention - own).max() < TOLERANCE
+            assert np.abs(attention.maps[layer, head].attention - expected_attention).max() < TOLERANCE
     assert list(zip(values.layer.tolist(), values.head.tolist(), strict=True)) == heads[:2] + heads[4:6]
     for what, of_heads in values.singular.items():
         for (layer, head), singular in zip(heads[:2] + heads[4:6], of_heads, strict=True):

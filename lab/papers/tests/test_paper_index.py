@@ -22,35 +22,35 @@ def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_p
     monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
     shown = tuple(ScoreTable(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown))
-    own = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
-    other = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=own, h2o__64=other))
-    said = "F1: too few for a test; likelihood: 1 same, of 1"
-    assert said in "".join(index.rows(tmp_path))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=other))
+    buzz = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
+    h2o = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=buzz, h2o__64=h2o))
+    verdict = "F1: too few for a test; likelihood: 1 same, of 1"
+    assert verdict in "".join(index.rows(tmp_path))
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=h2o))
     assert "only the other policies are measured" in "".join(index.rows(tmp_path))
 
 
 def test_scores_that_stand_next_to_others_in_the_index_have_a_name():
     for name in (name for experiments in index.PAPERS.values() for name in experiments):
-        told = {table.score for table in EXPERIMENTS[name].tables if table.against}
-        assert len(told) < 2 or all(SCORES[score].short for score in told), name
+        scores = {table.score for table in EXPERIMENTS[name].tables if table.against}
+        assert len(scores) < 2 or all(SCORES[score].short for score in scores), name
 
 
 def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
-    own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
+    buzz, h2o = [0.5, 0.4] * 5, [0.4, 0.3] * 5
     monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers", "not-run": "more"}})
     monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
     monkeypatch.setitem(
         EXPERIMENTS, "not-run", Experiment(("not-there",), (ScoreTable("f1", against="buzz"),))
     )
     monkeypatch.setitem(RUNS, "not-there", EvalRun("qa", ("qa.jsonl",), ("buzz",), ("64",)))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
-    said = {
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": buzz}, h2o__64={"f1": h2o}))
+    verdict_of = {
         ("h2o",): "1 same, of 1",
         (): "no test",
     }
-    for worse, verdict in said.items():
+    for worse, verdict in verdict_of.items():
         table = ScoreTable("f1", against="buzz", worse=worse)
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
         shown = list(index.rows(tmp_path))
@@ -59,20 +59,20 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
     table = ScoreTable("f1", against="h2o", worse=("buzz",))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
     assert "1 other, of 1" in "".join(index.rows(tmp_path))
-    noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
+    noise = lines(buzz__64={"f1": buzz}, h2o__64={"f1": buzz[::-1]})
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
     assert "0 of 1" in "".join(index.rows(tmp_path))
     assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("made-up") == 1
 
 
 def test_the_index_counts_both_directions(monkeypatch, tmp_path):
-    own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
+    buzz, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
     monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers"}})
     monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
     table = ScoreTable("f1", against="buzz", worse=("h2o", "tova", "cam"))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
     stored = lines(
-        buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse}
+        buzz__64={"f1": buzz}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse}
     )
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
     assert "2 same, 1 other, of 3" in "".join(index.rows(tmp_path))

@@ -125,10 +125,10 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
 
 def test_the_papers_differences_are_counted():
     better, same = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4]
-    own = [0.5, 0.4] * 5
+    buzz = [0.5, 0.4] * 5
     stored = lines(
         full={"f1": better},
-        buzz__64={"f1": own},
+        buzz__64={"f1": buzz},
         h2o__64={"f1": better},
         tova__64={"f1": better},
         local__64={"f1": same},
@@ -150,14 +150,14 @@ def test_the_papers_differences_are_counted():
 
 def test_too_few_that_differ_for_so_many_tests_are_no_test():
     # seven answers differ, so p is at least 2 / 2^7: below 0.05 for a single test, above 0.05 / 4 for four
-    own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
-    stored = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
+    buzz, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
+    stored = lines(buzz__64={"f1": buzz}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
     assert counted(stored, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
     more = [*stored, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
     assert counted(more, ScoreTable("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
     # if only five answers differ, p is at least 2 / 2^5, above 0.05: there is no test at all
-    five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
+    five = lines(buzz__64={"f1": buzz}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
     assert counted(five, ScoreTable("f1", against="buzz", worse=("h2o",))) == Verdict(untested=1)
 
 
@@ -199,8 +199,8 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well():
-    better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
-    stored = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
+    better, same, buzz = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
+    stored = lines(buzz__64={"f1": buzz}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     for worse, verdict in (("h2o", Verdict(other=1)), ("local", Verdict(unclear=1))):
         assert counted(stored, ScoreTable("f1", against="buzz", worse=(worse,))) == verdict
     assert counted(stored, ScoreTable("f1", against="h2o", worse=("buzz", "local", "full"))) == Verdict(

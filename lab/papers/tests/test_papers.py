@@ -117,24 +117,24 @@ def test_every_command_is_one_that_kvtool_takes(name):
 
 
 def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
-    assert {run for each in EXPERIMENTS.values() for run in each.runs} == set(RUNS)
-    for each in EXPERIMENTS.values():
-        labels = {label for run in each.runs for label in getattr(RUNS[run], "policies", ())}
-        for table in each.tables:
+    assert {run for experiment in EXPERIMENTS.values() for run in experiment.runs} == set(RUNS)
+    for experiment in EXPERIMENTS.values():
+        labels = {label for run in experiment.runs for label in getattr(RUNS[run], "policies", ())}
+        for table in experiment.tables:
             scores = table.scores.values() or [table.score]
             assert set(scores) <= set(samples.SCORES)
-            asked_for = {getattr(RUNS[run], "task", None) for run in each.runs}
-            asked_for |= {name for run in each.runs for name in getattr(RUNS[run], "questions", ())}
+            asked_for = {getattr(RUNS[run], "task", None) for run in experiment.runs}
+            asked_for |= {name for run in experiment.runs for name in getattr(RUNS[run], "questions", ())}
             assert set(table.scores) <= asked_for
-            asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
-            asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
-            labels |= {getattr(RUNS[run], "named", "") for run in each.runs}
-            labels |= {rule for run in each.runs for rule in getattr(RUNS[run], "rules", ())}
+            rows = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
+            rows = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in rows}
+            labels |= {getattr(RUNS[run], "named", "") for run in experiment.runs}
+            labels |= {rule for run in experiment.runs for rule in getattr(RUNS[run], "rules", ())}
             if table.row == "budget":
-                asked -= {budget for run in each.runs for budget in RUNS[run].budgets}
+                rows -= {budget for run in experiment.runs for budget in RUNS[run].budgets}
             # the rows of a MapRun are parts of a map, which are not in `labels`
-            assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], MapRun)
-            assert not table.paper or each.model
+            assert rows - {"corm, capped"} <= labels or isinstance(RUNS[experiment.runs[0]], MapRun)
+            assert not table.paper or experiment.model
 
 
 def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
@@ -174,10 +174,10 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     results.mkdir()
     run = EvalRun("qa", ("sets/qa.jsonl",), ("full", "h2o"), ("10%",), limit=1)
     monkeypatch.setitem(RUNS, "made-up", run)
-    asked = []
+    calls = []
 
     def kvtool(*arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         policy = arguments[arguments.index("--policy") + 1]
         budget = None if policy == "full" else "10%"
         record = answered(policy, [], budget, 1, {"f1": 1 / 3}, seconds=0.123)
@@ -186,25 +186,25 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
 
     monkeypatch.setattr(runner, "_kvtool", kvtool)
     runner.run(data, work, ["made-up"], ["-m", "tiny"], results)
-    assert [arguments[2] for arguments in asked] == [str(data / "sets" / "qa.jsonl")] * 2
+    assert [arguments[2] for arguments in calls] == [str(data / "sets" / "qa.jsonl")] * 2
     assert all(
-        arguments[-5:-2] == ("-m", "tiny", "--records") and arguments[-1] == "--resume" for arguments in asked
+        arguments[-5:-2] == ("-m", "tiny", "--records") and arguments[-1] == "--resume" for arguments in calls
     )
-    kept = records.read(results / "made-up.jsonl")
-    assert [(line["label"], line["scores"], line["seconds"]) for line in kept] == [
+    lines = records.read(results / "made-up.jsonl")
+    assert [(line["label"], line["scores"], line["seconds"]) for line in lines] == [
         ("full", {"f1": [0.333333]}, 0.1),
         ("h2o", {"f1": [0.333333]}, 0.1),
     ]
     assert "of a data set" not in (results / "made-up.jsonl").read_text()
 
     # lines that are kept are not measured again, even without the folder of all results
-    del asked[:]
+    del calls[:]
     runner.run(data, tmp_path / "other", ["made-up"], [], results)
-    assert not asked
+    assert not calls
     monkeypatch.setitem(RUNS, "made-up", replace(run, limit=2))
     assert len(runner.missing("made-up", results)) == 2
     runner.run(data, tmp_path / "other", ["made-up"], [], results)
-    assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["full", "h2o"]
+    assert [arguments[arguments.index("--policy") + 1] for arguments in calls] == ["full", "h2o"]
     assert [line["label"] for line in records.read(results / "made-up.jsonl")] == ["full", "h2o"]
 
 
@@ -212,20 +212,20 @@ def test_a_program_that_goes_on_keeps_its_records_itself(monkeypatch, tmp_path):
     tasks = ("vt", "cwe")
     run = RulerRun(tasks, ("full",), (), 128, ("f16",), ("after",), 4096, 1, model="m.gguf")
     monkeypatch.setitem(RUNS, "made-up", run)
-    asked = []
+    calls = []
 
     def python(*words):
-        asked.append(words)
+        calls.append(words)
         given = dict(zip(words[2::2], words[3::2], strict=True))
         records.append(Path(given["--json"]), ruled("full", 0, 1, part=given["--tasks"]))
 
     monkeypatch.setattr(runner, "_python", python)
     for _ in range(2):
         runner.run(tmp_path, tmp_path / "work", ["made-up"], ["-t", "1"], tmp_path, tmp_path)
-    assert [words[:2] for words in asked] == [("-m", "lab.papers.ruler")] * 2
+    assert [words[:2] for words in calls] == [("-m", "lab.papers.ruler")] * 2
     # both tasks are in one file
-    assert {words[-1] for words in asked} == {str(tmp_path / "work" / "m" / "made-up.jsonl")}
-    assert str(tmp_path / "paul_graham_essays") in " ".join(asked[0])
+    assert {words[-1] for words in calls} == {str(tmp_path / "work" / "m" / "made-up.jsonl")}
+    assert str(tmp_path / "paul_graham_essays") in " ".join(calls[0])
     assert [line["of"] for line in records.read(tmp_path / "made-up.jsonl")] == list(tasks)
 
 
@@ -245,16 +245,16 @@ def program(monkeypatch, *arguments):
 
 def test_what_is_not_there_is_said_before_anything_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(runner, "_python", lambda *_: pytest.fail("it ran"))
-    there = ("--results", tmp_path / "results", "--work", tmp_path)
-    for more, said in (
+    folders = ("--results", tmp_path / "results", "--work", tmp_path)
+    for more, message in (
         (["of-small"], f"not there: {tmp_path / 'texts' / 'a.txt'}; lab/papers/README.md says"),
         (["of-large"], f"a.txt, {kinds.LARGE}; lab/papers/README.md says"),
         (["of-small", "-t", "x"], "argument -t/--threads: invalid int value: 'x'"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            program(monkeypatch, "run", tmp_path, *more, *there)
+            program(monkeypatch, "run", tmp_path, *more, *folders)
         assert stopped.value.code == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     program(monkeypatch, "files", "of-large")
     assert capsys.readouterr().out == "texts/a.txt\n"
     with pytest.raises(SystemExit):
@@ -269,30 +269,30 @@ def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name)
     monkeypatch.setattr(runner, "DOCUMENTS", (document,))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
-    asked = []
+    calls = []
 
     def kvtool(*arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         path = Path(arguments[arguments.index("--records") + 1])
         line = compared("full", {}, 64, [1.5] * 32, text="a.txt", tokens=64, model="/m/b.gguf")
         records.append(path, line)
         return ""
 
     monkeypatch.setattr(runner, "_kvtool", kvtool)
-    there = ("--results", tmp_path / "results")
-    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
-    assert asked[0][-7:-4] == ("-m", "b.gguf", "-t")
+    folders = ("--results", tmp_path / "results")
+    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *folders)
+    assert calls[0][-7:-4] == ("-m", "b.gguf", "-t")
     # with --results `run` does not write the document
     assert "kvtool" not in document.read_text()
-    program(monkeypatch, "show", name, *there)
+    program(monkeypatch, "show", name, *folders)
     shown = capsys.readouterr().out
     assert "-m b.gguf" in shown
     assert f"| `full` | {np.exp(1.5):.2f}" in shown
     assert "SmolLM2" not in shown
     assert "Qwen" not in shown
-    del asked[:]
-    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
-    assert not asked
+    del calls[:]
+    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *folders)
+    assert not calls
     assert "all of it is there" in capsys.readouterr().err
 
 
@@ -300,10 +300,10 @@ def test_defaults_of_whoever_measures_do_not_count(monkeypatch):
     for name in ("KVTOOL_TEMP", "KVTOOL_CONFIG", "KVTOOL_CACHE"):
         monkeypatch.setenv(name, "/mine")
     code = "import os; print(sorted((k, v) for k, v in os.environ.items() if k.startswith('KVTOOL_')))"
-    left = ast.literal_eval(runner._python("-c", code))
-    assert ("KVTOOL_CACHE", "/mine") in left
-    assert ("KVTOOL_CONFIG", os.devnull) in left
-    assert {name for name, _ in left} <= {"KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"}
+    variables = ast.literal_eval(runner._python("-c", code))
+    assert ("KVTOOL_CACHE", "/mine") in variables
+    assert ("KVTOOL_CONFIG", os.devnull) in variables
+    assert {name for name, _ in variables} <= {"KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"}
 
 
 def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_path):
@@ -323,14 +323,14 @@ def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_pat
 def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
     run = CompareRun(("f/t.txt", "f/u.txt"), ("full", "h2o", "corm"), ("64", "128"), 65)
     about = {"of": "t.txt", "tokens": 65}
-    there = [("full", None), ("corm", None), ("corm, capped", "64"), ("corm, capped", "128"), ("h2o", "64")]
-    kept = [about | {"label": label, "budget": budget} for label, budget in there]
-    asked = [ask.command for ask in run.missing(kept, "made-up")]
-    assert [(command[1], command[3]) for command in asked] == [
+    places = [("full", None), ("corm", None), ("corm, capped", "64"), ("corm, capped", "128"), ("h2o", "64")]
+    lines = [about | {"label": label, "budget": budget} for label, budget in places]
+    commands = [ask.command for ask in run.missing(lines, "made-up")]
+    assert [(command[1], command[3]) for command in commands] == [
         ("f/t.txt", "h2o"),
         ("f/u.txt", "full,h2o,corm"),
     ]
-    done = [*kept, about | {"label": "h2o", "budget": "128"}]
+    done = [*lines, about | {"label": "h2o", "budget": "128"}]
     assert [ask.command[1] for ask in run.missing(done, "made-up")] == ["f/u.txt"]
 
 
@@ -357,16 +357,16 @@ def test_of_types_full_alone_has_several():
     run = CompareRun(("f/t.txt",), ("full", "h2o"), ("50",), 65, types=("f16", "q8_0"))
     assert [command[7:9] for command in run.commands()] == [("f16,q8_0", "--max-tokens")]
     nll = np.linspace(1, 2, 32).tolist()
-    found = [
+    results = [
         compared("full", {}, 65, nll),
         compared("full", {}, 65, nll, type_k="q8_0", kv_bytes=2**19),
         compared("h2o", {}, 50, nll),
     ]
-    kept = list(run.lines(found))
-    assert [line["label"] for line in kept] == ["full", "full q8_0", "h2o"]
-    assert [line["bytes"] for line in kept] == [[2**20, 0], [2**19, 0], [2**20, 0]]
-    assert not list(run.missing(kept, "made-up"))
-    assert [ask.command[3] for ask in run.missing(kept[::2], "made-up")] == ["full"]
+    lines = list(run.lines(results))
+    assert [line["label"] for line in lines] == ["full", "full q8_0", "h2o"]
+    assert [line["bytes"] for line in lines] == [[2**20, 0], [2**19, 0], [2**20, 0]]
+    assert not list(run.missing(lines, "made-up"))
+    assert [ask.command[3] for ask in run.missing(lines[::2], "made-up")] == ["full"]
 
 
 def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):

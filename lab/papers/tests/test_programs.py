@@ -89,12 +89,12 @@ def test_an_error_after_one_merge_is_that_of_the_outputs():
     attention /= attention.sum(axis=-1, keepdims=True)
     value = rng.normal(size=(n, 4))
     average, later = average_of(attention, at), attention[:, at:]
-    left = np.delete(later, gone, axis=2)
-    left /= left.sum(axis=-1, keepdims=True)
+    rest = np.delete(later, gone, axis=2)
+    rest /= rest.sum(axis=-1, keepdims=True)
     share = average[gone] / (average[gone] + average[gone + 1])
     merged = value.copy()
     merged[gone + 1] = share * value[gone] + (1 - share) * value[gone + 1]
-    errors = [((left @ np.delete(each, gone, axis=0) - later @ value) ** 2).sum() for each in (merged, value)]
+    errors = [((rest @ np.delete(each, gone, axis=0) - later @ value) ** 2).sum() for each in (merged, value)]
     result = one_merge(later, later @ value, value, average, gone)
     assert result["error of the merge / of the eviction"] == pytest.approx(errors[0] / errors[1])
 

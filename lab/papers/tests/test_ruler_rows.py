@@ -22,9 +22,9 @@ def refused(capsys, *words):
     with pytest.raises(SystemExit) as ended:
         ruler.main(list(words))
     assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    *usage, line = said.err.splitlines()
+    printed = capsys.readouterr()
+    assert not printed.out
+    *usage, line = printed.err.splitlines()
     assert not usage or usage[0].startswith("usage: ")
     return line
 
@@ -135,18 +135,18 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     command = ["-m", str(path), *size, "--json", str(out)]
     rows = ["--policies", "h2o,kvzip,snapkv:heads=adaptive", "--removed", "0.5", "--others", "recall@128"]
     ruler.main([*command, *rows])
-    found = records.read(out)
-    labels = [(each["id"], each["question"], each["policy"]) for each in found]
+    results = records.read(out)
+    labels = [(each["id"], each["question"], each["policy"]) for each in results]
     known = ["h2o", "snapkv:heads=adaptive"]
     after = ["full", "h2o", "kvzip", "snapkv:heads=adaptive", "recall"]
-    one = [*(("after", name) for name in after), *(("known", name) for name in known)]
+    of_item = [*(("after", name) for name in after), *(("known", name) for name in known)]
     ids = ["niah_single_1-1700-0", "vt-1700-0"]
-    assert labels == [(item, *how) for item in ids for how in one]
-    by_policy = {each["policy"]: each for each in found}
+    assert labels == [(item, *how) for item in ids for how in of_item]
+    by_policy = {each["policy"]: each for each in results}
     assert by_policy["recall"]["archive_bytes"] > 0
     assert by_policy["h2o"]["evicted"] > 0
     # each row holds the cells of its budget
-    shared = [each for each in found if each["policy"] in ("full", "h2o", "kvzip")]
+    shared = [each for each in results if each["policy"] in ("full", "h2o", "kvzip")]
     assert len({each["kv_bytes"] / pad(each["budget_cells"]) for each in shared}) == 1
     # a second run measures nothing again
     before = out.read_bytes()

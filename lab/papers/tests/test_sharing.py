@@ -39,8 +39,8 @@ LINES = [
 
 
 def test_in_equal_cells_a_share_is_compared_with_the_same_share():
-    found = sharing.gains(LINES, "heads", ("after",), in_bytes=False)
-    assert found == pytest.approx([(0.5 + 0.1) / 2, 0.0])
+    gains = sharing.gains(LINES, "heads", ("after",), in_bytes=False)
+    assert gains == pytest.approx([(0.5 + 0.1) / 2, 0.0])
     assert sharing.gains(LINES, "heads", ("known",), in_bytes=False) == pytest.approx([-0.2])
     both = sharing.gains(LINES, "heads", ("after", "known"), in_bytes=False)
     assert both == pytest.approx([0.3, -0.1])
@@ -58,8 +58,8 @@ def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full(
     # with half removed: 1 - 0.75 (75 bytes) and 0.5 - 0.5 (80 bytes). In vt with 75 % removed: 0.2 - 0.1 (30
     # bytes) and 0 - 0 (25 bytes). In cwe: 0.4 - 0.44 (60 bytes)
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
-    found = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
-    assert sorted(found) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
+    gains = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
+    assert sorted(gains) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
 
 
 def test_only_what_stands_between_its_marks_is_made_anew():

@@ -30,8 +30,8 @@ def test_signs_of_many_items_are_drawn_and_agree_with_all_of_them():
 
 def test_without_a_difference_one_test_in_twenty_finds_one():
     rng = np.random.default_rng(2)
-    found = [significance.sign_flip_test(rng.normal(size=12)) <= 0.05 for _ in range(600)]
-    assert 0.02 < np.mean(found) < 0.08
+    is_significant = [significance.sign_flip_test(rng.normal(size=12)) <= 0.05 for _ in range(600)]
+    assert 0.02 < np.mean(is_significant) < 0.08
 
 
 def test_of_many_tests_holm_lets_chance_find_one_in_a_table_of_twenty():
