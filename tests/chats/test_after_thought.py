@@ -86,9 +86,9 @@ def parts(model, tokens, tags, header):
     is_open = tags.start in header and tags.end not in header
     splitter = Splitter(tags, is_open=is_open)
     pieces = [model.piece(token, special=True) for token in tokens]
-    found = [*splitter.feed(b"".join(pieces).decode("utf-8", "replace")), *splitter.end()]
+    texts = [*splitter.feed(b"".join(pieces).decode("utf-8", "replace")), *splitter.end()]
     thought, answer = (
-        "".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False)
+        "".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False)
     )
     return thought, answer, splitter.had_thought
 

@@ -153,11 +153,11 @@ def with_jinja_alone(source):
 
 @needs_published
 def test_every_published_template_takes_what_its_own_variables_say():
-    found = published.templates()
-    assert len(found) >= 68
+    sources = published.templates()
+    assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
-    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= found.keys()
-    for name, source in found.items():
+    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= sources.keys()
+    for name, source in sources.items():
         template = Template(source, "<s>", "</s>")
         template._environment.globals["strftime_now"] = lambda form: "today"
         if name in WANT_FUNCTIONS:
@@ -169,7 +169,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
         assert list(efforts.on or {}) == list(efforts.off or {}) == switch, name
         variable, levels = LEVELED.get(name, (None, ()))
         assert tuple(efforts.levels) == levels, name
-        assert all(own[variable] == level for level, own in efforts.levels.items()), name
+        assert all(values[variable] == level for level, values in efforts.levels.items()), name
         for effort in (OFF, ON, *LEVELS):
             variables, why = efforts.variables(effort)
             under = template.under(variables)

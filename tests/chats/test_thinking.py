@@ -30,8 +30,8 @@ KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%
 def parts(text, n, tags=THINK, **how):
     splitter = Splitter(tags, **how)
     pieces = [text[i : i + n] for i in range(0, len(text), n)]
-    found = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
-    return tuple("".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False))
+    texts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
+    return tuple("".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 100])
@@ -174,8 +174,8 @@ def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are
         return sampled[-1]
 
     monkeypatch.setattr(sampler, "sample", sample)
-    for said in ("Seven.", "Yes."):
-        left = model.tokenize(f"<think>\nHm.</think>\n\n{said}<|im_end|>", special=True).tolist()
+    for reply in ("Seven.", "Yes."):
+        left = model.tokenize(f"<think>\nHm.</think>\n\n{reply}<|im_end|>", special=True).tolist()
         "".join(ours.reply("And?"))
     assert list(sampler.recent) == sampled
 

@@ -40,7 +40,7 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts. The last one is so long that the server stores it separately. It needs a budget of 512."""
 
 
-def said(role, content):
+def message(role, content):
     """Return a message."""
     return {"role": role, "content": content}
 
@@ -104,7 +104,7 @@ class Client:
         start = random.Random(seed * 1000 + number // n_alike)
         system = start.choice(systems)
         self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"
-        self.messages = [said("system", system)] if system else []
+        self.messages = [message("system", system)] if system else []
         self.first = f"What is {start.choice(WORDS)}?"
         self.answers, self.did = {}, Counter()
 
@@ -114,14 +114,14 @@ class Client:
 
     def turn(self):
         is_first = not any(each["role"] == "assistant" for each in self.messages)
-        asked = [*self.messages, said("user", self.first if is_first else self.question())]
+        asked = [*self.messages, message("user", self.first if is_first else self.question())]
         if self.rng.random() < 0.25:
             self.did["gone"] += 1
             request(self.url, *_asked(asked, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
         if self.rng.random() < 0.25:
             self.did["asked again"] += 1
             self.answer(asked)
-        self.messages = [*asked, said("assistant", self.answer(asked))]
+        self.messages = [*asked, message("assistant", self.answer(asked))]
         if len(self.messages) > 3 and self.rng.random() < 0.3:
             self.did["changed"] += 1
             # cut the chat before one of its questions
@@ -184,8 +184,8 @@ def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more
         clients = crowd(
             server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
         )
-        code, said = server.stop()
-        assert said == "kvtool: stopped\n", said
+        code, stderr = server.stop()
+        assert stderr == "kvtool: stopped\n", stderr
     with serving(model, *options) as server:
         did["compared"] = check(server.url, clients)
     return sum((client.did for client in clients), did)
@@ -201,12 +201,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "tiny.gguf"
-        tiny.write_llama(own, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+        tiny_path = Path(folder) / "tiny.gguf"
+        tiny.write_llama(tiny_path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
         for model in asked.models:
             for policy in asked.policies:
                 for budget in asked.budgets:
-                    where = own if model == "tiny" else model
+                    where = tiny_path if model == "tiny" else model
                     how = {"n_client": asked.clients, "n_turn": asked.turns, "seed": asked.seed}
                     did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
                     print(

@@ -53,8 +53,8 @@ class Here:
         """Return (message, usage) of the answer to these messages."""
         answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 6, **more})
         assert answer.status_code == 200, answer.text
-        found = answer.json()
-        return found["choices"][0]["message"], found["usage"]
+        body = answer.json()
+        return body["choices"][0]["message"], body["usage"]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tests import tiny
 from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import RECALL, reply_to, said
+from tests.serve.crowd_serve import RECALL, message, reply_to
 from tests.serve.gone import events, response
 from tests.serve.serving import serving
 
@@ -28,8 +28,8 @@ from tests.serve.serving import serving
 def options_of(policy):
     if policy == "full":
         return ("--policy", policy)
-    own = ("--policy", policy, "--budget", "64", "--evict-every", "16")
-    return own + (RECALL if policy == "recall" else ())
+    options = ("--policy", policy, "--budget", "64", "--evict-every", "16")
+    return options + (RECALL if policy == "recall" else ())
 
 
 def streamed(url, messages, n_max):
@@ -96,7 +96,7 @@ class KilledChat:
         """
         self.n_asked += 1
         question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
-        asked, text, usage = [*self.messages, said("user", question)], "", {}
+        asked, text, usage = [*self.messages, message("user", question)], "", {}
         with closing(streamed(url, asked, n_max)) as answer:
             for event in answer:
                 assert event["type"] != "error", event
@@ -112,7 +112,7 @@ class KilledChat:
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
         # if this question was cut in an earlier turn, the cache may still have tokens of it
         assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
-        self.messages, self.n_token = [*asked, said("assistant", text)], n_all
+        self.messages, self.n_token = [*asked, message("assistant", text)], n_all
         self.n_max.append(n_max)
         self.n_turn += 1
         self.n_delta = 0
@@ -173,9 +173,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             model, sessions = Path(folder) / "talker.gguf", Path(folder) / "sessions"
             tiny.write_llama(model, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
-            found = run(model, policy, sessions, asked.kills, asked.seed)
+            counts = run(model, policy, sessions, asked.kills, asked.seed)
             print(
-                f"{policy}: {asked.kills} kills,", *(f"{n} {what}" for what, n in found.items()), flush=True
+                f"{policy}: {asked.kills} kills,", *(f"{n} {what}" for what, n in counts.items()), flush=True
             )
 
 

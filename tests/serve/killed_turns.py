@@ -31,7 +31,7 @@ from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9
@@ -87,17 +87,17 @@ def turns(server):
 
     Yield (messages, tokens) after each answer.
     """
-    first, second = [said("system", "Be brief.")], []
+    first, second = [message("system", "Be brief.")], []
     for i in range(3):
         for chat in (first, second):
-            chat.append(said("user", f"{i}: What is a stone? " + "It is long. " * 6 * i))
+            chat.append(message("user", f"{i}: What is a stone? " + "It is long. " * 6 * i))
             reply, _, n = server.ask(chat)
-            chat.append(said("assistant", reply))
+            chat.append(message("assistant", reply))
             yield chat, n
     again = first[:-1]
-    for messages in (again, [*first[:-2], said("user", "What is a river?")]):
+    for messages in (again, [*first[:-2], message("user", "What is a river?")]):
         reply, _, n = server.ask(messages)
-        yield [*messages, said("assistant", reply)], n
+        yield [*messages, message("assistant", reply)], n
 
 
 def in_child(work):
@@ -108,7 +108,7 @@ def in_child(work):
         os.close(read)
         code = 1
         try:
-            work(lambda found: os.write(write, json.dumps(found).encode() + b"\n"))
+            work(lambda value: os.write(write, json.dumps(value).encode() + b"\n"))
             code = 0
         finally:
             # the child must not run the parent's code after this function
@@ -117,8 +117,8 @@ def in_child(work):
             os._exit(code)
     os.close(write)
     with os.fdopen(read) as lines:
-        found = [json.loads(line) for line in lines]
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found
+        values = [json.loads(line) for line in lines]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), values
 
 
 def die_at_call(n_call):
@@ -177,12 +177,12 @@ def go_on(model, policy, folder, finished):
 
         chats.load = whole
         for turn in finished:
-            reply, n_cached, _ = server.ask([*turn["messages"], said("user", "And then?")])
+            reply, n_cached, _ = server.ask([*turn["messages"], message("user", "And then?")])
             write([reply, n_cached])
 
-    code, found = in_child(work)
+    code, answers = in_child(work)
     assert code == 0, "the server that goes on has failed"
-    return found
+    return answers
 
 
 def run(model_path, folder, policy, step=1):
@@ -208,8 +208,8 @@ def run(model_path, folder, policy, step=1):
         # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
         # turn that was being stored, which may be incomplete.
         first, end = max(len(seen) - 2, 0), len(seen) + 1
-        found = go_on(model, policy, place, finished[first:end])
-        for i, (reply, n_cached) in enumerate(found, first):
+        answers = go_on(model, policy, place, finished[first:end])
+        for i, (reply, n_cached) in enumerate(answers, first):
             turn, (wanted, _) = finished[i], expected[i]
             # n_cached may be larger, because a cache that can be rewound may also have a few tokens of the
             # question

@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.serve.http import app
 from tests import tiny
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.here import here
 from tests.serve.late import anthropic, openai
 
@@ -23,7 +23,7 @@ CITY = {
 }
 FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": CITY, "strict": False}
 NAMED = {"type": "function", **FUNCTION}
-CHAT = {"model": "m", "messages": [said("user", "Hi.")], "max_tokens": 5}
+CHAT = {"model": "m", "messages": [message("user", "Hi.")], "max_tokens": 5}
 CALLS = CHAT | {
     "max_tokens": 60,
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -108,10 +108,10 @@ def taken(server, package, call, fields):
             )
             for name in call.split("."):
                 method = getattr(method, name)
-            found = method(**fields)
-            if hasattr(found, "__await__"):
-                found = await found
-            return [each async for each in found] if hasattr(found, "__aiter__") else found
+            answer = method(**fields)
+            if hasattr(answer, "__await__"):
+                answer = await answer
+            return [each async for each in answer] if hasattr(answer, "__aiter__") else answer
 
     return server.run(asked())
 
@@ -156,10 +156,10 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     assert [each.sequence_number for each in events] == [*range(len(events))]
     # the client sends the messages back unchanged, so the cache has them
     turns = [
-        said("user", "Hi."),
+        message("user", "Hi."),
         thought.model_dump(),
-        said("assistant", whole.output_text),
-        said("user", "?"),
+        message("assistant", whole.output_text),
+        message("user", "?"),
     ]
     again = taken(thinker, openai, "responses.create", THOUGHT | {"input": turns})
     assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
@@ -184,8 +184,8 @@ def test_usage_counts_the_tokens_of_a_thought(thinker, n_most, more):
     usage = (chat[-1] if more else chat).usage
     assert usage.completion_tokens_details.reasoning_tokens == n_thought
     asked = THOUGHT | {"max_output_tokens": n_most} | more
-    found = taken(thinker, openai, "responses.create", asked)
-    usage = (found[-1].response if more else found).usage
+    response = taken(thinker, openai, "responses.create", asked)
+    usage = (response[-1].response if more else response).usage
     assert usage.output_tokens_details.reasoning_tokens == n_thought
     without = taken(thinker, openai, "completions.create", TEXT)
     assert without.usage.completion_tokens_details.reasoning_tokens == 0
