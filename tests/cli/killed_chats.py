@@ -145,7 +145,10 @@ def check(folder, before, after):
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]
         # a chat whose turns were all undone has no messages, so any session matches it
-        assert any(found[: len(each)] == each for found in there.values() for each in wanted), (i, there)
+        assert any(messages[: len(each)] == each for messages in there.values() for each in wanted), (
+            i,
+            there,
+        )
 
 
 def run(model_path, folder, policy, step=1):

@@ -69,12 +69,12 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert engine.n_past > engine.policy.budget
     assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
     run(code[1])
-    said = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     share = left["share"]
-    assert said[0].startswith(f"{engine.n_past} tokens, {share.tolist().count(0)} of them held by no row")
+    assert lines[0].startswith(f"{engine.n_past} tokens, {share.tolist().count(0)} of them held by no row")
     assert share.min() < 1
     assert share.tolist().count(0) < engine.n_past - 64 + 16
-    assert len(said) == 1 + (left["cells"].layer == 5).sum() == 4
+    assert len(lines) == 1 + (left["cells"].layer == 5).sum() == 4
     run(code[2])
     mass, tokens = left["mass"], left["tokens"]
     positions = engine.rows.pos[0, : engine.rows.live[0]].tolist()

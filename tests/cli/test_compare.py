@@ -90,18 +90,18 @@ def whole(compare, folder):
 
 def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    found = read(whole)
-    assert [(one["policy"], one["budget"], one["type_k"]) for one in found] == [
+    records = read(whole)
+    assert [(one["policy"], one["budget"], one["type_k"]) for one in records] == [
         ("full", 200, "f16"),
         ("full", 200, "q8_0"),
         ("h2o", 64, "f16"),
         ("local", 64, "f16"),
     ]
-    assert (found[0]["kl"], found[0]["top1"], found[0]["nll_minus_full"]) == (0, 1, 0)
-    assert 0 < found[1]["kl"] < found[2]["kl"]
-    assert found[2]["params"]["window"] == 20
-    assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
-    assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
+    assert (records[0]["kl"], records[0]["top1"], records[0]["nll_minus_full"]) == (0, 1, 0)
+    assert 0 < records[1]["kl"] < records[2]["kl"]
+    assert records[2]["params"]["window"] == 20
+    assert [one["best_other"] for one in records[2:]] == ["local", "h2o:window=20"]
+    assert records[2]["nll_minus_best"] == pytest.approx(-records[3]["nll_minus_best"])
     # one line about all runs, then one line per run
     lines = stderr.splitlines()
     assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
@@ -200,13 +200,13 @@ POLICY = Meanwhile
 
 
 def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
-    found = read(whole)[2]
+    record = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
     alone = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
-    assert found["nll"] == pytest.approx(alone["nll"], abs=1e-12)
+    assert record["nll"] == pytest.approx(alone["nll"], abs=1e-12)
     for name in ("cells", "kv_bytes", "state_bytes", "params", "budget", "policy"):
-        assert found[name] == alone[name], name
+        assert record[name] == alone[name], name
 
 
 def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
@@ -278,14 +278,14 @@ def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, type
 
 def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
-    own = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
-    printed = compare(*own, "--records", out, "--json").stdout
+    options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
+    printed = compare(*options, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
     # in earlier versions, --json took the name of a file, and this still works
-    assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
+    assert "tokens of tide.txt scored" in compare(*options, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
-    assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
+    assert len(compare(*options, "--json", "-").stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,9 +325,9 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # a terminal sends Ctrl-C to the whole process group
         os.killpg(process.pid, signal.SIGINT)
-        said = process.stderr.read().splitlines()
+        lines = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 130
-    assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
+    assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
 

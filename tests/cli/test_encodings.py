@@ -119,9 +119,9 @@ def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
     arguments = ("generate", "--raw", "-n", 6, "--temp", 0, "-t", 1, "-m", smollm2)
     done = kvtool(*arguments, stdin=prompt.encode(), env=env)
     assert (done.returncode, done.stderr) == (0, b"")
-    said = json.loads(kvtool(*arguments, "--json", stdin=prompt.encode(), env=env).stdout)["text"]
-    assert not said.isascii()
-    assert done.stdout.decode("utf-8").rstrip("\n") in (said, said.encode("ascii", "replace").decode())
+    text = json.loads(kvtool(*arguments, "--json", stdin=prompt.encode(), env=env).stdout)["text"]
+    assert not text.isascii()
+    assert done.stdout.decode("utf-8").rstrip("\n") in (text, text.encode("ascii", "replace").decode())
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("eval", "--help"), ("models", "list"), ("doctor",)])

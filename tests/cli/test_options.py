@@ -132,9 +132,9 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
         assert opened.notes == ["--ctx-size 9,999 is above the model's trained length; 512 is used"]
         assert opened.engine.policy.budget == 512
-        said = report.report(opened.engine, opened.run.policy)
-        assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
-        assert report.line(said).startswith("0/512 cells per row, cache ")
+        record = report.report(opened.engine, opened.run.policy)
+        assert (record["policy"], record["budget"], record["archive_limit"]) == ("h2o", 512, None)
+        assert report.line(record).startswith("0/512 cells per row, cache ")
     with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
         # each token is scored, and no batch exceeds the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
@@ -159,8 +159,8 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
-        said = ["recall does not work with --positions in-cache; the policy is h2o"]
-        assert opened.notes == (said if is_other else [])
+        notes = ["recall does not work with --positions in-cache; the policy is h2o"]
+        assert opened.notes == (notes if is_other else [])
 
 
 def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():

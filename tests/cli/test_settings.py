@@ -69,8 +69,8 @@ def held(words, *arguments):
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
-    found = settings.of_command(command, tuple(words.split()), typed, ROOT)
-    return {name: setting.value for name, setting in found.items()}
+    applied = settings.of_command(command, tuple(words.split()), typed, ROOT)
+    return {name: setting.value for name, setting in applied.items()}
 
 
 def test_a_command_takes_the_top_level_and_its_own_table(file):
@@ -234,8 +234,8 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 )
 def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
-    said = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
-    one_line(kvtool("config", "--json"), 2, said)
+    line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    one_line(kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
         held(command)
 
@@ -252,8 +252,8 @@ def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
 
 def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
     path = file("[chat]\nevict-every = 16")
-    said = f"(--evict-every is set by {path}: [chat] evict-every)"
-    one_line(kvtool("chat", "--budget", 8), 2, said)
+    line = f"(--evict-every is set by {path}: [chat] evict-every)"
+    one_line(kvtool("chat", "--budget", 8), 2, line)
 
 
 def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
