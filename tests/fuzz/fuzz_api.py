@@ -249,10 +249,10 @@ class Fuzz:
         status = lib.llama_kvtool_write(self.pointer, signal, values.ctypes.data, n_row, n_cell)
         self.expect("write", status, ok)
         if ok:
-            found = np.empty_like(values)
-            check(lib.llama_kvtool_read(self.pointer, signal, found.ctypes.data, N_ROW, n_cell))
+            actual = np.empty_like(values)
+            check(lib.llama_kvtool_read(self.pointer, signal, actual.ctypes.data, N_ROW, n_cell))
             values[np.arange(n_cell) >= self.row_cells[:, None]] = 0
-            np.testing.assert_array_equal(found, values)
+            np.testing.assert_array_equal(actual, values)
 
     def recent(self):
         """Read or write the recent attention of the queries."""
@@ -558,9 +558,9 @@ class Fuzz:
             if ok:
                 self.spans = [span if span == (begin, end) else (0, 0) for span in self.spans]
                 self.spans[layer] = begin, end
-                found = np.zeros_like(data)
-                check(lib.llama_kvtool_get_archive(self.pointer, layer, found.ctypes.data, begin, end))
-                assert (found[:-1] == data[:-1]).all()
+                actual = np.zeros_like(data)
+                check(lib.llama_kvtool_get_archive(self.pointer, layer, actual.ctypes.data, begin, end))
+                assert (actual[:-1] == data[:-1]).all()
                 if self.maybe(0.7):
                     other = 1 - layer
                     check(set_layer(self.pointer, other, [(begin, data)], begin, end))

@@ -213,7 +213,7 @@ def verdict(codes, died, said):
 
 def run(n, first=0, keep=None, report=lambda number, outcome: None):
     """Try n files. Return (Counter of outcomes, [(number, fault, stderr), ...])."""
-    outcomes, found = Counter(), []
+    outcomes, faults = Counter(), []
     worker = Worker()
     with tempfile.TemporaryDirectory() as folder:
         whole = whole_file(Path(folder) / "whole.gguf")
@@ -223,13 +223,13 @@ def run(n, first=0, keep=None, report=lambda number, outcome: None):
                 path.write_bytes(damaged(number, *whole))
                 codes, died = worker.run(path)
                 text = Path(f"{path}.err").read_text(errors="replace")
-                said = text.split("\0")
+                stderrs = text.split("\0")
                 outcome = "crash, exit code" if died is not None else "models show, generate:"
                 outcome += f" {died}" if died is not None else " {}, {}".format(*codes)
                 outcomes[outcome] += 1
                 report(number, outcome)
-                if wrong := verdict(codes, died, said[: len(codes)] if codes else said):
-                    found.append((number, wrong, text))
+                if wrong := verdict(codes, died, stderrs[: len(codes)] if codes else stderrs):
+                    faults.append((number, wrong, text))
                 if keep and (n == 1 or wrong):
                     Path(keep).mkdir(parents=True, exist_ok=True)
                     (Path(keep) / f"{number}.gguf").write_bytes(path.read_bytes())
@@ -237,7 +237,7 @@ def run(n, first=0, keep=None, report=lambda number, outcome: None):
                 Path(f"{path}.err").unlink()
         finally:
             worker.close()
-    return outcomes, found
+    return outcomes, faults
 
 
 def main():
@@ -250,13 +250,13 @@ def main():
     if asked.serve:
         serve()
         return 0
-    outcomes, found = run(asked.n, asked.first, asked.keep)
+    outcomes, faults = run(asked.n, asked.first, asked.keep)
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
-    for number, wrong, text in found:
+    for number, wrong, text in faults:
         print(f"file {number}: {wrong}: {text[:400]!r}")
-    print(f"{asked.n} files, {len(found)} findings")
-    return bool(found)
+    print(f"{asked.n} files, {len(faults)} findings")
+    return bool(faults)
 
 
 if __name__ == "__main__":

@@ -119,26 +119,26 @@ class Wire:
         while mark not in self._data:
             if not self._more():
                 return None
-        found, _, self._data = self._data.partition(mark)
-        return found
+        part, _, self._data = self._data.partition(mark)
+        return part
 
     def _n(self, n):
         while len(self._data) < n and self._more():
             pass
-        found, self._data = self._data[:n], self._data[n:]
-        return found
+        part, self._data = self._data[:n], self._data[n:]
+        return part
 
     def _chunk(self):
         size = int(self._until(b"\r\n") or b"0", 16)
-        found = self._n(size)
+        part = self._n(size)
         self._n(2)
-        return found
+        return part
 
     def _rest(self):
         while self._more():
             pass
-        found, self._data = self._data, b""
-        return found
+        part, self._data = self._data, b""
+        return part
 
 
 def request(path, body, method="POST", headers=(), version="1.1"):
@@ -214,8 +214,8 @@ class Fuzz:
                 check(answer, allowed, sent[i])
                 self.counts[kind.__name__, answer.status] += 1
         except (AssertionError, LookupError, ValueError, OSError) as error:
-            said = b"".join(sent)
-            what = f"{said[:1500]!r}{f' and {len(said) - 1500} bytes' if len(said) > 1500 else ''}"
+            data = b"".join(sent)
+            what = f"{data[:1500]!r}{f' and {len(data) - 1500} bytes' if len(data) > 1500 else ''}"
             name = f"request {self.seed}, {kind.__name__}"
             raise AssertionError(f"{name}: {type(error).__name__}: {error}\nsent: {what}") from error
 
@@ -403,8 +403,18 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     """
     counts, left, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
-    own = ("--budget", "64", "-n", "8", "--temp", "0", "--read-timeout", str(READ_TIMEOUT_S), "--metrics")
-    with serving(model, *own, "--sessions-bytes", "4MiB", *options) as server:
+    arguments = (
+        "--budget",
+        "64",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--read-timeout",
+        str(READ_TIMEOUT_S),
+        "--metrics",
+    )
+    with serving(model, *arguments, "--sessions-bytes", "4MiB", *options) as server:
         before = plain(server.url)
 
         def work(_):
