@@ -38,9 +38,13 @@ class User:
         self.work, home = folder / "work", folder / "home"
         self.work.mkdir()
         home.mkdir()
-        own = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
-        own |= {"ANTHROPIC_BASE_URL": proxy.url, "ANTHROPIC_API_KEY": "sk-none", **dict.fromkeys(QUIET, "1")}
-        self.how = {"cwd": self.work, "env": own, "text": True}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
+        environment |= {
+            "ANTHROPIC_BASE_URL": proxy.url,
+            "ANTHROPIC_API_KEY": "sk-none",
+            **dict.fromkeys(QUIET, "1"),
+        }
+        self.how = {"cwd": self.work, "env": environment, "text": True}
 
     def asks(self, prompt, *options, replies):
         """Ask Claude Code, whose model gives these replies.
@@ -65,10 +69,10 @@ class User:
 
     def answered(self, n):
         """Return all requests after the first n. Each of them must have been answered."""
-        found = self.proxy.asked[n:]
-        assert found
-        assert all(each["status"] == 200 for each in found), [each["answer"] for each in found]
-        return found
+        requests = self.proxy.asked[n:]
+        assert requests
+        assert all(each["status"] == 200 for each in requests), [each["answer"] for each in requests]
+        return requests
 
     def goes_on(self, asked):
         """Check that each request except the first of a chat reads only new tokens."""
@@ -82,10 +86,10 @@ def usage(noted):
 
     If the answer was stopped, its last usage has only the counts of the prompt.
     """
-    told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
-    events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
-    found = [event["usage"] for event in events if "usage" in event][-1]
-    return found | {"n_all": sum(found.values())}
+    data = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
+    events = [event.get("message", event) for event in map(json.loads, filter(None, data))]
+    counts = [event["usage"] for event in events if "usage" in event][-1]
+    return counts | {"n_all": sum(counts.values())}
 
 
 def results(noted):
@@ -162,7 +166,7 @@ def interrupted(user):
                 break
         say("Stop it.")
         process.stdin.close()
-        ends = [found for line in process.stdout if (found := json.loads(line))["type"] == "result"]
+        ends = [event for line in process.stdout if (event := json.loads(line))["type"] == "result"]
     assert [end["result"] for end in ends] == ["Well."]
     stopped, last = user.answered(n)
     assert stopped["gone"]
@@ -186,17 +190,17 @@ def main():
             for check in CHECKS:
                 if asked.only and check.__name__ not in asked.only.split(","):
                     continue
-                own = Path(folder) / check.__name__
-                own.mkdir()
+                place = Path(folder) / check.__name__
+                place.mkdir()
                 with dictating(server.url) as proxy:
                     try:
-                        check(User(asked.claude, proxy, own))
-                        said = "ok"
+                        check(User(asked.claude, proxy, place))
+                        outcome = "ok"
                     except Exception:  # noqa: BLE001
                         failed += 1
-                        said = f"FAILED\n{traceback.format_exc()}"
+                        outcome = f"FAILED\n{traceback.format_exc()}"
                     noted += [{"check": check.__name__, **each} for each in proxy.asked]
-                print(f"{check.__name__:12} {check.__doc__} {said}", flush=True)
+                print(f"{check.__name__:12} {check.__doc__} {outcome}", flush=True)
     if asked.record:
         asked.record.write_text("".join(json.dumps(each, default=bytes.decode) + "\n" for each in noted))
     sys.exit(bool(failed))

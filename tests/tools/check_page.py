@@ -80,11 +80,11 @@ def stop(visit: Visitor) -> None:
         expect(page.locator(".assistant .body")).to_have_text(re.compile(r".{40}", re.S))
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".assistant .foot")).to_have_text("Stopped")
-        said = page.locator(".assistant .body").inner_text()
+        text = page.locator(".assistant .body").inner_text()
         began = time.monotonic()
         assert answer(visit.site, "Hello")
         assert time.monotonic() - began < 30
-        assert page.locator(".assistant .body").inner_text() == said
+        assert page.locator(".assistant .body").inner_text() == text
         # the Escape key does the same as Stop
         send(page, "Go on", wait=False)
         expect(page.locator(".assistant .body").last).to_have_text(re.compile(r".{20}", re.S))
@@ -223,11 +223,11 @@ def archived(visit: Visitor) -> None:
         share = {"text": ["a", "b\n", "c"], "held": [0, 0, 1], "archived": [False, True, False]}
         counts = {"tokens": 2000, "held": 500, "archived": 700, "forgotten": 800, "cache_bytes": 2**20}
         piece(page, "yes", first=True)
-        own = counts | {"archive_bytes": 9, "share": share}
-        piece(page, "", end=True, kvtool=own, timings={"predicted_per_second": 9.87})
+        stats = counts | {"archive_bytes": 9, "share": share}
+        piece(page, "", end=True, kvtool=stats, timings={"predicted_per_second": 9.87})
         shares = "25.0 % in the cache, 35.0 % archived, 40.0 % forgotten"
-        said = f"2,000 tokens: {shares} · cache 1.0 MiB · 9.9 tokens/s"
-        expect(page.locator(".foot").last).to_have_text(said)
+        line = f"2,000 tokens: {shares} · cache 1.0 MiB · 9.9 tokens/s"
+        expect(page.locator(".foot").last).to_have_text(line)
         expect(page.locator("#tokens .archived")).to_have_text("b\u23ce", use_inner_text=True)
         expect(page.locator("#counts")).to_have_text(
             "The last 3 of 2,000 tokens: 1 held by every row, 0 by some, 1 archived, 1 forgotten"
@@ -334,19 +334,19 @@ def exported(visit: Visitor) -> None:
             {"role": "user", "content": question},
             {"role": "assistant", "content": "**Yes.**", "reasoning_content": "hm\nhm"},
         ]
-        found = {}
+        texts = {}
         for name in ("JSON", "Markdown"):
             page.get_by_role("button", name="Export this chat").click()
             visit.shot(page, "export")
             with page.expect_download() as saved:
                 page.get_by_role("button", name=name).click()
-            found[name] = Path(saved.value.path()).read_text(encoding="utf-8")
+            texts[name] = Path(saved.value.path()).read_text(encoding="utf-8")
             assert saved.value.suggested_filename.startswith("Tea-img-src-x"), saved.value.suggested_filename
             expect(page.get_by_role("dialog")).to_have_count(0)
-        assert json.loads(found["JSON"])["messages"] == messages
+        assert json.loads(texts["JSON"])["messages"] == messages
         body = f"## You\n\n{question}\n\n## Model\n\n> hm\n> hm\n\n**Yes.**\n"
-        assert found["Markdown"].endswith(f"\n\n## System prompt\n\nBe brief.\n\n{body}"), found["Markdown"]
-        assert found["Markdown"].startswith("# Tea? / <img")
+        assert texts["Markdown"].endswith(f"\n\n## System prompt\n\nBe brief.\n\n{body}"), texts["Markdown"]
+        assert texts["Markdown"].startswith("# Tea? / <img")
 
 
 @check
@@ -364,16 +364,16 @@ def caches(visit: Visitor) -> None:
 @check
 def html(visit: Visitor) -> None:
     """HTML from the user, the model or the server is always shown as text."""
-    said = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
-    said += f"|{BAD}|b|\n|-|-|\n|{BAD}|c|\n\n# {BAD}"
+    text = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
+    text += f"|{BAD}|b|\n|-|-|\n|{BAD}|c|\n\n# {BAD}"
     with visit.page(fake=True) as page:
         send(page, BAD, wait=False)
-        piece(page, said, first=True, end=True)
+        piece(page, text, first=True, end=True)
         expect(page.locator(".user .body")).to_have_text(BAD)
         assert page.locator(".assistant .body").text_content().count(BAD) == 9
         assert page.locator("nav li button").first.text_content() in BAD
         page.get_by_role("checkbox", name="Plain text").check()
-        assert page.locator(".assistant .body").text_content() == said
+        assert page.locator(".assistant .body").text_content() == text
         page.reload()
         expect(page.locator(".user .body")).to_have_text(BAD)
         send(page, "x", wait=False)
@@ -513,8 +513,8 @@ def narrow(visit: Visitor) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         assert page.evaluate("document.querySelector('main').offsetWidth") == 360
         rights = "(x) => x.getBoundingClientRect().right"
-        found = page.evaluate(f"[...document.querySelectorAll('main button, textarea')].map({rights})")
-        assert max(found) <= 360, found
+        edges = page.evaluate(f"[...document.querySelectorAll('main button, textarea')].map({rights})")
+        assert max(edges) <= 360, edges
         menu = page.get_by_role("button", name="Chats")
         expect(page.get_by_role("button", name="New chat")).to_be_hidden()
         menu.press("Enter")
@@ -585,11 +585,11 @@ def main() -> int:
             began = time.monotonic()
             try:
                 CHECKS[name](visit)
-                said = "ok"
+                outcome = "ok"
             except Exception:  # noqa: BLE001
                 failed += 1
-                said = f"FAILED\n{traceback.format_exc()}"
-            print(f"{name:18} {time.monotonic() - began:5.1f} s  {said}", flush=True)
+                outcome = f"FAILED\n{traceback.format_exc()}"
+            print(f"{name:18} {time.monotonic() - began:5.1f} s  {outcome}", flush=True)
         visit.browser.close()
     return failed > 0
 

@@ -131,8 +131,8 @@ def test_an_answer_of_either_api_is_read():
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens": 3}
     calls = [{"function": {"name": "read", "arguments": '{"path": "a"}'}}, {"function": {"name": "no"}}]
     chat = {"choices": [{"message": {"content": None, "tool_calls": calls}}], "usage": usage}
-    found = tools.answer_of(chat | {"kvtool": {"forgotten": 2}})
-    assert found == {
+    answer = tools.answer_of(chat | {"kvtool": {"forgotten": 2}})
+    assert answer == {
         "name": "read", "arguments": '{"path": "a"}', "calls": 2, "said": "",
         "prompt": 9, "cached": 4, "written": 3, "forgotten": 2,
     }  # fmt: skip
@@ -141,8 +141,8 @@ def test_an_answer_of_either_api_is_read():
     response = {"output": [call], "usage": usage, "kvtool": {"forgotten": 0}}
     assert tools.answer_of(response)["name"] == "team__wait"
     text = {"type": "message", "content": [{"type": "output_text", "text": "No."}]}
-    found = tools.answer_of(response | {"output": [text]})
-    assert (found["name"], found["calls"], found["said"]) == (None, 0, "No.")
+    answer = tools.answer_of(response | {"output": [text]})
+    assert (answer["name"], answer["calls"], answer["said"]) == (None, 0, "No.")
 
 
 def test_the_table_counts_what_all_settings_have_answered():
@@ -164,10 +164,10 @@ def test_the_table_counts_what_all_settings_have_answered():
 
 
 def test_a_budget_may_be_beyond_what_is_pinned():
-    found = [
+    arguments = [
         tools.Kvtool(None, 0, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")
     ]
-    assert found == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
+    assert arguments == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
 
 
 def test_mcnemar_is_the_exact_test():

@@ -112,20 +112,20 @@ def commands() -> Iterator[tuple[str, str]]:
         # a backslash joins two lines
         for line in read(path).replace("\\\n", " ").splitlines():
             for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
-                found = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
-                if found:
-                    yield found[1], path.name
+                match = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
+                if match:
+                    yield match[1], path.name
 
 
 @pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
 def test_every_command_shown_is_one_that_kvtool_takes(command, page):
     words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
-    found = get_command(app)
-    while hasattr(found, "commands"):
-        found = found.commands[words.pop(0)]
+    called = get_command(app)
+    while hasattr(called, "commands"):
+        called = called.commands[words.pop(0)]
     # This raises for an unknown option, a missing argument or a value of the wrong type. The command does not
     # run.
-    found.make_context(found.name, words)
+    called.make_context(called.name, words)
 
 
 SHORT = {
