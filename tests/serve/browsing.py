@@ -69,7 +69,9 @@ class Visitor:
         )
         page.on(
             "request",
-            lambda asked: None if asked.url.startswith((self.site, "data:")) else wrong.append(asked.url),
+            lambda request: (
+                None if request.url.startswith((self.site, "data:")) else wrong.append(request.url)
+            ),
         )
         settings = json.dumps({"most": str(most), "temperature": "0"})
         page.add_init_script(f"localStorage['kvtool.settings'] ??= {json.dumps(settings)}")

@@ -126,12 +126,12 @@ def die_at_call(n_call):
 
     Return [number of calls left].
     """
-    left = [n_call]
+    n_left = [n_call]
 
     def dying(call):
         def counted(*args, **kwargs):
-            left[0] -= 1
-            if not left[0]:
+            n_left[0] -= 1
+            if not n_left[0]:
                 os._exit(KILLED)
             return call(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def die_at_call(n_call):
 
     for name in CALLS:
         setattr(os, name, dying(getattr(os, name)))
-    return left
+    return n_left
 
 
 def live(model, policy, folder, n_call, n_turn=None):
@@ -150,10 +150,10 @@ def live(model, policy, folder, n_call, n_turn=None):
     """
 
     def work(write):
-        left = die_at_call(n_call)
+        n_left = die_at_call(n_call)
         for messages, n in islice(turns(SlotServer(model, policy, folder)), n_turn):
             write({"messages": messages, "n": n})
-        write(n_call - left[0])
+        write(n_call - n_left[0])
 
     return in_child(work)
 
@@ -219,8 +219,8 @@ def run(model_path, folder, policy, step=1):
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
         # FILE.archive.next may stay until its session is written again, but only if there is no FILE.archive
-        left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
-        assert not left, f"call {n}: {left}"
+        unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
+        assert not unfinished, f"call {n}: {unfinished}"
         shutil.rmtree(place)
     return n_call
 

@@ -108,15 +108,15 @@ def test_a_retry_and_an_edit_go_back(client):
     start = [SYSTEM, message("user", "What is a stone?")]
     first = ask(client, start)
     after = [*start, message("assistant", first.choices[0].message.content)]
-    one, again = (ask(client, [*after, message("user", "Where is it?")]) for _ in range(2))
+    once, again = (ask(client, [*after, message("user", "Where is it?")]) for _ in range(2))
     # a repeated question gets the same answer
-    assert one.choices[0].message.content == again.choices[0].message.content
+    assert once.choices[0].message.content == again.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     other = ask(client, [*after, message("user", "Who lost it?")])
     assert other.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     # the cache has no token of the other questions
     assert other.usage.prompt_tokens == other.usage.prompt_tokens_details.cached_tokens + (
-        one.usage.prompt_tokens - first.usage.total_tokens
+        once.usage.prompt_tokens - first.usage.total_tokens
     )
     edited = ask(client, [SYSTEM, message("user", "What is a tree?")])
     assert edited.usage.prompt_tokens_details.cached_tokens == 0
@@ -171,8 +171,8 @@ def test_sampling_stops_and_log_probabilities(real_server, real_client):
     assert len(listed) == 6
     assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in listed)
     assert "".join(each.token for each in listed).startswith(whole[:10])
-    asked = {"content": listed[0].token}
-    first = httpx.post(f"{real_server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"][0]
+    body = {"content": listed[0].token}
+    first = httpx.post(f"{real_server.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"][0]
     other = ask(real_client, messages, model=REAL, logit_bias={str(first): -100}, logprobs=True)
     assert other.choices[0].logprobs.content[0].token != listed[0].token
 
@@ -249,10 +249,10 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
     for _ in range(3):
         next(long)
     answers = []
-    other = threading.Thread(target=lambda: answers.append(ask(client, [message("user", "Hello.")])))
-    other.start()
+    thread = threading.Thread(target=lambda: answers.append(ask(client, [message("user", "Hello.")])))
+    thread.start()
     long.close()
-    other.join(PATIENCE_S)
+    thread.join(PATIENCE_S)
     assert answers
 
 
@@ -300,8 +300,8 @@ def test_models_props_and_tokens(server, client):
         text = {"content": "a river", "prompt": "a river"}
         assert http.post("/detokenize", json={"tokens": tokens}).json() == text
         # lm-evaluation-harness uses vLLM's field names
-        asked = {"prompt": "a river", "add_special_tokens": False}
-        assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
+        body = {"prompt": "a river", "add_special_tokens": False}
+        assert http.post("/tokenize", json=body).json()["tokens"] == tokens
         assert http.get("/tokenizer_info").json()["eos_token"]
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         # the error message does not repeat control characters
@@ -482,14 +482,14 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = connect(f"{server.url}/v1")
         ask(client, [message("user", "My secret is a lighthouse.")], model=REAL)
-        one = ask(client, [system, message("user", "What is deep?")], model=REAL)
-        two = ask(client, [system, message("user", "What is wide?")], model=REAL)
+        first = ask(client, [system, message("user", "What is deep?")], model=REAL)
+        second = ask(client, [system, message("user", "What is wide?")], model=REAL)
         again = ask(client, [system, message("user", "What is deep?")], model=REAL)
-    assert one.usage.prompt_tokens_details.cached_tokens == 0
-    assert two.usage.prompt_tokens_details.cached_tokens % 64 == 0
-    assert two.usage.prompt_tokens_details.cached_tokens > 300
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens % 64 == 0
+    assert second.usage.prompt_tokens_details.cached_tokens > 300
     # the chat that was stored in between does not change the answer
-    assert again.choices[0].message.content == one.choices[0].message.content
+    assert again.choices[0].message.content == first.choices[0].message.content
     # The first chat was in the cache before the system prompt, but the file of the system prompt must not
     # have its text. The test looks for a word: digits could occur by chance in the file's hashes.
     start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)

@@ -88,8 +88,8 @@ def test_a_request_is_a_chat():
     assert chat.pop("reasoning_effort") == "high"
     assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert anthropic.as_chat(ASKED | asked)[0]["json_schema"] == form["schema"]
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert anthropic.as_chat(ASKED | field)[0]["json_schema"] == form["schema"]
 
 
 def call(id, arguments):
@@ -98,10 +98,10 @@ def call(id, arguments):
 
 def test_a_header_is_dropped_from_the_system_prompt_alone():
     header = "x-anthropic-billing-header: cc_version=2; cch=1;"
-    for system, left in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
+    for system, rest in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
         chat = [message("system", system), message("user", header)]
         messages.drop_header(chat)
-        assert [message["content"] for message in chat] == [*left, header]
+        assert [message["content"] for message in chat] == [*rest, header]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
@@ -227,13 +227,13 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 def send(path, body=None, *, method="POST", headers=(), **site):
     """Return (status, body) of the answer. There is no engine."""
 
-    async def asked():
+    async def answered():
         transport = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
         transport = httpx.ASGITransport(transport, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, json=body, headers=dict(headers))
 
-    answer = asyncio.run(asked())
+    answer = asyncio.run(answered())
     if answer.status_code != 200:
         assert answer.headers["request-id"] == answer.json()["request_id"]
     return answer.status_code, answer.json()
@@ -354,11 +354,11 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
 
 
 def test_embeddings_are_refused_with_the_reason():
-    async def asked():
+    async def answered():
         transport = httpx.ASGITransport(app.make(Site("m", "h2o", JobQueue(1), props={})))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/embeddings", json={"input": "x"})
 
-    answer = asyncio.run(asked())
+    answer = asyncio.run(answered())
     assert answer.status_code == 404
     assert "gives no useful embeddings" in json.loads(answer.text)["error"]["message"]

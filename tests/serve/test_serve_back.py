@@ -34,7 +34,7 @@ def url(talker, options):
         yield server.url
 
 
-def asked(url, messages, **more):
+def ask(url, messages, **more):
     """Return (reply, tokens of the chat with the reply, tokens read, the answer's `kvtool` part)."""
     status, answer = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, answer
@@ -48,7 +48,7 @@ def talked(url, **more):
     messages, n_all = [SYSTEM], []
     for text in ASKED:
         messages.append(message("user", text))
-        reply, n, _, stats = asked(url, messages, **more)
+        reply, n, _, stats = ask(url, messages, **more)
         messages.append(reply)
         n_all.append(n)
     assert stats["archived"] > 100 or stats["held"] == stats["tokens"]
@@ -60,22 +60,22 @@ def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
     # Each letter is one token. The server reads the changed last letter, and the template's tokens after it.
-    _, _, n_tail, _ = asked(url, [*before, message("user", text[:-1] + "!")])
+    _, _, n_tail, _ = ask(url, [*before, message("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
-        other = text[:n_same] + "X" * 20
-        assert asked(url, [*before, message("user", other)])[2] == n_tail - 1 + 20
+        edited = text[:n_same] + "X" * 20
+        assert ask(url, [*before, message("user", edited)])[2] == n_tail - 1 + 20
     # if a request is repeated, only the prompt's last token is read
-    assert asked(url, messages[:4])[2] == 1
-    assert asked(url, messages[:2])[2] == 1
+    assert ask(url, messages[:4])[2] == 1
+    assert ask(url, messages[:2])[2] == 1
 
 
 def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, options):
     messages, _ = talked(url)
-    other = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
-    replies = [asked(url, other)[0], asked(url, [*messages[:3], messages[3]])[0]]
+    edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
+    replies = [ask(url, edited)[0], ask(url, [*messages[:3], messages[3]])[0]]
     with serving(talker, *options) as fresh:
-        assert [asked(fresh.url, other)[0]] == replies[:1]
+        assert [ask(fresh.url, edited)[0]] == replies[:1]
     assert replies[1] == messages[4]
 
 
@@ -99,9 +99,9 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
     with serving(talker, *arguments) as server:
-        reply, _, n_read, _ = asked(server.url, messages[:4])
+        reply, _, n_read, _ = ask(server.url, messages[:4])
         assert (reply, n_read) == (messages[4], 1)
-        assert asked(server.url, [*messages, message("user", "And?")])[2] < 20
+        assert ask(server.url, [*messages, message("user", "And?")])[2] < 20
 
 
 def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
@@ -125,10 +125,10 @@ def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
 
 def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
     messages, n_all = talked(url)
-    reply, n, n_read, _ = asked(url, [SYSTEM, message("user", ASKED[0])], prompt_cache_key="one")
+    reply, n, n_read, _ = ask(url, [SYSTEM, message("user", ASKED[0])], prompt_cache_key="one")
     assert (reply, n, n_read) == (messages[2], n_all[0], 1)
     # the first chat is still stored
-    assert asked(url, [*messages, message("user", "And?")])[2] < 20
+    assert ask(url, [*messages, message("user", "And?")])[2] < 20
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -139,11 +139,9 @@ def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
             talked(url)
             first = [message("system", other)] if other else []
             messages = [*first, message("user", ASKED[0])]
-            reply, n, n_read, _ = asked(url, messages)
+            reply, n, n_read, _ = ask(url, messages)
             assert len(ASKED[0]) < n_read < n - 12
-            _, _, _, stats = asked(
-                url, [*messages, reply, message("user", "x" * 200)], kvtool={"share": 10**6}
-            )
+            _, _, _, stats = ask(url, [*messages, reply, message("user", "x" * 200)], kvtool={"share": 10**6})
             n_pinned = len(f"[s]{other}") if other and pins else 0
             # the policy always keeps its 4 sinks, even if fewer tokens are pinned
             assert stats["share"]["held"].index(0) == max(4, n_pinned)
@@ -157,12 +155,12 @@ TOOLS = [
 
 def test_a_tool_more_is_read_from_where_it_begins(url):
     messages = [SYSTEM, message("user", ASKED[0])]
-    _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
-    _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
+    _, n, _, _ = ask(url, messages, tools=TOOLS[:2])
+    _, n_more, n_read, _ = ask(url, messages, tools=TOOLS)
     # the server reads the third tool, the messages and the reply header
     assert 0 < n_more - n < n_read < n_more - 12 - 300
     # the chat without the third tool is still stored
-    assert asked(url, messages, tools=TOOLS[:2])[2] == 1
+    assert ask(url, messages, tools=TOOLS[:2])[2] == 1
 
 
 def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
@@ -170,15 +168,13 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
     systems = [message("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
     with serving(talker, *arguments) as server:
         for i, system in enumerate(systems):
-            asked(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
+            ask(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
         server.stop()
     for pin in ([], ["--pin"]):
         with serving(talker, *arguments, *pin) as server:
             for key in ("2", "3"):
                 for system in systems:
-                    _, _, n_read, _ = asked(
-                        server.url, [system, message("user", "Who?")], prompt_cache_key=key
-                    )
+                    _, _, n_read, _ = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
                     # the stored "Why?" has "Wh" in common, so the server reads only "o?" and the reply header
                     assert n_read <= 8, (pin, key)
 
@@ -195,7 +191,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
-        n_read = [asked(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
+        n_read = [ask(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
         # only whole batches of the system prompt are stored, which are 512 tokens
         assert n_read[1:] == [n_read[0] - 512] * 2
 
@@ -205,8 +201,8 @@ def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
         messages = [SYSTEM]
         for text in (*ASKED, *ASKED):
             messages.append(message("user", text))
-            reply, *_, stats = asked(server.url, messages)
+            reply, *_, stats = ask(server.url, messages)
             messages.append(reply)
         assert stats["forgotten"] > 100
-        _, n, n_read, _ = asked(server.url, [*messages[:3], message("user", "Other.")])
+        _, n, n_read, _ = ask(server.url, [*messages[:3], message("user", "Other.")])
         assert n_read == n - 12

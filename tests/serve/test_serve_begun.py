@@ -63,8 +63,8 @@ def test_another_last_message_is_answered():
     # an empty message is dropped
     assert chat([HI, message("assistant", "")]).messages == [HI]
     assert chat([HI, message("assistant", None)]).messages == [HI]
-    asked = {"input": [HI, {"type": "message", **BEGUN}]}
-    assert requests.chat(responses.as_chat(asked)[0], Defaults()).begun == ""
+    body = {"input": [HI, {"type": "message", **BEGUN}]}
+    assert requests.chat(responses.as_chat(body)[0], Defaults()).begun == ""
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_what_cannot_be_continued_is_named(messages, fields, param):
 
 
 def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
-    def asked(*messages):
+    def request_of(*messages):
         body, places = anthropic.as_chat({"max_tokens": 5, "system": "Be.", "messages": list(messages)})
         return requests.chat(body, Defaults(), places=places)
 
-    assert asked(HI, message("assistant", [{"type": "text", "text": "So"}])).begun == "So"
+    assert request_of(HI, message("assistant", [{"type": "text", "text": "So"}])).begun == "So"
     with pytest.raises(ApiError, match=r"messages\[1\] must not end with white space") as caught:
-        asked(HI, message("assistant", "So: "))
+        request_of(HI, message("assistant", "So: "))
     assert caught.value.param == "messages[1]"
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     with pytest.raises(ApiError, match=r"messages\[1\] must be followed by the results"):
-        asked(HI, message("assistant", [{"type": "text", "text": "So"}, use]))
+        request_of(HI, message("assistant", [{"type": "text", "text": "So"}, use]))
 
 
 def test_a_splitter_goes_on_behind_a_beginning():

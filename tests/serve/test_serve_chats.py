@@ -43,7 +43,7 @@ def open_url(tmp_path_factory):
 KEY = {"Authorization": "Bearer first-key"}
 
 
-def asked(url, messages, headers=(), **more):
+def ask(url, messages, headers=(), **more):
     """Return (reply, usage, number of cached tokens, the answer's `kvtool` part)."""
     body = {"messages": messages, "max_tokens": 8, **more}
     status, answer = request(url, body, {**KEY, **dict(headers)})
@@ -56,7 +56,7 @@ def asked(url, messages, headers=(), **more):
 def test_what_is_cached_is_all_that_the_chat_had(url):
     messages, n_all = [SYSTEM, message("user", "One.")], 0
     for n in range(3):
-        reply, usage, n_cached, _ = asked(url, messages)
+        reply, usage, n_cached, _ = ask(url, messages)
         assert n_cached == n_all
         n_all = usage["total_tokens"]
         messages += [reply, message("user", f"And {n}.")]
@@ -64,25 +64,25 @@ def test_what_is_cached_is_all_that_the_chat_had(url):
 
 def test_a_name_keeps_a_chat_from_all_others(url):
     messages = [SYSTEM, message("user", "Two.")]
-    reply, usage, _, _ = asked(url, messages, {"X-Session-Id": "one"})
+    reply, usage, _, _ = ask(url, messages, {"X-Session-Id": "one"})
     messages += [reply, message("user", "And?")]
-    assert asked(url, messages, {"X-Session-Id": "two"})[2] == 0
-    assert asked(url, messages)[2] == 0
-    assert asked(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
+    assert ask(url, messages, {"X-Session-Id": "two"})[2] == 0
+    assert ask(url, messages)[2] == 0
+    assert ask(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
 
 
 def test_an_edit_goes_back_to_the_turn_before_it(url):
     messages, n_all, replies = [SYSTEM, message("user", "Three.")], [], []
     for n in range(3):
-        reply, usage, _, _ = asked(url, messages)
+        reply, usage, _, _ = ask(url, messages)
         n_all.append(usage["total_tokens"])
         replies.append(reply)
         messages += [reply, message("user", f"More {n}.")]
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
-        assert asked(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
+        assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
     # a repeated request gets the same answer
-    reply, _, n_cached, _ = asked(url, messages[:4])
+    reply, _, n_cached, _ = ask(url, messages[:4])
     assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
 
 
@@ -90,7 +90,7 @@ def test_the_system_prompt_stays_whatever_comes(url):
     messages = [SYSTEM]
     for n in range(3):
         messages.append(message("user", f"{n}: the river is long. " * 4))
-        reply, usage, _, stats = asked(url, messages, kvtool={"share": 10**6})
+        reply, usage, _, stats = ask(url, messages, kvtool={"share": 10**6})
         messages.append(reply)
     assert stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
@@ -103,13 +103,13 @@ def test_the_system_prompt_stays_whatever_comes(url):
 
 def test_an_answer_ends_before_a_stop_string(url):
     messages = [message("user", "Stop.")]
-    whole = asked(url, messages, max_tokens=24)[0]["content"]
+    whole = ask(url, messages, max_tokens=24)[0]["content"]
     stop = whole[8:11]
-    assert asked(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
+    assert ask(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
 
 
 def test_a_call_that_is_demanded_comes(open_url):
-    reply = asked(
+    reply = ask(
         open_url, [message("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
     )[0]
     (call,) = reply["tool_calls"]
@@ -135,7 +135,7 @@ def test_an_answer_that_nobody_reads_ends(url):
     # an answer of so many tokens would take days
     long = {"messages": [message("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_events=5) == (None, None)
-    asked(url, [message("user", "Short.")])
+    ask(url, [message("user", "Short.")])
 
 
 def test_no_more_wait_than_may():
@@ -188,8 +188,8 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
             assert sorted(chat.path.name for chat in chats.chats) == [one, two, three]
             assert chats.n_others == 2
         assert session.read_meta(tmp_path / two)["messages"] == messages[:2]
-        left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
 
 
 def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def options(request):
     return *request.param, "--temp", "0", "-b", str(N_BATCH)
 
 
-def asked(url, messages):
+def ask(url, messages):
     """Return (reply, number of the prompt's tokens, number of tokens that were read)."""
     status, answer = request(url, {"messages": messages, "max_tokens": 12})
     assert status == 200, answer
@@ -36,21 +36,21 @@ def talked(url):
     messages = [message("system", "Be kind.")]
     for text in (LONG, "Who is it?"):
         messages.append(message("user", text))
-        messages.append(asked(url, messages)[0])
+        messages.append(ask(url, messages)[0])
     return messages
 
 
 def check_edits(url, messages):
     """Change a chat in several places, and check how many tokens are read."""
-    _, n, n_read = asked(url, messages[:4])
+    _, n, n_read = ask(url, messages[:4])
     # If a request is repeated, the server continues after the last reply: it reads the question again.
     assert n_read < 30 < n
-    assert asked(url, [*messages[:3], message("user", "Who was it?")])[2] < 30
+    assert ask(url, [*messages[:3], message("user", "Who was it?")])[2] < 30
     # the checkpoint is just before the reply header, so only the header is read
-    assert asked(url, messages[:2])[2] == len("[e][a]")
+    assert ask(url, messages[:2])[2] == len("[e][a]")
     for share in (0.9, 0.5):
         at = int(len(LONG) * share)
-        _, n, n_read = asked(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
+        _, n, n_read = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
         n_changed = n * (1 - share)
         assert n_changed < n_read < n_changed + SPACING + N_BATCH
 
@@ -63,16 +63,16 @@ def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, optio
 def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         chat = [message("user", "Who is it?")]
-        _, n_prompt, _ = asked(server.url, chat)
-        _, n, n_read = asked(server.url, [*chat, message("assistant", "Nobody."), message("user", "Why?")])
+        _, n_prompt, _ = ask(server.url, chat)
+        _, n, n_read = ask(server.url, [*chat, message("assistant", "Nobody."), message("user", "Why?")])
         assert n_read == n - n_prompt
 
 
 def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
     system = message("system", "Be kind. " * 40)
     with serving(hybrid_talker, *options) as server:
-        asked(server.url, [system, message("user", "Who is it?")])
-        _, n, n_read = asked(server.url, [system, message("user", "Why?")])
+        ask(server.url, [system, message("user", "Who is it?")])
+        _, n, n_read = ask(server.url, [system, message("user", "Why?")])
         assert n_read == len("[e][u]Why?[e][a]") < n % N_BATCH
 
 
@@ -83,10 +83,10 @@ def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, o
     texts = [f"Is it {word}? " * 8 for word in ("cold", "late", "deep", "far", "high", "low")]
     chat = [message(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
     with serving(path, *options) as server:
-        n_all = asked(server.url, chat)[1]
+        n_all = ask(server.url, chat)[1]
         for i in (4, 1):
             changed = [*chat[:i], message(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
-            _, n, n_read = asked(server.url, changed)
+            _, n, n_read = ask(server.url, changed)
             assert n == n_all + len("No. ")
             n_after = sum(len(f"_{each['role']}:{each['content']}") for each in changed[i:]) + len(
                 "_assistant:"
@@ -107,7 +107,7 @@ def test_an_edited_chat_gets_the_answer_of_a_new_one(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         messages = talked(server.url)
         edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
-        replies = asked(server.url, edited)[0], asked(server.url, messages[:4])[0]
+        replies = ask(server.url, edited)[0], ask(server.url, messages[:4])[0]
     with serving(hybrid_talker, *options) as fresh:
-        assert asked(fresh.url, edited)[0] == replies[0]
+        assert ask(fresh.url, edited)[0] == replies[0]
     assert replies[1] == messages[4]

@@ -60,15 +60,15 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
 def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(server):
     goal = {"type": "function", "name": "goal", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "namespace", "name": "team", "tools": [goal]}, goal, {"type": "web_search"}]
-    asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
+    body = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
     for names in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
         choice = {"type": "function", **names}
         sent = httpx.post(
-            f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=PATIENCE_S
+            f"{server.url}/v1/responses", json=body | {"tool_choice": choice}, timeout=PATIENCE_S
         )
         (call,) = sent.json()["output"]
         assert {name: call[name] for name in ("name", "namespace") if name in call} == names
-    refused = asked | {"tool_choice": {"type": "web_search"}}
+    refused = body | {"tool_choice": {"type": "web_search"}}
     assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
 
 

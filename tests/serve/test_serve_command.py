@@ -129,10 +129,10 @@ def test_fields_of_llama_server_are_taken_or_refused(server, client):
                 "/chat/completions", body={"messages": [message("user", "x")], field: value}, cast_to=object
             )
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        asked = {"content": "a</s>"}
-        whole = http.post("/tokenize", json=asked | {"with_pieces": True}).json()["tokens"]
+        body = {"content": "a</s>"}
+        whole = http.post("/tokenize", json=body | {"with_pieces": True}).json()["tokens"]
         assert [each["piece"] for each in whole] == ["a", "</s>"]
-        assert len(http.post("/tokenize", json=asked | {"parse_special": False}).json()["tokens"]) > 3
+        assert len(http.post("/tokenize", json=body | {"parse_special": False}).json()["tokens"]) > 3
         for text, what in (
             (b"\xff", "not UTF-8 at byte 0"),
             (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.serve.crowd_serve import message
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
-from tests.serve.test_serve_back import RECALL, asked
+from tests.serve.test_serve_back import RECALL, ask
 
 pytestmark = pytest.mark.engine
 
@@ -39,35 +39,35 @@ def url(request, talker, sliding):
 
 
 def test_a_request_that_comes_again_reads_its_reply_header(url):
-    first, n, n_read, _ = asked(url, [LONG])
+    first, n, n_read, _ = ask(url, [LONG])
     assert n_read == n - 12 > 500
-    again, _, n_again, _ = asked(url, [LONG])
+    again, _, n_again, _ = ask(url, [LONG])
     assert again == first
     assert n_again < 8
     # the prompt of a later turn is not read again either
     messages = [LONG, first, NEXT]
-    reply, _, n_read, _ = asked(url, messages)
+    reply, _, n_read, _ = ask(url, messages)
     assert n_read > 300
-    again, _, n_again, _ = asked(url, messages)
+    again, _, n_again, _ = ask(url, messages)
     assert again == reply
     assert n_again < 8
 
 
 def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages = [message("user", "Rivers are long. " * 40)]
-    asked(url, messages)
+    ask(url, messages)
     messages += [message("assistant", "They are."), NEXT]
-    _, n, n_read, _ = asked(url, messages)
+    _, n, n_read, _ = ask(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
     # the stored chat has the reply that the client sent, so only the new messages are read
-    _, n, n_read, _ = asked(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")])
+    _, n, n_read, _ = ask(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")])
     assert n_read < 40
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
 def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path, prompt, n):
     with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
-        asked(server.url, [prompt])
+        ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
         assert len(listed_checkpoints(session.read(path)[1])) == n
 
@@ -79,20 +79,20 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
     with serving(sliding, *arguments) as server:
         messages = [LONG]
         for _ in range(2):
-            messages += [asked(server.url, messages)[0], NEXT]
-        reply, n, n_read, _ = asked(server.url, messages)
+            messages += [ask(server.url, messages)[0], NEXT]
+        reply, n, n_read, _ = ask(server.url, messages)
         assert n_read < 400 < n
         assert len([*tmp_path.glob("*.kv")]) == 1
         # an edited chat is read again from its newest checkpoint, and stored as another chat
         edited = [*messages[:-1], message("user", "Nobody.")]
-        _, n, n_read, _ = asked(server.url, edited)
+        _, n, n_read, _ = ask(server.url, edited)
         assert n_read == n - 12 if size == "0" else n_read < 100
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
         server.stop()
     with serving(sliding, *arguments) as server:
         more = [*messages, reply, message("user", "Why?")]
-        assert asked(server.url, more)[2] < 100
+        assert ask(server.url, more)[2] < 100
 
 
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):

@@ -106,12 +106,12 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
     def talk(server, i):
         with server.until_killed():
             while not server.is_killed:
-                asked = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
-                reply, n_cached, n, _ = ask(server.url, asked)
+                messages = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
+                reply, n_cached, n, _ = ask(server.url, messages)
                 # A kill may come after a reply is stored and before it arrives. The question is then asked
                 # again, and recall's cache may already have the question's tokens.
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
-                chats[i], tokens[i] = [*asked, message("assistant", reply)], n
+                chats[i], tokens[i] = [*messages, message("assistant", reply)], n
                 # disconnect before the answer is finished
                 request(
                     server.url, {"messages": [*chats[i], message("user", "x")], "stream": True}, n_events=3

@@ -53,12 +53,12 @@ def chat(defaults=None, **fields):
     ids=lambda fields: " ".join(fields),
 )
 def test_what_changes_nothing_is_accepted(fields):
-    asked = chat(**fields)
-    assert asked.ignored == []
+    request = chat(**fields)
+    assert request.ignored == []
     # the request is the same as without the fields
     plain = chat(temperature=fields.get("temperature"))
-    assert asked.sampling.stop == plain.sampling.stop
-    assert (asked.stop_tokens, asked.allowed, asked.ignores_end) == ((), (), False)
+    assert request.sampling.stop == plain.sampling.stop
+    assert (request.stop_tokens, request.allowed, request.ignores_end) == ((), (), False)
 
 
 @pytest.mark.parametrize("field", NEUTRAL)
@@ -110,11 +110,11 @@ def test_what_kvtool_does_not_know_is_listed():
 
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_list_log_probabilities_without_a_field_for_them(n):
-    def asked(**more):
+    def request(**more):
         return requests.chat(responses.as_chat({"input": "x", "top_logprobs": n, **more})[0], Defaults())
 
-    assert asked().logprobs == (n or None)
-    assert asked(include=["message.output_text.logprobs"]).logprobs == (n or 0)
+    assert request().logprobs == (n or None)
+    assert request(include=["message.output_text.logprobs"]).logprobs == (n or 0)
 
 
 PARAMETERS = {"type": "object", "properties": 5}
@@ -166,12 +166,12 @@ PARAMETERS = {"type": "object", "properties": 5}
     ids=str,
 )
 def test_errors_of_responses_name_that_interface_s_fields(fields, param):
-    def asked():
+    def request():
         body, places = responses.as_chat({"instructions": "Be brief.", "input": "x", **fields})
         requests.chat(body, Defaults(), places=places)
 
     with pytest.raises(ApiError) as caught:
-        asked()
+        request()
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
@@ -185,8 +185,8 @@ def test_errors_that_come_later_name_the_message_of_the_client():
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
     )
     several = [message("system", "One."), message("system", "Two."), *HI]
-    asked = requests.chat({"messages": several}, Defaults())
-    assert asked.places.in_error(refused).message == "messages[2], of role user: no"
+    first = requests.chat({"messages": several}, Defaults())
+    assert first.places.in_error(refused).message == "messages[2], of role user: no"
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     body = {"system": "Be.", "messages": [message("user", [result, {"type": "text", "text": "So?"}])]}
     request = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
@@ -212,24 +212,24 @@ def server(talker):
 
 
 def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
-    def asked(**more):
+    def ask(**more):
         more = {"messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 5, **more}
         answer = server.ask("/v1/chat/completions", more)
         assert answer.status_code == 200, answer.text
         body = answer.json()
         return body["choices"][0], body
 
-    plain, _ = asked()
+    plain, _ = ask()
     tokens = [each["id"] for each in plain["logprobs"]["content"]]
     assert (plain["finish_reason"], len(tokens)) == ("length", 6)
     third = tokens[2]
     n = tokens.index(third)
-    cut, whole = asked(stop_token_ids=[third])
+    cut, whole = ask(stop_token_ids=[third])
     assert (cut["finish_reason"], whole["usage"]["completion_tokens"]) == ("stop", n)
     assert plain["message"]["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(plain["message"]["content"])
     allowed = tokens[0], third
-    held, _ = asked(allowed_token_ids=list(allowed))
+    held, _ = ask(allowed_token_ids=list(allowed))
     assert {each["id"] for each in held["logprobs"]["content"]} <= set(allowed)
     for name in ("stop_token_ids", "allowed_token_ids"):
         refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
@@ -261,11 +261,11 @@ def test_an_answer_without_a_limit_goes_past_the_server_s(server):
 
 
 def test_responses_have_log_probabilities(server):
-    asked = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
-    whole = server.ask("/v1/responses", asked).json()
+    body = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
+    whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
     assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
-    stream = server.ask("/v1/responses", asked | {"stream": True}).text
+    stream = server.ask("/v1/responses", body | {"stream": True}).text
     events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
@@ -275,11 +275,11 @@ def test_responses_have_log_probabilities(server):
 def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
     long = "The river is long. " * 20
     with here(talker, policy="h2o", budget="256", n_batch=32) as server:
-        for path, asked in (
+        for path, prompt in (
             ("/v1/chat/completions", {"messages": [message("user", long)]}),
             ("/v1/completions", {"prompt": long}),
         ):
-            body = asked | {"max_tokens": 2, "stream": True, "return_progress": True}
+            body = prompt | {"max_tokens": 2, "stream": True, "return_progress": True}
             pieces = pieces_of(server.ask(path, body).text)
             progress = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
             n = pieces[-1]["timings"]["prompt_n"]

@@ -33,13 +33,13 @@ def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
         if engine:
             engine(await asyncio.to_thread(waiting.get))
 
-    async def asked():
+    async def answered():
         way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
         async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
             sent = client.request(method, path, content=content, headers=dict(headers))
             return (await asyncio.gather(sent, answering()))[0]
 
-    return asyncio.run(asked())
+    return asyncio.run(answered())
 
 
 def post(content, encoding=None, **site):

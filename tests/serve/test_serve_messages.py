@@ -45,8 +45,8 @@ def of(server, key="none"):
 
 
 def ask(client, messages, **more):
-    asked = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
-    return client.messages.create(**asked | more)
+    fields = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    return client.messages.create(**fields | more)
 
 
 def n_prompt(usage):
@@ -79,16 +79,14 @@ def test_a_message_is_answered_with_its_usage(client):
 def test_a_stream_says_the_same_in_events(server, client):
     messages = [message("user", "Name an animal.")]
     whole = ask(client, messages)
-    asked = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
-    with client.messages.stream(**asked) as stream:
+    body = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    with client.messages.stream(**body) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(texts) > 3
     assert "".join(texts) == final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-    sent = httpx.post(
-        f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=PATIENCE_S
-    )
+    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=PATIENCE_S)
     # on a slow machine, pings come between the events
     events = [event for event in events_of(sent.text) if event["type"] != "ping"]
     kinds = " ".join(event["type"] for event in events)
@@ -147,8 +145,8 @@ def test_a_tool_is_called_and_its_result_read(client, choice):
     result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True}
     for content in ("Rain.", [{"type": "text", "text": "Rain."}]):
         user = [result | {"content": content}, {"type": "text", "text": "So?"}]
-        asked = [*messages, message("assistant", answer.content), message("user", user)]
-        after = ask(client, asked, tools=TOOLS, tool_choice={"type": "auto"})
+        longer = [*messages, message("assistant", answer.content), message("user", user)]
+        after = ask(client, longer, tools=TOOLS, tool_choice={"type": "auto"})
         assert after.content[0].text
         assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
     counted = client.messages.count_tokens(model="x", system=SYSTEM, messages=messages, tools=TOOLS)
@@ -272,8 +270,8 @@ def test_a_header_that_changes_is_not_read(client, smol):
     assert plain == n_prompt(second.usage)
     options = ("--keep-headers", "--strict-model", "--temp", "0", "--budget", "256")
     with serving(smol, *options) as server, of(server) as keeps:
-        kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
-        assert kept.input_tokens > plain + 10
+        counted = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
+        assert counted.input_tokens > plain + 10
         # --strict-model refuses the names of other models
         for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
             with pytest.raises(anthropic.NotFoundError) as raised:

@@ -50,8 +50,8 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
     with serving(path, "--policy", "full") as server:
-        asked = {"content": text}
-        tokens = httpx.post(f"{server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"]
+        body = {"content": text}
+        tokens = httpx.post(f"{server.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
         of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
         stream = {
             "prompt": text,
@@ -98,9 +98,9 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
         "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
     }
     with serving(chat_model, "--policy", "full") as server:
-        for message, body in wrong.items():
-            asked = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | body
-            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
+        for message, fields in wrong.items():
+            body = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | fields
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
             assert answer.status_code == 400
             assert answer.json()["error"]["message"].startswith(message)
             assert answer.json()["error"]["message"].isprintable()

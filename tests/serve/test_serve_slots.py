@@ -105,8 +105,8 @@ class Serving:
         self.pool = SlotPool(self.lock, slot(), slot, n, self.lines.append)
         self.slots_made = self.pool.slots
 
-    def put(self, *asked, **more):
-        job = Asked(*asked, **more)
+    def put(self, *arguments, **more):
+        job = Asked(*arguments, **more)
         self.jobs.put(job)
         return job
 
@@ -369,7 +369,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
             if kind == "piece":
                 monkeypatch.setattr(server.pool.slots[1].engine.context, "decode", broken)
 
-        def broken(*asked):
+        def broken(*arguments):
             raise error
 
         assert server.put(question(0), seen=seen, n_max=40).text == alone

@@ -100,7 +100,7 @@ def taken(server, package, call, fields):
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 
-    async def asked():
+    async def answered():
         way = httpx.ASGITransport(app.make(server.site))
         async with httpx.AsyncClient(transport=way, base_url=url) as http:
             method = kind(
@@ -113,7 +113,7 @@ def taken(server, package, call, fields):
                 answer = await answer
             return [each async for each in answer] if hasattr(answer, "__aiter__") else answer
 
-    return server.run(asked())
+    return server.run(answered())
 
 
 @pytest.mark.parametrize("case", OPENAI)
@@ -141,11 +141,11 @@ THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
-    asked = THOUGHT | {"max_output_tokens": n_most}
-    whole = taken(thinker, openai, "responses.create", asked)
+    fields = THOUGHT | {"max_output_tokens": n_most}
+    whole = taken(thinker, openai, "responses.create", fields)
     thought = whole.output[0]
     assert (thought.type, len(whole.output)) == ("reasoning", 2)
-    events = taken(thinker, openai, "responses.create", asked | STREAM)
+    events = taken(thinker, openai, "responses.create", fields | STREAM)
     (text,) = thought.content
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
     done = [each.item for each in events if each.type == "response.output_item.done"]
@@ -166,25 +166,25 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
 
 
 def test_anthropic_takes_a_thought_as_a_block(thinker):
-    asked = CHAT | BRIEFLY | {"max_tokens": 40}
-    assert [block.type for block in taken(thinker, anthropic, "messages.create", asked).content] == [
+    fields = CHAT | BRIEFLY | {"max_tokens": 40}
+    assert [block.type for block in taken(thinker, anthropic, "messages.create", fields).content] == [
         *("thinking", "text"),
     ]
-    assert taken(thinker, anthropic, "messages.create", asked | STREAM)
-    assert taken(thinker, openai, "chat.completions.create", asked | STREAM)
+    assert taken(thinker, anthropic, "messages.create", fields | STREAM)
+    assert taken(thinker, openai, "chat.completions.create", fields | STREAM)
 
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 @pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
 def test_usage_counts_the_tokens_of_a_thought(thinker, n_most, more):
     n_thought = min(n_most, 3)
-    asked = CHAT | BRIEFLY | {"max_tokens": n_most} | more
-    asked |= {"stream_options": {"include_usage": True}} if more else {}
-    chat = taken(thinker, openai, "chat.completions.create", asked)
+    fields = CHAT | BRIEFLY | {"max_tokens": n_most} | more
+    fields |= {"stream_options": {"include_usage": True}} if more else {}
+    chat = taken(thinker, openai, "chat.completions.create", fields)
     usage = (chat[-1] if more else chat).usage
     assert usage.completion_tokens_details.reasoning_tokens == n_thought
-    asked = THOUGHT | {"max_output_tokens": n_most} | more
-    response = taken(thinker, openai, "responses.create", asked)
+    fields = THOUGHT | {"max_output_tokens": n_most} | more
+    response = taken(thinker, openai, "responses.create", fields)
     usage = (response[-1].response if more else response).usage
     assert usage.output_tokens_details.reasoning_tokens == n_thought
     without = taken(thinker, openai, "completions.create", TEXT)

@@ -85,9 +85,9 @@ def wish(**fields):
 def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, budget):
     checked = wish(**fields)
     assert (checked.effort, checked.budget) == (effort, budget)
-    left = Fields(fields)
-    thinking.check(left, ThinkingOptions())
-    assert left.left == []
+    unread = Fields(fields)
+    thinking.check(unread, ThinkingOptions())
+    assert unread.left == []
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,10 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
     source = tiny.CHAT_TEMPLATE.removesuffix("{% endif %}") + SWITCHED[SWITCHED.index("<think>") :]
     tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
     options = ("--policy", "h2o", "--budget", "256")
-    asked = {"messages": USER, "max_tokens": 4}
+    body = {"messages": USER, "max_tokens": 4}
     with serving(path, *options, "--think", "off") as server:
         answers = [
-            httpx.post(f"{server.url}/v1/chat/completions", json=asked | more, timeout=PATIENCE_S).json()
+            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=PATIENCE_S).json()
             for more in ({}, {"enable_thinking": True})
         ]
         messages = [answer["choices"][0]["message"] for answer in answers]

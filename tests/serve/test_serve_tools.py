@@ -138,13 +138,13 @@ def test_calls_and_results_come_as_clients_send_them():
         return {"role": "tool", "content": content, **more}
 
     now = {"function": {"name": "now"}, "id": None}
-    asked, *results = checked(
+    reply, *results = checked(
         calling(call({"city": "\u00c5rhus", "days": 2}), call('{"city": "Oslo"}', id=""), now),
         result("Noon.", name="now"),
         result("Rain."),
         result("Snow.", tool_call_id=""),
     )
-    assert asked["tool_calls"] == [
+    assert reply["tool_calls"] == [
         {
             "id": f"call_{n + 1}",
             "type": "function",
@@ -166,8 +166,8 @@ def test_calls_and_results_come_as_clients_send_them():
 
 def test_calls_in_another_form_are_the_same_chat():
     def digest(call, **result):
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-        checked = messages.check([asked, {"role": "tool", "content": "Rain.", **result}])
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        checked = messages.check([reply, {"role": "tool", "content": "Rain.", **result}])
         return History(None, [], checked).now
 
     whole = {"id": "1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
