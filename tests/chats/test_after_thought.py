@@ -40,18 +40,18 @@ def models(tmp_path_factory):
 
     In some of its tokens, text follows the ">" that ends a tag.
     """
-    folder, made = tmp_path_factory.mktemp("vocabularies"), {}
+    folder, models_by_kind = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
-        if kind not in made:
+        if kind not in models_by_kind:
             _, _, control, words = KINDS[kind]
-            path = folder / f"{len(made)}.gguf"
+            path = folder / f"{len(models_by_kind)}.gguf"
             tiny.write_vocab(path, control=control, words=(*words, '>{"', ">\n", ">x", "\n\n"))
-            made[kind] = Model(path, vocab_only=True)
-        return made[kind]
+            models_by_kind[kind] = Model(path, vocab_only=True)
+        return models_by_kind[kind]
 
     yield make
-    for model in made.values():
+    for model in models_by_kind.values():
         model.close()
 
 

@@ -549,7 +549,7 @@ def test_what_copies_share_drops_none_of_them():
         named.write(b"x" * 500)
         named.flush()
         copies = UndoStack(9, 100)
-        for archive, n_bytes, left in (
+        for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
             # a session uses this archive, so its bytes are not counted
@@ -557,7 +557,7 @@ def test_what_copies_share_drops_none_of_them():
             (older, 20 + 90, 2),
         ):
             copies.push(Copy("", copy_of(10), share(archive)))
-            assert (copies.n_bytes, len(copies)) == (n_bytes, left)
+            assert (copies.n_bytes, len(copies)) == (n_bytes, n_copy)
         copies.close()
 
 
@@ -706,11 +706,11 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     line = f"{engine.n_past} tokens: {shares} · cache "
     assert line in terminal.status()
     Commands(terminal).run("/stats")
-    made = engine.policy.recall.n_cell
+    n_recalled = engine.policy.recall.n_cell
     # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
-    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
+    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {n_recalled} of these" in stats
     assert f"archived {engine.n_archived} of at most" in stats
     assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 

@@ -21,20 +21,22 @@ HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
 USER = [{"role": "user", "content": "Hello"}]
 
 
-def made(opening="", before=""):
+def template_of(opening="", before=""):
     return Template(before + CHAT + HEADER.replace("%OPEN%", opening), "", "")
 
 
-SWITCHED = made("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
-OPENS = made("<think>{% if thinking is defined and not thinking %}</think>{% endif %}")
-WRITES = made(before="{{ 'Reasoning: ' ~ (reasoning_effort | default('medium')) }}<think>")
-TAKES_THREE = made(
+SWITCHED = template_of(
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+OPENS = template_of("<think>{% if thinking is defined and not thinking %}</think>{% endif %}")
+WRITES = template_of(before="{{ 'Reasoning: ' ~ (reasoning_effort | default('medium')) }}<think>")
+TAKES_THREE = template_of(
     before="{% if reasoning_effort not in ['low', 'high', 'max', undefined] %}"
     "{{ raise_exception('no such effort') }}{% endif %}{{ reasoning_effort }}</think>"
 )
-ALWAYS = made("<think>\n")
-PLAIN = made()
-COUNTS = made(before="{{ 'no </think>' if thinking_budget == 0 else 'at most ' ~ thinking_budget }}")
+ALWAYS = template_of("<think>\n")
+PLAIN = template_of()
+COUNTS = template_of(before="{{ 'no </think>' if thinking_budget == 0 else 'at most ' ~ thinking_budget }}")
 
 
 LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
@@ -81,7 +83,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
     # variables may have any name and any JSON value, but they cannot replace the chat
-    other = made(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
+    other = template_of(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
     assert other.render(USER).startswith("a b 4 [user] Hello")
     assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
 

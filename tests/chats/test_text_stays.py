@@ -171,14 +171,14 @@ def test_a_reply_may_begin_with_a_thought(vocab):
     stays = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<end>{% endfor %}"
     for opens in ("", "{% if add_generation_prompt %}<think>{% endif %}"):
         template = Template(stays + opens, "", "", model.markers)
-        for content, left, left_if_open in (
+        for content, text, left_if_open in (
             ("\n<think>a<end>b</think>x</think>y<end>", "x</think>y<end>", "x</think>y<end>"),
             ("ab</think>x</think>", "ab</think>x</think>", "x</think>"),
             ("c<think>d</think>e", "c<think>d</think>e", "e"),
             ("<think>f", "<think>f", "<think>f"),
         ):
             tokens = tokens_of(model, template.render([message("assistant", content)], reply=False))
-            assert text_of(model, tokens) == (left_if_open if opens else left) + "<end>"
+            assert text_of(model, tokens) == (left_if_open if opens else text) + "<end>"
             assert len(special(model, tokens)) == 1 + ("f" in content)
 
 
@@ -285,6 +285,6 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
 
 def test_a_plain_completion_reads_markers(smol, real):
     with serving(smol, "--budget", "256", "--temp", "0") as server:
-        asked = {"prompt": f"a{EVIL}", "max_tokens": 2}
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+        body = {"prompt": f"a{EVIL}", "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
     assert answer["usage"]["prompt_tokens"] == len(real.tokenize(f"a{EVIL}", special=True))
