@@ -136,8 +136,8 @@ def test_a_device_that_does_not_count_is_said(whole, is_known):
 def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
-    made = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
-    assert list(made.measure()) == rows
+    benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
+    assert list(benchmark.measure()) == rows
     assert all(row.why.endswith(", 2.0 KiB are free") for row in rows)
     assert rows[-1].why.startswith("its archive needs ")
     assert not any(row.write for row in rows)
@@ -236,16 +236,19 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     lines = [record("full", 512, 8.0), record("full", 8192, 2.0), record("h2o", 512, 5.0)]
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    there = bench.earlier(old)
+    earlier_rows = bench.earlier(old)
     # the file may also be a pipe, like a shell's <(...)
     pipe, end = os.pipe()
     os.write(end, old.read_bytes())
     os.close(end)
-    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == there
+    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == earlier_rows
     os.close(pipe)
-    assert bench.over(record("full", 8192, 3.0), there) == dict.fromkeys(SPEEDS, 1.5)
-    assert bench.over(record("h2o", 512, 4.0), there) == {**dict.fromkeys(SPEEDS, 0.8), "first_s": None}
-    assert bench.over(record("full", 64, 4.0), there) == dict.fromkeys(SPEEDS)
+    assert bench.over(record("full", 8192, 3.0), earlier_rows) == dict.fromkeys(SPEEDS, 1.5)
+    assert bench.over(record("h2o", 512, 4.0), earlier_rows) == {
+        **dict.fromkeys(SPEEDS, 0.8),
+        "first_s": None,
+    }
+    assert bench.over(record("full", 64, 4.0), earlier_rows) == dict.fromkeys(SPEEDS)
 
 
 def test_a_run_says_its_ratios(whole, model, tmp_path):

@@ -218,8 +218,8 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
 def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
     path = tmp_path / "chat.kvs"
-    kept = json.loads(of_session("show", "--json", path))
-    assert list(kept) == [
+    record = json.loads(of_session("show", "--json", path))
+    assert list(record) == [
         *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
         *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
     ]
@@ -230,7 +230,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
     assert "[b]brief[/b]." in shown
-    assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", shown, re.M)
+    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
     # the policy's line omits budget and eviction, which have their own lines
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", shown, re.M)

@@ -252,7 +252,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
 
 
 def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
-    there, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
+    saved, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
     chat = terminal("--session", chat_kv)
     for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
         assert previous in chat.say(line)
@@ -260,7 +260,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
         message = chat.say("/undo")
         assert f"the chat has {n_turn}" in message
         assert message.endswith(previous)
-        assert chat_kv.read_bytes() == there
+        assert chat_kv.read_bytes() == saved
     assert "previous" not in chat.say("/undo")
     assert turns(chat_kv) == FOUR
     # the chat reports when an undo moves the set-aside file back

@@ -288,16 +288,16 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert user_messages(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
-    kept = "\nthe last turn is unchanged\n"
-    for leaving, left in (
-        ("\x03", f"> one{kept}\n> "),
-        ("\x15\r", f"\n>{kept}\n> "),
-        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> /x"),
+    notice = "\nthe last turn is unchanged\n"
+    for leaving, screen in (
+        ("\x03", f"> one{notice}\n> "),
+        ("\x15\r", f"\n>{notice}\n> "),
+        ("\x15/x\r", f"> /x{notice}there is no command /x; /help lists them\n\n> /x"),
     ):
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
-        chat.until(left)
+        chat.until(screen)
         assert user_messages(path) == ["one"]
     chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")

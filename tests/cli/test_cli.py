@@ -200,8 +200,8 @@ def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command
     done = kvtool(command, *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
-    asked = kvtool(command, *options, "-b", 256)
-    assert asked.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
+    larger = kvtool(command, *options, "-b", 256)
+    assert larger.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
     assert kvtool(command, *options, "-b", 64).stderr == ""
 
 

@@ -149,11 +149,11 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
 
 
 def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
-    asked, fails = [], True
+    calls, fails = [], True
 
     class Runner:
         def __init__(self, common, tokens):
-            asked.clear()
+            calls.clear()
 
         def __enter__(self):
             return self
@@ -162,7 +162,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
             pass
 
         def run(self, runs, jobs=1, against=None, writes=False):
-            asked.append(([each.label for each in runs], against is not None))
+            calls.append(([each.label for each in runs], against is not None))
             for each in runs:
                 done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
                 yield runner.Event(each, record={"error": "no"} if writes and fails else done)
@@ -175,10 +175,10 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
         _run(results, None, True, 1, None)
         assert [one["kl"] for one in results.of_run.values()] == [None]
     # In the second round, only `full` runs. `local` lacks nothing but its KL, which needs `full`.
-    assert asked == [(["full"], True), ([], False)]
+    assert calls == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
-    assert asked == [(["full"], True), (["local"], True)]
+    assert calls == [(["full"], True), (["local"], True)]
     assert [one["kl"] for one in results.of_run.values()] == [0.5]
 
 
@@ -370,8 +370,8 @@ ROWS = [
 
 def shown(rows=ROWS, width=110, **console):
     out = io.StringIO()
-    made = Console(**({"file": out, "width": width, "_environ": {}} | console))
-    compare_table.show(made, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
+    printer = Console(**({"file": out, "width": width, "_environ": {}} | console))
+    compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
     return out.getvalue()
 
 

@@ -59,10 +59,14 @@ def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path
 
 @every_break
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
-    kept = tmp_path / "chat.kv"
-    done = called("chat", "-m", talker, "-n", 1, "-t", 1, "--session", kept, stdin=f"one{end}two{end}")
+    session_path = tmp_path / "chat.kv"
+    done = called(
+        "chat", "-m", talker, "-n", 1, "-t", 1, "--session", session_path, stdin=f"one{end}two{end}"
+    )
     assert done.returncode == 0, done.stderr
-    turns = [each["content"] for each in session.read_meta(kept)["messages"] if each["role"] == "user"]
+    turns = [
+        each["content"] for each in session.read_meta(session_path)["messages"] if each["role"] == "user"
+    ]
     assert turns == ["one", "two"]
 
 

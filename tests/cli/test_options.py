@@ -59,15 +59,15 @@ def test_a_value_out_of_its_range_names_the_long_flag(wrong, words):
 
 def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting():
     raw = {"height": 3, "share": 0.75, "moon": "new", "names": ["a"]}
-    its = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
-    assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
-    again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
+    tide = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
+    assert (tide.names, tide.typed, tide.given) == (("a",), {"share"}, {"share", "moon"})
+    again_there = tide.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
     # options that come from a session are not in `given`
     assert again_there.given == {"share"}
-    assert its.session_values() == {"share": 0.75, "moon": "new"}
-    assert its.record_values() == {"share": 0.75}
-    assert its.changed(moon="full").given == {"share", "moon"}
+    assert tide.session_values() == {"share": 0.75, "moon": "new"}
+    assert tide.record_values() == {"share": 0.75}
+    assert tide.changed(moon="full").given == {"share", "moon"}
 
 
 def test_a_class_may_say_something_of_a_field_again_and_hide_others():
@@ -119,11 +119,15 @@ def test_no_two_options_have_a_name_in_common():
     flags = [
         flag
         for kind in (RunOptions, GenerationOptions)
-        for its in declared(kind).values()
-        for flag in its.flags
+        for declaration in declared(kind).values()
+        for flag in declaration.flags
     ]
     assert len(flags) == len(set(flags))
-    named = [name for field, its in declared(GenerationOptions).items() for name in {*its.names(field)}]
+    named = [
+        name
+        for field, declaration in declared(GenerationOptions).items()
+        for name in {*declaration.names(field)}
+    ]
     assert len(named) == len(set(named))
 
 

@@ -350,17 +350,17 @@ def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path
     """The file and the environment apply only to options that the session has not stored."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
-    there = tmp_path / "talk.kv"
+    session_path = tmp_path / "talk.kv"
 
     def saved():
-        with there.open("rb") as data:
+        with session_path.open("rb") as data:
             return json.loads([data.readline(), data.readline()][1])["options"]
 
-    assert kvtool("chat", "--session", there, stdin="Hello.\n").returncode == 0
+    assert kvtool("chat", "--session", session_path, stdin="Hello.\n").returncode == 0
     assert (saved()["budget"], saved()["temp"]) == ("300", 0.5)
     file("budget = 400\ntemp = 0.75\nthreads = 1\nn = 2")
     monkeypatch.setenv("KVTOOL_TOP_K", "7")
-    done = kvtool("chat", "--session", there, "--min-p", 0.25, stdin="Hello.\n")
+    done = kvtool("chat", "--session", session_path, "--min-p", 0.25, stdin="Hello.\n")
     assert done.returncode == 0, done.stderr
     now = saved()
     assert (now["budget"], now["temp"], now["top_k"], now["min_p"]) == ("300", 0.5, 40, 0.25)
