@@ -630,11 +630,11 @@ class Fuzz:
     def seal(self):
         n_max = self.one_of(1, 500, 2**62, 2**62, 0, -(2**62))
         ok = self.n_recall > 0 and len(set(self.spans)) == 1 and n_max > 0
-        left = lib.llama_kvtool_seal(self.pointer, n_max)
-        self.expect("seal", left, ok)
-        while ok and left and self.maybe(0.8):
-            assert left < N_ROW
-            left = lib.llama_kvtool_seal(self.pointer, n_max)
+        n_left = lib.llama_kvtool_seal(self.pointer, n_max)
+        self.expect("seal", n_left, ok)
+        while ok and n_left and self.maybe(0.8):
+            assert n_left < N_ROW
+            n_left = lib.llama_kvtool_seal(self.pointer, n_max)
 
     def file(self):
         """Name a file for the archive. A new file works, and the library unlinks it at once.
@@ -771,8 +771,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=10_000, help="how many plans")
     parser.add_argument("--seed", type=int, default=0, help="of the first context")
-    asked = parser.parse_args()
-    for (name, what), count in sorted(run(asked.n, asked.seed).items()):
+    args = parser.parse_args()
+    for (name, what), count in sorted(run(args.n, args.seed).items()):
         print(f"{count:7} {name} {what}")
 
 

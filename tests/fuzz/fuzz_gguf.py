@@ -119,11 +119,11 @@ def serve():
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    asked = os.fdopen(os.dup(0))
+    requests = os.fdopen(os.dup(0))
     os.dup2(nowhere, 1)
     # stdin must be empty, or generate would read the paths as piped input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for line in asked:
+    for line in requests:
         path = line.rstrip("\n")
         errors = os.open(path + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(errors, 2)
@@ -246,16 +246,16 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first one's number")
     parser.add_argument("--keep", help="a folder for what was found")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.serve:
+    args = parser.parse_args()
+    if args.serve:
         serve()
         return 0
-    outcomes, faults = run(asked.n, asked.first, asked.keep)
+    outcomes, faults = run(args.n, args.first, args.keep)
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
     for number, wrong, text in faults:
         print(f"file {number}: {wrong}: {text[:400]!r}")
-    print(f"{asked.n} files, {len(faults)} findings")
+    print(f"{args.n} files, {len(faults)} findings")
     return bool(faults)
 
 

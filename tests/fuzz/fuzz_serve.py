@@ -401,7 +401,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     every: number of requests after which the server's memory and files are printed; 0 for never.
     Raises AssertionError for the first wrong answer.
     """
-    counts, left, warm = Counter(), iter(range(n)), []
+    counts, numbers, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
     arguments = (
         "--budget",
@@ -420,7 +420,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
         def work(_):
             while True:
                 with lock:
-                    i = next(left, None)
+                    i = next(numbers, None)
                 if i is None:
                     return
                 # each request has its own seed, so it can be sent again
@@ -444,7 +444,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                 # Then the error is raised.
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
-                        left = iter(())
+                        numbers = iter(())
                     done.result()
             assert plain(server.url) == before, "a plain chat is answered otherwise"
         except AssertionError as error:
@@ -464,15 +464,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the first request")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--api", choices=APIS, default="all", help="what is asked for")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chat.gguf"
         tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
-        policy = ("--policy", asked.policy)
+        policy = ("--policy", args.policy)
         try:
-            counts, warm, end = run(
-                path, asked.requests, asked.seed, api=asked.api, every=500, options=policy
-            )
+            counts, warm, end = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
         except AssertionError as error:
             sys.exit(str(error))
     for (name, status), count in sorted(counts.items()):

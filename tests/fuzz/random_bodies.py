@@ -231,8 +231,8 @@ class Bodies:
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": rng.choice(["{}", 5, None])},
             {"type": "function_call_output", "call_id": rng.choice(["1", 5]), "output": rng.choice(STRANGE)},
         ]
-        asked = rng.choice([self.words(), rng.choices(items, k=rng.randint(0, 4)), None, 5])
-        body = {"input": asked, "max_output_tokens": rng.choice([0, 1, 5]), "stream": rng.random() < 0.4}
+        prompt = rng.choice([self.words(), rng.choices(items, k=rng.randint(0, 4)), None, 5])
+        body = {"input": prompt, "max_output_tokens": rng.choice([0, 1, 5]), "stream": rng.random() < 0.4}
         body["metadata"] = rng.choice([None, {}, {"a": rng.choice(STRANGE)}])
         if rng.random() < 0.3:
             body[rng.choice(["text", "tools", "tool_choice", "instructions", "top_p"])] = rng.choice(STRANGE)
