@@ -187,16 +187,16 @@ def ragged(path: Path) -> str:
     def evict(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, kept in enumerate(chosen(context))
-            for dst, src in enumerate(kept.tolist())
+            for row, cells in enumerate(chosen(context))
+            for dst, src in enumerate(cells.tolist())
         ]
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
 
     def hide(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, kept in enumerate(chosen(context))
-            for dst, src in enumerate([*kept.tolist(), *np.setdiff1d(np.arange(n), kept).tolist()])
+            for row, cells in enumerate(chosen(context))
+            for dst, src in enumerate([*cells.tolist(), *np.setdiff1d(np.arange(n), cells).tolist()])
         ]
         n_keep_row = np.full(context.n_row, n_keep, np.int32)
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
@@ -246,11 +246,11 @@ def saved(path: Path) -> str:
     with open_engine(path, policy) as engine:
         tokens = text(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
-        there = {name: array.copy() for name, array in engine.save()}
+        state = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[100:])
     with open_engine(path, policy) as other:
         perplexity.stream(other, tokens[20:60])
-        other.restore(there)
+        other.restore(state)
         got = perplexity.stream(other, tokens[100:])
     return _same(got, want)
 

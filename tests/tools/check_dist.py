@@ -178,21 +178,21 @@ def main() -> None:
     parser.add_argument(
         "--with", dest="stages", default=",".join([*STAGES, "variants"]), help="default: %(default)s"
     )
-    asked = parser.parse_args()
-    wheels = sorted(asked.folder.absolute().glob("*.whl"))
+    args = parser.parse_args()
+    wheels = sorted(args.folder.absolute().glob("*.whl"))
     names = [wheel.name.partition("-")[0] for wheel in wheels]
     if names != ["kvtool", "kvtool_llama"]:
-        parser.error(f"{asked.folder} must hold the two wheels of `make dist`, and has {names}")
+        parser.error(f"{args.folder} must hold the two wheels of `make dist`, and has {names}")
     checkout: list[object] = [sys.executable, "-m", "kvtool"]
     from kvtool.models.resolve import resolve
 
-    model = asked.model or str(resolve(None))
-    stages = asked.stages.split(",")
+    model = args.model or str(resolve(None))
+    stages = args.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
         # to get the expected values, run the checkout's library in the user's own environment
-        here = Place(Path(folder, "here"))
-        here.env = dict(os.environ)
-        expected = {policy: nll(here, checkout, model, policy) for policy in ("full", "h2o", "recall")}
+        user_place = Place(Path(folder, "here"))
+        user_place.env = dict(os.environ)
+        expected = {policy: nll(user_place, checkout, model, policy) for policy in ("full", "h2o", "recall")}
         print(f"this checkout: {expected}", flush=True)
         for name, stage in STAGES.items():
             if name not in stages and not (name == "pip" and "variants" in stages):

@@ -101,8 +101,8 @@ def edit(visit: Visitor) -> None:
     with visit.page() as page:
         for text in ("My name is Ann.", "I live in Oslo.", "I like tea."):
             send(page, text)
-        asked = []
-        page.on("response", lambda response: asked.append(response))
+        responses = []
+        page.on("response", lambda response: responses.append(response))
         page.get_by_label("Edit your message").nth(1).click()
         area = page.locator(".editing textarea")
         expect(area).to_be_focused()
@@ -117,10 +117,10 @@ def edit(visit: Visitor) -> None:
         done(page)
         expect(page.locator(".user .body")).to_have_text(["My name is Ann.", "I live in Rome."])
         expect(page.locator(".assistant")).to_have_count(2)
-        messages = asked[0].request.post_data_json["messages"]
+        messages = responses[0].request.post_data_json["messages"]
         assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
         assert messages[-1]["content"] == "I live in Rome."
-        assert re.search(r'"cache_n": [1-9]', asked[0].text())
+        assert re.search(r'"cache_n": [1-9]', responses[0].text())
 
 
 @check
@@ -129,10 +129,10 @@ def retry(visit: Visitor) -> None:
     with visit.page() as page:
         send(page, "Say something.")
         send(page, "And more.")
-        with page.expect_request("**/v1/chat/completions") as asked:
+        with page.expect_request("**/v1/chat/completions") as request:
             page.get_by_label("Write the reply again").last.click()
         done(page)
-        messages = asked.value.post_data_json["messages"]
+        messages = request.value.post_data_json["messages"]
         assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
         expect(page.locator("article")).to_have_count(4)
         expect(page.get_by_label("Write the reply again").first).to_be_hidden()
@@ -143,7 +143,7 @@ def chats(visit: Visitor) -> None:
     """Chats are kept and can be deleted. Each chat has its own name and its own session."""
     with visit.page() as page:
         names = []
-        page.on("request", lambda asked: names.append(asked.headers.get("x-session-id")))
+        page.on("request", lambda request: names.append(request.headers.get("x-session-id")))
         send(page, "The first of all my chats is about tea and cake")
         page.get_by_role("button", name="New chat").click()
         expect(page.locator("article")).to_have_count(0)
@@ -165,8 +165,8 @@ def chats(visit: Visitor) -> None:
         page.get_by_label("Delete the chat: The first").click()
         expect(items).to_have_text(["Second chat"])
         expect(page.locator(".user .body")).to_have_text(["Second chat"])
-        kept = page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('kvtool.chat.'))")
-        assert kept == [f"kvtool.chat.{second}"], kept
+        stored = page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('kvtool.chat.'))")
+        assert stored == [f"kvtool.chat.{second}"], stored
 
 
 @check

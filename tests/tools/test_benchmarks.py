@@ -98,12 +98,12 @@ def test_a_call_is_right_if_it_does_what_was_asked_for(kind, needs, name, argume
 
 
 def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_another():
-    asked = tools.make_requests(50, seed=1)
-    assert asked == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
-    assert asked[:25] == tools.make_requests(25, seed=1)
-    assert len({each["text"] for each in asked}) == 50
-    assert all(need in each["text"] for each in asked for need in each["needs"])
-    assert {each["kind"] for each in asked} == set(tools.TASKS)
+    requests = tools.make_requests(50, seed=1)
+    assert requests == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
+    assert requests[:25] == tools.make_requests(25, seed=1)
+    assert len({each["text"] for each in requests}) == 50
+    assert all(need in each["text"] for each in requests for need in each["needs"])
+    assert {each["kind"] for each in requests} == set(tools.TASKS)
 
 
 def test_every_recorded_agent_has_tools_for_every_task():
@@ -119,12 +119,12 @@ def test_every_recorded_agent_has_tools_for_every_task():
         names = {tool.get("function", tool).get("name") for tool in body["tools"]}
         assert names & tools.SHELLS
         is_response = each["path"] == "/v1/responses"
-        asked = tools.body_of(each | {"is_response": is_response}, "Read a.py.", "required", 9)
-        messages = asked["input" if is_response else "messages"]
+        sent = tools.body_of(each | {"is_response": is_response}, "Read a.py.", "required", 9)
+        messages = sent["input" if is_response else "messages"]
         assert messages[-1]["role"] == "user"
         assert "Read a.py." in json.dumps(messages[-1])
         assert messages[:-1] == body["input" if is_response else "messages"][:-1]
-        assert asked["tools"] == body["tools"]
+        assert sent["tools"] == body["tools"]
 
 
 def test_an_answer_of_either_api_is_read():

@@ -264,8 +264,8 @@ def mender(machine, tmp_path, monkeypatch):
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))
-    made = put(tmp_path / "built", portable(), "linux_x86_64")
-    monkeypatch.setattr(build, "build", lambda *arguments, portable: made)
+    wheel = put(tmp_path / "built", portable(), "linux_x86_64")
+    monkeypatch.setattr(build, "build", lambda *arguments, portable: wheel)
 
 
 def test_the_wheel_to_give_away_is_mended_and_takes_the_place_of_older_ones(mender, tmp_path, capsys):

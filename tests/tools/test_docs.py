@@ -203,11 +203,11 @@ def test_everything_in_the_tree_exists():
 
 @pytest.mark.parametrize("folder", ["kvtool", "."])
 def test_everything_of_a_folder_is_in_the_tree(folder):
-    there = set(of_the_tree())
-    made = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
+    shown = set(of_the_tree())
+    generated = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
     for path in (ROOT / folder).iterdir():
-        if path.name not in made and not path.name.startswith("."):
-            assert path in there, path.name
+        if path.name not in generated and not path.name.startswith("."):
+            assert path in shown, path.name
 
 
 def test_what_is_installed_by_hand_is_what_setup_installs():

@@ -93,8 +93,8 @@ def built(place, before):
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
         wheel.writestr(f"{name}.dist-info/{pack.RECORD_OF_BUILD}", json.dumps({"key": key}))
-    made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
-    assert place.run("-c", f"from kvtool.build.kernels import *; {made}").returncode == 0
+    code = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
+    assert place.run("-c", f"from kvtool.build.kernels import *; {code}").returncode == 0
     return place.run(place.kvtool, "build")
 
 
