@@ -349,8 +349,8 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
             assert talk.undo()
             files.keep_session(undone=True)
         assert talk.archive.end < archived
-        for other in (text, "Of whom?"):
-            say(talk, files, other)
+        for question in (text, "Of whom?"):
+            say(talk, files, question)
     # If several copies share an archive, its bytes are counted once. If a session uses the archive, its bytes
     # are not counted.
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20

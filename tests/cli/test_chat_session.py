@@ -160,13 +160,13 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
-    other = tmp_path / "other.gguf"
-    tiny.write_llama(other, chat_template=tiny.CHAT_TEMPLATE, seed=1)
+    other_model = tmp_path / "other.gguf"
+    tiny.write_llama(other_model, chat_template=tiny.CHAT_TEMPLATE, seed=1)
     for options, word in (
         (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
         (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
         (["-o", "window=9"], "it cannot continue with -o window=9"),
-        (["-m", other], "started with the model of SHA-256 "),
+        (["-m", other_model], "started with the model of SHA-256 "),
         (["-ctk", "q8_0"], "started with --cache-type-k f16; it cannot continue with --cache-type-k q8_0"),
         (["--positions", "original"], "started with --positions auto; it cannot"),
         (["--system", "Be brief."], "another system prompt"),

@@ -71,7 +71,7 @@ def read(path):
 
 def lasting(records):
     """Return the records without the fields that differ each time."""
-    return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
 
 
 GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
@@ -91,7 +91,7 @@ def whole(compare, folder):
 def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     records = read(whole)
-    assert [(one["policy"], one["budget"], one["type_k"]) for one in records] == [
+    assert [(record["policy"], record["budget"], record["type_k"]) for record in records] == [
         ("full", 200, "f16"),
         ("full", 200, "q8_0"),
         ("h2o", 64, "f16"),
@@ -100,7 +100,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert (records[0]["kl"], records[0]["top1"], records[0]["nll_minus_full"]) == (0, 1, 0)
     assert 0 < records[1]["kl"] < records[2]["kl"]
     assert records[2]["params"]["window"] == 20
-    assert [one["best_other"] for one in records[2:]] == ["local", "h2o:window=20"]
+    assert [record["best_other"] for record in records[2:]] == ["local", "h2o:window=20"]
     assert records[2]["nll_minus_best"] == pytest.approx(-records[3]["nll_minus_best"])
     # one line about all runs, then one line per run
     lines = stderr.splitlines()
@@ -122,7 +122,10 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
 def test_only_what_is_asked_for_runs(compare, folder):
     out = folder / "asked.jsonl"
     compare("--policies", "full,local", "--budget", "64", "--records", out)
-    assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
+    assert [(record["policy"], record["type_k"]) for record in read(out)] == [
+        ("full", "f16"),
+        ("local", "f16"),
+    ]
 
 
 def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
@@ -143,8 +146,8 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
     compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
-    one, *others = read(out)
-    assert one["policy"] == "meanwhile.py"
+    first, *others = read(out)
+    assert first["policy"] == "meanwhile.py"
     assert others == [{"policy": "another run's"}]
 
 
@@ -173,13 +176,13 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     results = ComparisonResults(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
-        assert [one["kl"] for one in results.of_run.values()] == [None]
+        assert [record["kl"] for record in results.of_run.values()] == [None]
     # In the second round, only `full` runs. `local` lacks nothing but its KL, which needs `full`.
     assert calls == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
     assert calls == [(["full"], True), (["local"], True)]
-    assert [one["kl"] for one in results.of_run.values()] == [0.5]
+    assert [record["kl"] for record in results.of_run.values()] == [0.5]
 
 
 MEANWHILE = """
@@ -239,7 +242,7 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
     assert done.returncode == 1
     assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
     assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
-    assert ["error" in one for one in read(folder / "failed.jsonl")] == [True, False]
+    assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
     again = compare(*arguments, "--resume", check=False)
     assert again.returncode == 1

@@ -457,15 +457,15 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     after = ask(real_client, messages, model=REAL, tools=TOOLS)
     assert after.choices[0].message.content
     assert after.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
-    other = real_client.responses.create(
+    response = real_client.responses.create(
         model=REAL,
         input="How is the weather in Oslo?",
         tools=[{"type": "function", **TOOLS[0]["function"]}],
         tool_choice={"type": "function", "name": "weather"},
         max_output_tokens=80,
     )
-    assert [item.type for item in other.output] == ["function_call"]
-    assert json.loads(other.output[0].arguments)
+    assert [item.type for item in response.output] == ["function_call"]
+    assert json.loads(response.output[0].arguments)
     with pytest.raises(openai.BadRequestError) as raised:
         ask(
             real_client,
@@ -506,8 +506,8 @@ def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker, conn
         question = message("user", "Name an animal.")
         default = ask(client, [question])
         assert ask(client, [SYSTEM, question]).usage == default.usage
-        other = ask(client, [message("system", "Be brief, and speak as a pirate does."), question])
-        assert other.usage.prompt_tokens > default.usage.prompt_tokens
+        pirate = ask(client, [message("system", "Be brief, and speak as a pirate does."), question])
+        assert pirate.usage.prompt_tokens > default.usage.prompt_tokens
         more = ask(client, [question, message("assistant", default.choices[0].message.content), question])
         assert more.usage.prompt_tokens_details.cached_tokens == default.usage.total_tokens
     assert any(line.startswith("budget      256 cells per row = ") for line in server.lines)

@@ -154,7 +154,7 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
     """Compared from the user's message on, the rendered chat with the whole reply begins with the prompt."""
     user, later = message("user", "Kvtool asks."), message("user", "And?")
     # there is one exception: a template whose reply header has instructions that earlier replies lack
-    other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
+    exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():
         template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
@@ -168,7 +168,7 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
             if text[text.index("Kvtool asks.") :] == shown:
                 seen.add(name)
             else:
-                other.remove(name)
+                exceptions.remove(name)
     assert len(seen) > 60
 
 
@@ -193,9 +193,9 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
         )
         # the question is the same, but the reply has another beginning
-        other = ask([HI, message("assistant", "It")], " is.")
+        shorter = ask([HI, message("assistant", "It")], " is.")
         assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
-        assert other["message"]["content"] == " is."
+        assert shorter["message"]["content"] == " is."
 
 
 @pytest.mark.engine

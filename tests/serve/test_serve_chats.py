@@ -168,7 +168,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
 def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
     """Earlier versions of kvtool kept a chat's earlier turns in FILE.1, FILE.2, ..."""
     messages = [message("user", "one"), message("assistant", "two"), message("user", "three")]
-    other = [message("user", "of another chat")]
+    other_chat = [message("user", "of another chat")]
 
     def stored(name, messages):
         meta = {"digest": name[0] * 4, "messages": messages, "fixed": {}, "marks": []}
@@ -177,10 +177,10 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
     one, two, three, damaged = (f"{letter * 16}.kv" for letter in "abcd")
     stored(one, messages)
     stored(f"{one}.1", messages[:1])
-    stored(f"{one}.2", other)
+    stored(f"{one}.2", other_chat)
     for n in (1, 2, 10):
         stored(f"{two}.{n}", messages[: n % 8])
-    stored(three, other)
+    stored(three, other_chat)
     stored(f"{damaged}.1", messages)
     (tmp_path / damaged).write_bytes(b"x")
     for _ in range(2):

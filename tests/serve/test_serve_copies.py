@@ -103,9 +103,9 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         server.leave(messages, 512)
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
-        other = [message("user", messages[0]["content"] + "!")]
+        longer = [message("user", messages[0]["content"] + "!")]
         # the checkpoint is before the reply header, so a longer message can also continue from it
-        assert all(server.ask(each)[1] > 1000 for each in (messages, other))
+        assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply
 

@@ -156,15 +156,15 @@ def test_a_tool_is_called_and_its_result_read(client, choice):
 
 
 @pytest.fixture
-def other(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
-        yield other
+def openai_client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
-def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
+def test_a_chat_is_one_whichever_interface_it_comes_through(client, openai_client):
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     system = message("system", "You are helpful.\n\nBe brief.")
-    first = other.chat.completions.create(
+    first = openai_client.chat.completions.create(
         model="x",
         messages=[system, message("user", "Is it wet?")],
         tools=[tool],
@@ -184,7 +184,7 @@ def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
     tools = [{"name": "weather", "input_schema": WEATHER}]
     second = ask(client, messages, tools=tools)
     assert second.usage.cache_read_input_tokens == first.usage.total_tokens
-    third = other.chat.completions.create(
+    third = openai_client.chat.completions.create(
         model="x",
         messages=[
             system,
@@ -208,23 +208,23 @@ def dictated(text):
     return {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
 
 
-def test_a_call_in_a_block_is_one_through_each_interface(client, other):
+def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
     """The cache keeps the model's own tokens, whatever a client sends back."""
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     messages, text = [message("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
     more = {"model": "x", "max_tokens": 80, "extra_body": text}
-    first = other.chat.completions.create(messages=messages, tools=[tool], **more)
+    first = openai_client.chat.completions.create(messages=messages, tools=[tool], **more)
     reply, (call,) = first.choices[0].message, first.choices[0].message.tool_calls
     assert (first.choices[0].finish_reason, reply.content) == ("tool_calls", "I ask.")
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
     messages += [reply.model_dump(exclude_none=True), result]
-    after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
+    after = openai_client.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
     # the same with a stream
     messages = [message("user", "And in Bergen?")]
-    pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
+    pieces = list(openai_client.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
@@ -247,7 +247,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     tool = {"type": "function", **tool["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
     how = {"model": "x", "input": "And there?", "extra_body": bare}
-    (item,) = other.responses.create(tools=[tool], **how).output
+    (item,) = openai_client.responses.create(tools=[tool], **how).output
     assert (item.type, item.name, json.loads(item.arguments)) == (
         "function_call",
         "weather",
@@ -255,7 +255,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     )
     # the same reply is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
-        whole = json.loads(other.responses.create(**how, **more).output_text)
+        whole = json.loads(openai_client.responses.create(**how, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
@@ -263,8 +263,8 @@ def test_a_header_that_changes_is_not_read(client, smol):
     messages = [message("user", "What is a header?")]
     first = ask(client, messages, system=[HEADER, *SYSTEM])
     messages += [message("assistant", first.content), message("user", "And?")]
-    other = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
-    second = ask(client, messages, system=[other, *SYSTEM])
+    changed = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
+    second = ask(client, messages, system=[changed, *SYSTEM])
     assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
     plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
     assert plain == n_prompt(second.usage)

@@ -245,18 +245,18 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
     # No step is as short as this target, so the long prompt is read in steps of the smallest size.
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
-        other, events = [], []
+        others, events = [], []
 
         def seen(kind):
             events.append(f"first: {kind}")
-            if not other:
-                other.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
-            if not other[0].is_over:
+            if not others:
+                others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
+            if not others[0].is_over:
                 server.someone_waits()
 
         first = server.put(question(0, 12), seen=seen)
         assert 128 < first.last["n_prompt"] < 240
-        assert other[0].text
+        assert others[0].text
         assert events.index("second: read") < events.index("first: read")
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 

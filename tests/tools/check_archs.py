@@ -248,10 +248,10 @@ def saved(path: Path) -> str:
         perplexity.stream(engine, tokens[:100])
         state = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[100:])
-    with open_engine(path, policy) as other:
-        perplexity.stream(other, tokens[20:60])
-        other.restore(state)
-        got = perplexity.stream(other, tokens[100:])
+    with open_engine(path, policy) as restored:
+        perplexity.stream(restored, tokens[20:60])
+        restored.restore(state)
+        got = perplexity.stream(restored, tokens[100:])
     return _same(got, want)
 
 

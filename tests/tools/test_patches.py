@@ -280,20 +280,20 @@ def exported(archive):
 
 @needs_git
 def test_import_of_another_release_moves_the_changes_along(exported):
-    other = release(exported, a="zero\n" * 9 + BEFORE)
+    newer = release(exported, a="zero\n" * 9 + BEFORE)
     with pytest.raises(apply.PatchError, match=r"a\.cpp:\d is not what"):
-        apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "plain"))
-    report = sync.import_(exported / "work", other)
+        apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "plain"))
+    report = sync.import_(exported / "work", newer)
     assert "by hand" not in report
     assert read(exported / "work") == "zero\n" * 9 + AFTER
     sync.export(exported / "work")
-    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+    assert apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "again"))
 
 
 @needs_git
 def test_import_of_another_release_lists_conflicts_and_export_refuses_them(exported):
-    other = release(exported, a=BEFORE.replace("three", "3"))
-    report = sync.import_(exported / "work", other).splitlines()
+    newer = release(exported, a=BEFORE.replace("three", "3"))
+    report = sync.import_(exported / "work", newer).splitlines()
     assert report[:2] == ["src/a.cpp:3 is in conflict", "left to do by hand: 1"]
     assert "<<<<<<< " in read(exported / "work")
     assert "seven" in read(exported / "work")
@@ -303,7 +303,7 @@ def test_import_of_another_release_lists_conflicts_and_export_refuses_them(expor
     assert sync.PATCH.read_bytes() == before
     (exported / "work" / "src" / "a.cpp").write_text(AFTER.replace("THREE", "3 THREE"))
     sync.export(exported / "work")
-    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+    assert apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "again"))
 
 
 @needs_git
