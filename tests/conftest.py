@@ -53,8 +53,8 @@ def _cases(items, sizes):
     cases = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        own = (str(value) for name, value in params.items() if name not in sizes(item))
-        cases.setdefault((item.path, item.originalname, *own), []).append(item)
+        values = (str(value) for name, value in params.items() if name not in sizes(item))
+        cases.setdefault((item.path, item.originalname, *values), []).append(item)
     return cases.values()
 
 

@@ -121,11 +121,11 @@ def run(args, *, input=None, timeout=PATIENCE_S, check=False, popen=Popen, **opt
     words = [word if isinstance(word, bytes) else str(word) for word in args]
     with popen(words, **options) as process:
         try:
-            said = process.communicate(input, timeout)
+            outputs = process.communicate(input, timeout)
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(args, process.returncode, *said)
+    done = subprocess.CompletedProcess(args, process.returncode, *outputs)
     if check:
         done.check_returncode()
     return done
@@ -154,9 +154,9 @@ class Source:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
-        said = self._socket.recv(16)
-        assert said, "the process that forks does not start"
-        if said != b"ready":
+        reply = self._socket.recv(16)
+        assert reply, "the process that forks does not start"
+        if reply != b"ready":
             self.close()
             raise OSError("it has threads, which its forks would lack")
 

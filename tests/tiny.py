@@ -374,9 +374,9 @@ def merge(model, path, adapters):
     _copy_metadata(reader, writer)
     weights = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
     for adapter, scale in adapters:
-        own = gguf.GGUFReader(adapter)
-        alpha = own.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()
-        parts = {tensor.name: np.array(tensor.data, np.float64) for tensor in own.tensors}
+        lora = gguf.GGUFReader(adapter)
+        alpha = lora.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()
+        parts = {tensor.name: np.array(tensor.data, np.float64) for tensor in lora.tensors}
         for name in [name.removesuffix(".lora_a") for name in parts if name.endswith(".lora_a")]:
             a, b = parts[f"{name}.lora_a"], parts[f"{name}.lora_b"]
             weights[name] += (scale * alpha / len(a) * (b @ a)).astype(np.float32)

@@ -208,8 +208,8 @@ def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     tensors.add_ends(N_VOCAB)
     for i in range(n_layer):
         norms = {f"attn_{n}_norm": tensors.rng.uniform(0.9, 2.7, HEAD_DIM).astype(np.float32) for n in "qk"}
-        own = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | norms
-        tensors.add_layer(i, own | tensors.feed_forward(N_FF))
+        layer = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | norms
+        tensors.add_layer(i, layer | tensors.feed_forward(N_FF))
     tensors.write()
 
 
@@ -230,8 +230,8 @@ def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n
     tensors.add_ends(N_VOCAB, tied=True)
     for i in range(n_layer):
         norms = {"post_attention_norm": tensors.norm(), "post_ffw_norm": tensors.norm(size=0.1)}
-        own = tensors.attention(N_HEAD, n_head_kv, HEAD_DIM) | tensors.feed_forward(N_FF) | norms
-        tensors.add_layer(i, own)
+        layer = tensors.attention(N_HEAD, n_head_kv, HEAD_DIM) | tensors.feed_forward(N_FF) | norms
+        tensors.add_layer(i, layer)
     tensors.write()
 
 
@@ -244,12 +244,12 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     writer.add_tensor("output_norm.bias", tensors.bias(N_EMBD))
     writer.add_tensor("position_embd.weight", tensors.matrix(n_ctx_train, N_EMBD, 0.5 * N_EMBD**0.5))
     for i in range(n_layer):
-        own = tensors.attention(N_HEAD, N_HEAD, HEAD_DIM)
+        attention = tensors.attention(N_HEAD, N_HEAD, HEAD_DIM)
         feed = tensors.feed_forward(N_FF)
         layer = {
-            "attn_norm": own["attn_norm"],
-            "attn_qkv": np.concatenate([own[name] for name in ("attn_q", "attn_k", "attn_v")]),
-            "attn_output": own["attn_output"],
+            "attn_norm": attention["attn_norm"],
+            "attn_qkv": np.concatenate([attention[name] for name in ("attn_q", "attn_k", "attn_v")]),
+            "attn_output": attention["attn_output"],
             "ffn_norm": feed["ffn_norm"],
             "ffn_up": feed["ffn_up"],
             # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
@@ -367,17 +367,19 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
     factors = np.repeat(np.float32([1, 4, 1e30]), [8, 4, 4])
     writer.add_tensor("rope_freqs.weight", factors)
     for i in range(n_layer):
-        own = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
+        attention = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
             # norms divide by sqrt(HEAD_DIM), since gemma4 does not scale attention logits
             "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * HEAD_DIM**-0.25),
             "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * HEAD_DIM**-0.25),
         }
         if i >= n_own:
-            own = {name: own[name] for name in own if name not in ("attn_k", "attn_k_norm", "attn_v")}
+            attention = {
+                name: attention[name] for name in attention if name not in ("attn_k", "attn_k_norm", "attn_v")
+            }
         behind = {
             "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
             # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
             "post_ffw_norm": tensors.norm(size=0.1),
         }
-        tensors.add_layer(i, own | tensors.feed_forward(N_FF) | behind)
+        tensors.add_layer(i, attention | tensors.feed_forward(N_FF) | behind)
     tensors.write()

@@ -17,17 +17,17 @@ WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
 @cache
 def templates() -> dict[str, str]:
     """Return {file name without its ending: Jinja text}, or {} if llama.cpp's sources are not stored here."""
-    kept = sources.place(sources.Upstream.read(sources.patches_dir()))
-    found: dict[str, str] = {}
-    if kept.is_file():
-        with tarfile.open(kept) as archive:
+    archive_path = sources.place(sources.Upstream.read(sources.patches_dir()))
+    texts: dict[str, str] = {}
+    if archive_path.is_file():
+        with tarfile.open(archive_path) as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
                 if path.suffix == ".jinja" and path.parent.name == "templates":
                     file = archive.extractfile(member)
                     assert file
-                    found[path.stem] = file.read().decode()
-    return found
+                    texts[path.stem] = file.read().decode()
+    return texts
 
 
 needs_published = pytest.mark.skipif(not templates(), reason="the sources of llama.cpp are gone")

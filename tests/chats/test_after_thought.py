@@ -40,18 +40,18 @@ def models(tmp_path_factory):
 
     In some of its tokens, text follows the ">" that ends a tag.
     """
-    folder, made = tmp_path_factory.mktemp("vocabularies"), {}
+    folder, models_by_kind = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
-        if kind not in made:
+        if kind not in models_by_kind:
             _, _, control, words = KINDS[kind]
-            path = folder / f"{len(made)}.gguf"
+            path = folder / f"{len(models_by_kind)}.gguf"
             tiny.write_vocab(path, control=control, words=(*words, '>{"', ">\n", ">x", "\n\n"))
-            made[kind] = Model(path, vocab_only=True)
-        return made[kind]
+            models_by_kind[kind] = Model(path, vocab_only=True)
+        return models_by_kind[kind]
 
     yield make
-    for model in made.values():
+    for model in models_by_kind.values():
         model.close()
 
 
@@ -86,9 +86,9 @@ def parts(model, tokens, tags, header):
     is_open = tags.start in header and tags.end not in header
     splitter = Splitter(tags, is_open=is_open)
     pieces = [model.piece(token, special=True) for token in tokens]
-    found = [*splitter.feed(b"".join(pieces).decode("utf-8", "replace")), *splitter.end()]
+    texts = [*splitter.feed(b"".join(pieces).decode("utf-8", "replace")), *splitter.end()]
     thought, answer = (
-        "".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False)
+        "".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False)
     )
     return thought, answer, splitter.had_thought
 

@@ -230,11 +230,11 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     assert not talk.undo()
     first = "".join(talk.reply("Name a fruit.", 12))
     before = (talk.writer.engine.n_past, list(talk.messages))
-    said = "".join(talk.reply("And a colour.", 12))
+    reply = "".join(talk.reply("And a colour.", 12))
     assert talk.undo()
     assert (talk.writer.engine.n_past, talk.messages) == before
     # sampling is greedy, so a second try gives the same reply
-    assert "".join(talk.reply("And a colour.", 12)) == said
+    assert "".join(talk.reply("And a colour.", 12)) == reply
     assert talk.undo() == 'the turn "And a colour."'
     assert talk.messages == before[1]
     assert talk.undo() == 'the turn "Name a fruit."'
@@ -328,12 +328,12 @@ def check_alike(talk, other):
 
     The tokens may be in different cells. Sums may then differ by rounding errors.
     """
-    own, others = (dict(each.writer.engine.save()) for each in (talk, other))
+    saved, others = (dict(each.writer.engine.save()) for each in (talk, other))
     for name in ("engine", "live", "archive"):
-        assert (own[name] == others[name]).all(), name
-    assert (np.sort(own["pos"]) == np.sort(others["pos"])).all()
+        assert (saved[name] == others[name]).all(), name
+    assert (np.sort(saved["pos"]) == np.sort(others["pos"])).all()
     for name in ("archive.0", "archive.1"):
-        assert np.abs(own[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
+        assert np.abs(saved[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
@@ -349,8 +349,8 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
             assert talk.undo()
             files.keep_session(undone=True)
         assert talk.archive.end < archived
-        for other in (text, "Of whom?"):
-            say(talk, files, other)
+        for question in (text, "Of whom?"):
+            say(talk, files, question)
     # If several copies share an archive, its bytes are counted once. If a session uses the archive, its bytes
     # are not counted.
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
@@ -387,10 +387,10 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
         "Tell me a story of the sea, and of the keeper of a light.",
         *(f"And then, {n}?" for n in range(12)),
     ]
-    said, sizes = [], []
+    replies, sizes = [], []
     for text in texts:
         sizes.append(talk.writer.engine.n_past)
-        said.append("".join(talk.reply(text, 12)))
+        replies.append("".join(talk.reply(text, 12)))
     engine, n_all = talk.writer.engine, talk.writer.engine.n_past
     assert engine.n_archived > 200
     assert (len(talk.undo_stack), talk.undo_stack.n_bytes) == (len(texts), 0)
@@ -404,7 +404,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
             assert talk.undo()
         assert not read
         assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
-        assert "".join(talk.reply(texts[turn], 12)) == said[turn]
+        assert "".join(talk.reply(texts[turn], 12)) == replies[turn]
         # each new token was decoded once
         assert sum(map(len, read)) == engine.n_past - sizes[turn]
         read.clear()
@@ -421,23 +421,23 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
     def talker():
         talk = chat(policy, 64, "Be brief.")
         talk.undoable = True
-        own = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), tmp_path / "chat.kvs")
-        return talk, own
+        files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), tmp_path / "chat.kvs")
+        return talk, files
 
     def say(talk, text):
         return "".join(talk.reply(text, 12))
 
     talk, files = talker()
-    said = []
+    history = []
     monkeypatch.setattr(talk, "_copy", None)
     for text in ("Name a fruit. " * 9, "And a colour. " * 7, "And an animal."):
-        said.append((list(talk.messages), text, say(talk, text)))
+        history.append((list(talk.messages), text, say(talk, text)))
         files.keep()
     later, later_files = talker()
     later.resume(*later_files.read(tmp_path / "chat.kvs"))
     files.close(), later_files.close()
     for each in (talk, later):
-        for messages, text, reply in reversed(said):
+        for messages, text, reply in reversed(history):
             assert each.undo_turn() == text
             assert each.messages == messages
             # the stream and the seed are the same again, so the reply is the same
@@ -549,7 +549,7 @@ def test_what_copies_share_drops_none_of_them():
         named.write(b"x" * 500)
         named.flush()
         copies = UndoStack(9, 100)
-        for archive, n_bytes, left in (
+        for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
             # a session uses this archive, so its bytes are not counted
@@ -557,7 +557,7 @@ def test_what_copies_share_drops_none_of_them():
             (older, 20 + 90, 2),
         ):
             copies.push(Copy("", copy_of(10), share(archive)))
-            assert (copies.n_bytes, len(copies)) == (n_bytes, left)
+            assert (copies.n_bytes, len(copies)) == (n_bytes, n_copy)
         copies.close()
 
 
@@ -685,8 +685,8 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
     held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
-    said = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
-    assert said in terminal.status()
+    line = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
+    assert line in terminal.status()
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
@@ -703,14 +703,14 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
     assert held + archived == 100
     shares = f"{held:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
-    said = f"{engine.n_past} tokens: {shares} · cache "
-    assert said in terminal.status()
+    line = f"{engine.n_past} tokens: {shares} · cache "
+    assert line in terminal.status()
     Commands(terminal).run("/stats")
-    made = engine.policy.recall.n_cell
+    n_recalled = engine.policy.recall.n_cell
     # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
-    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
+    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {n_recalled} of these" in stats
     assert f"archived {engine.n_archived} of at most" in stats
     assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 
@@ -751,8 +751,8 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
 @pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
 def test_policies_of_each_kind_chat(chat, policy):
     talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
-    said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
-    assert all(said)
+    replies = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
+    assert all(replies)
     engine = talk.writer.engine
     # corm decides for itself how much to keep, so it may evict nothing
     assert engine.n_evicted > 0 or policy in ("full", "corm")

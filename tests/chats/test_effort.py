@@ -21,20 +21,22 @@ HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
 USER = [{"role": "user", "content": "Hello"}]
 
 
-def made(opening="", before=""):
+def template_of(opening="", before=""):
     return Template(before + CHAT + HEADER.replace("%OPEN%", opening), "", "")
 
 
-SWITCHED = made("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
-OPENS = made("<think>{% if thinking is defined and not thinking %}</think>{% endif %}")
-WRITES = made(before="{{ 'Reasoning: ' ~ (reasoning_effort | default('medium')) }}<think>")
-TAKES_THREE = made(
+SWITCHED = template_of(
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+OPENS = template_of("<think>{% if thinking is defined and not thinking %}</think>{% endif %}")
+WRITES = template_of(before="{{ 'Reasoning: ' ~ (reasoning_effort | default('medium')) }}<think>")
+TAKES_THREE = template_of(
     before="{% if reasoning_effort not in ['low', 'high', 'max', undefined] %}"
     "{{ raise_exception('no such effort') }}{% endif %}{{ reasoning_effort }}</think>"
 )
-ALWAYS = made("<think>\n")
-PLAIN = made()
-COUNTS = made(before="{{ 'no </think>' if thinking_budget == 0 else 'at most ' ~ thinking_budget }}")
+ALWAYS = template_of("<think>\n")
+PLAIN = template_of()
+COUNTS = template_of(before="{{ 'no </think>' if thinking_budget == 0 else 'at most ' ~ thinking_budget }}")
 
 
 LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
@@ -81,7 +83,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
     # variables may have any name and any JSON value, but they cannot replace the chat
-    other = made(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
+    other = template_of(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
     assert other.render(USER).startswith("a b 4 [user] Hello")
     assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
 
@@ -153,11 +155,11 @@ def with_jinja_alone(source):
 
 @needs_published
 def test_every_published_template_takes_what_its_own_variables_say():
-    found = published.templates()
-    assert len(found) >= 68
+    sources = published.templates()
+    assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
-    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= found.keys()
-    for name, source in found.items():
+    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= sources.keys()
+    for name, source in sources.items():
         template = Template(source, "<s>", "</s>")
         template._environment.globals["strftime_now"] = lambda form: "today"
         if name in WANT_FUNCTIONS:
@@ -169,7 +171,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
         assert list(efforts.on or {}) == list(efforts.off or {}) == switch, name
         variable, levels = LEVELED.get(name, (None, ()))
         assert tuple(efforts.levels) == levels, name
-        assert all(own[variable] == level for level, own in efforts.levels.items()), name
+        assert all(values[variable] == level for level, values in efforts.levels.items()), name
         for effort in (OFF, ON, *LEVELS):
             variables, why = efforts.variables(effort)
             under = template.under(variables)

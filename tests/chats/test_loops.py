@@ -14,7 +14,7 @@ from kvtool.chats.loops import LEAST_SIGNS, LEAST_TIMES, LEAST_TOKENS, MOST_BLOC
 from kvtool.llama.model import Model
 from tests.cli.called import called
 from tests.cli.terminal import terminals
-from tests.serve.crowd_serve import request, said
+from tests.serve.crowd_serve import message, request
 from tests.serve.serving import serving
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,12 @@ def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
 
 
 def test_the_server_leaves_a_loop_to_the_limit_of_the_client(talker):
-    body = {"messages": [said("user", "hi")], "max_tokens": 600, "temperature": 0, "logit_bias": {"70": 100}}
+    body = {
+        "messages": [message("user", "hi")],
+        "max_tokens": 600,
+        "temperature": 0,
+        "logit_bias": {"70": 100},
+    }
     with serving(talker, "--policy", "h2o") as server:
         status, answer = request(server.url, body)
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")

@@ -186,11 +186,11 @@ def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
     writer.stop = True
     assert not writer.read(tokens)
     writer.stop = False
-    said = "".join(writer.write(6))
-    other = Writer(engine, Sampler(engine.model))
-    other.reset()
-    other.read(tokens)
-    assert said == "".join(other.write(6))
+    text = "".join(writer.write(6))
+    fresh = Writer(engine, Sampler(engine.model))
+    fresh.reset()
+    fresh.read(tokens)
+    assert text == "".join(fresh.write(6))
 
 
 @pytest.mark.parametrize(

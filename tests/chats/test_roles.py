@@ -70,7 +70,7 @@ TWO_AT_MOST = (
 DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
 
 
-def said(roles):
+def chat_of(roles):
     """Return a chat with these roles (letters s, u, a and t). The content of a message is its index."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
@@ -108,9 +108,9 @@ def said(roles):
     ],
 )
 def test_a_chat_is_said_in_roles_that_the_template_takes(source, roles, text):
-    messages = said(roles)
+    messages = chat_of(roles)
     assert Template(source, "", "").render(messages) == text
-    assert messages == said(roles)
+    assert messages == chat_of(roles)
 
 
 def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
@@ -124,7 +124,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
 def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
     template = Template("{{ raise_exception('no ' ~ messages | length) }}", "", "")
     with pytest.raises(Exception, match="no 3"):
-        template.render(said("ssu"))
+        template.render(chat_of("ssu"))
 
 
 TOOLS = check_tools([tool("now")])
@@ -158,61 +158,61 @@ def text_of(model, tokens):
     ],
 )
 def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
-    own = rendering(model, source)
+    renderer = rendering(model, source)
     for roles in ("u", "uau", "uu"):
-        tokens, n = own.whole(check([{"role": "system", "content": "Be brief."}, *said(roles)]), [])
+        tokens, n = renderer.whole(check([{"role": "system", "content": "Be brief."}, *chat_of(roles)]), [])
         assert text_of(model, tokens[:n]) == start
         assert text_of(model, tokens).count("Be brief.") == 1
     if source is MISTRAL3:
         # this template shows tools before the newest message
-        chat = check([{"role": "system", "content": "Be brief."}, *said("uau")])
-        tokens, n = own.whole(chat, TOOLS)
+        chat = check([{"role": "system", "content": "Be brief."}, *chat_of("uau")])
+        tokens, n = renderer.whole(chat, TOOLS)
         assert text_of(model, tokens[:n]) == start
 
 
 def test_two_system_prompts_are_pinned_together(model):
     for source, start in ((CHATML, "<system>0\n\n1<user>"), (GEMMA2, "<user>0\n\n1\n\n")):
-        own = rendering(model, source)
-        tokens, n = own.whole(check(said("ssu")), [])
+        renderer = rendering(model, source)
+        tokens, n = renderer.whole(check(chat_of("ssu")), [])
         assert start.startswith(text_of(model, tokens[:n]))
         assert text_of(model, tokens[:n]).endswith("1")
 
 
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, DROPS, QWEN35])
 def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
-    own = rendering(model, source)
+    renderer = rendering(model, source)
     for system in ([], [{"role": "system", "content": "Be brief."}]):
-        tokens, n = own.whole(check([*system, *said("uau")]), TOOLS)
+        tokens, n = renderer.whole(check([*system, *chat_of("uau")]), TOOLS)
         text = text_of(model, tokens)
-        told = tools_text(TOOLS) + ("\n\nBe brief." if system else "")
-        assert text.count(told) == 1
-        assert text_of(model, tokens[:n]) == text[: text.index(told) + len(told)]
-        assert own.format is HERMES
+        expected = tools_text(TOOLS) + ("\n\nBe brief." if system else "")
+        assert text.count(expected) == 1
+        assert text_of(model, tokens[:n]) == text[: text.index(expected) + len(expected)]
+        assert renderer.format is HERMES
 
 
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, MISTRAL3, DROPS, QWEN35, CHATML])
 def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
-    own = rendering(model, source)
-    turns = [*said("su"), {"role": "assistant", "content": "#"}, *said("uausuu")]
+    renderer = rendering(model, source)
+    turns = [*chat_of("su"), {"role": "assistant", "content": "#"}, *chat_of("uausuu")]
     for tools in ([], TOOLS) if source is not MISTRAL3 else ([],):
-        whole, _ = own.whole(check(turns), tools)
-        after = text_of(model, own.following(check(turns), 3, tools))
+        whole, _ = renderer.whole(check(turns), tools)
+        after = text_of(model, renderer.following(check(turns), 3, tools))
         assert text_of(model, whole).rpartition("#")[2] == after
 
 
 def test_a_result_is_the_users_where_tools_have_no_role(model):
-    turns = check([*said("u"), CALL, RESULT])
+    turns = check([*chat_of("u"), CALL, RESULT])
     call = HERMES.written([("now", {})])
     answer = "<tool_response>\nnoon\n</tool_response>"
     for source, text in (
         (GEMMA2, f"<user>{tools_text(TOOLS)}\n\n0<end><model>{call}<end><user>{answer}<end><model>"),
         (LLAMA2, f"[INST]<<SYS>>{tools_text(TOOLS)}<</SYS>>0[/INST] {call}</s>[INST]{answer}[/INST]"),
     ):
-        own = rendering(model, source)
-        assert text_of(model, own.whole(turns, TOOLS)[0]) == text
-        assert text_of(model, own.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
+        renderer = rendering(model, source)
+        assert text_of(model, renderer.whole(turns, TOOLS)[0]) == text
+        assert text_of(model, renderer.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
         # the tool's result and the user's next message become one message
-        more = text_of(model, own.whole(check([*said("u"), CALL, RESULT, *said("u")]), TOOLS)[0])
+        more = text_of(model, renderer.whole(check([*chat_of("u"), CALL, RESULT, *chat_of("u")]), TOOLS)[0])
         assert f"{answer}\n\n0" in more
     # this template has tools, but no role for their results
     raises = "{% if m.role == 'tool' %}{{ raise_exception('Only user and assistant') }}{% endif %}"
@@ -221,14 +221,14 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
 
 
 def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
-    own = rendering(model, MISTRAL3)
-    assert own.format is MISTRAL
+    renderer = rendering(model, MISTRAL3)
+    assert renderer.format is MISTRAL
     for results in ([RESULT], []):
-        text = text_of(model, own.whole(check([*said("u"), CALL, *results, *said("u")]), TOOLS)[0])
+        text = text_of(model, renderer.whole(check([*chat_of("u"), CALL, *results, *chat_of("u")]), TOOLS)[0])
         assert text.startswith('[INST]0[/INST][TOOL_CALLS][{"name": "now", "arguments": {}}]</s>')
         assert text.endswith("[INST]0[/INST]")
     # a reply and the call after it become one message
-    text = text_of(model, own.whole(check([*said("ua"), CALL, RESULT, *said("a")]), TOOLS)[0])
+    text = text_of(model, renderer.whole(check([*chat_of("ua"), CALL, RESULT, *chat_of("a")]), TOOLS)[0])
     assert text.count("</s>") == 2
 
 
@@ -242,16 +242,16 @@ GEMMA4 = (
 
 
 def test_results_that_stand_in_the_reply_follow_its_calls(model):
-    own = rendering(model, GEMMA4)
-    turns = check([*said("su"), CALL, RESULT])
+    renderer = rendering(model, GEMMA4)
+    turns = check([*chat_of("su"), CALL, RESULT])
     result = "<|tool_response>now:noon<tool_response|>"
-    assert text_of(model, own.whole(turns, TOOLS)[0]).endswith(
+    assert text_of(model, renderer.whole(turns, TOOLS)[0]).endswith(
         f"<|tool_call>call:now{{}}<tool_call|>{result}"
     )
-    assert text_of(model, own.following(turns, 3, TOOLS)) == result
-    turns += check([{"role": "assistant", "content": "Noon."}, *said("u")])
-    assert text_of(model, own.following(turns, 5, TOOLS)) == "<user>0<a>"
-    assert text_of(model, own.following(turns, 3, TOOLS)) == f"{result}<assistant>Noon.<user>0<a>"
+    assert text_of(model, renderer.following(turns, 3, TOOLS)) == result
+    turns += check([{"role": "assistant", "content": "Noon."}, *chat_of("u")])
+    assert text_of(model, renderer.following(turns, 5, TOOLS)) == "<user>0<a>"
+    assert text_of(model, renderer.following(turns, 3, TOOLS)) == f"{result}<assistant>Noon.<user>0<a>"
     leaves_out = rendering(model, GEMMA4.replace("<tool_call|>", ""))
     with pytest.raises(ModelError, match="leaves calls out"):
         leaves_out.following(turns, 3, TOOLS)
@@ -260,11 +260,11 @@ def test_results_that_stand_in_the_reply_follow_its_calls(model):
 def test_a_message_that_the_template_does_not_take_is_named(model):
     raises = "{{ raise_exception('no such of ' ~ messages | length) }}"
     for n, role in ((3, "user"), (6, "assistant")):
-        own = rendering(
+        renderer = rendering(
             model, f"{{% for m in messages if m.content == '{n}' %}}{raises}{{% endfor %}}{CHATML}"
         )
         with pytest.raises(ApiError) as caught:
-            own.whole(check(said("suauaua")), [])
+            renderer.whole(check(chat_of("suauaua")), [])
         error, where = caught.value, f"messages[{n}]"
         assert error.message == (
             f"{where}, of role {role}: the model's chat template fails (no such of {n + 1})"
@@ -273,7 +273,7 @@ def test_a_message_that_the_template_does_not_take_is_named(model):
 
 
 def test_the_prefix_is_whole_tokens(model):
-    tokens, n = rendering(model, GEMMA2).whole(check(said("su")), [])
+    tokens, n = rendering(model, GEMMA2).whole(check(chat_of("su")), [])
     again, n_again = prefix_tokens(model, text_of(model, tokens), len("<user>0"))
     assert n == n_again
     assert np.array_equal(tokens, again)
@@ -282,10 +282,10 @@ def test_the_prefix_is_whole_tokens(model):
 def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
     path = tmp_path / "gemma2.gguf"
     tiny.write_llama(path, chat_template=GEMMA2, n_ctx_train=4096)
-    turns = [{"role": "system", "content": "Be brief."}, *said("u")]
+    turns = [{"role": "system", "content": "Be brief."}, *chat_of("u")]
     with serving(path, "--budget", "1024", "--temp", "0", "-n", "8") as server:
         n_all = 0
-        for more in ([CALL, RESULT], said("su"), []):
+        for more in ([CALL, RESULT], chat_of("su"), []):
             body = {"messages": turns, "tools": TOOLS}
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
             usage = answer["usage"]

@@ -19,7 +19,7 @@ from kvtool.serve.rendering import Rendering
 from tests import tiny
 from tests.cli.called import called
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import request, said
+from tests.serve.crowd_serve import message, request
 from tests.serve.serving import serving
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -101,11 +101,12 @@ def chat(text):
     """Return a chat and its tools. Each place that may have a text contains `text`."""
     call = {"name": "now", "arguments": json.dumps({f"k {text}": [f"v {text} w"]})}
     messages = [
-        said("system", f"Be {text} brief."),
-        said("user", f"{text} is it?"),
-        said("assistant", f"So {text}") | {"tool_calls": [{"id": "a", "type": "function", "function": call}]},
-        said("tool", f"x {text} y") | {"tool_call_id": "a"},
-        said("user", f"And {text}"),
+        message("system", f"Be {text} brief."),
+        message("user", f"{text} is it?"),
+        message("assistant", f"So {text}")
+        | {"tool_calls": [{"id": "a", "type": "function", "function": call}]},
+        message("tool", f"x {text} y") | {"tool_call_id": "a"},
+        message("user", f"And {text}"),
     ]
     parameters = {"type": "object", "properties": {"k": {"description": f"A {text}."}}}
     function = {"name": "now", "description": f"It {text} does.", "parameters": parameters}
@@ -141,21 +142,21 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
 def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template, shape):
     plain = Template(source(*shape), "", "")
     for text in ("x", "a <b>bold</b> [INST <| word", "  two  <think>", 'ü "quoted"\n\n', "a<", ""):
-        found = Rendering(model, template).whole(*chat(text))
+        actual = Rendering(model, template).whole(*chat(text))
         before = Rendering(model, plain).whole(*chat(text))
-        assert found[0].tolist() == before[0].tolist()
-        assert found[1] == before[1]
+        assert actual[0].tolist() == before[0].tolist()
+        assert actual[1] == before[1]
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
     # this has all markers except one of gpt-oss, which llama.cpp treats as a word
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
-        before, after = template.render([said("user", "stand-in")]).split("stand-in")
+        before, after = template.render([message("user", "stand-in")]).split("stand-in")
         marker = re.compile("|".join(map(re.escape, sorted(model.markers, key=len, reverse=True))))
-        begin = max((found.end() for found in marker.finditer(before)), default=0)
-        end = next((found.start() for found in marker.finditer(after)), len(after))
-        whole = template.render([said("user", text + more)])
+        begin = max((match.end() for match in marker.finditer(before)), default=0)
+        end = next((match.start() for match in marker.finditer(after)), len(after))
+        whole = template.render([message("user", text + more)])
         for start in (False, True):
             wanted = [
                 *model.tokenize(before[:begin], special=True, start=start),
@@ -170,14 +171,14 @@ def test_a_reply_may_begin_with_a_thought(vocab):
     stays = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<end>{% endfor %}"
     for opens in ("", "{% if add_generation_prompt %}<think>{% endif %}"):
         template = Template(stays + opens, "", "", model.markers)
-        for content, left, left_if_open in (
+        for content, text, left_if_open in (
             ("\n<think>a<end>b</think>x</think>y<end>", "x</think>y<end>", "x</think>y<end>"),
             ("ab</think>x</think>", "ab</think>x</think>", "x</think>"),
             ("c<think>d</think>e", "c<think>d</think>e", "e"),
             ("<think>f", "<think>f", "<think>f"),
         ):
-            tokens = tokens_of(model, template.render([said("assistant", content)], reply=False))
-            assert text_of(model, tokens) == (left_if_open if opens else left) + "<end>"
+            tokens = tokens_of(model, template.render([message("assistant", content)], reply=False))
+            assert text_of(model, tokens) == (left_if_open if opens else text) + "<end>"
             assert len(special(model, tokens)) == 1 + ("f" in content)
 
 
@@ -186,15 +187,15 @@ def test_words_stay_words_but_in_results_of_tools(vocab):
     model = vocab(control=["<end>"], words=words)
     turns = "{% for m in messages %}<|user|>{{ m.content }}  </result>{% endfor %}"
     template = Template(turns, "", "", model.markers)
-    own = {int(model.tokenize(word)[0]): word for word in words}
+    word_of = {int(model.tokenize(word)[0]): word for word in words}
     for role, some in (("system", ["</result>"]), ("user", ["</result>"]), ("tool", [])):
         text = "a  <b>c</b> <|user|></result>d"
-        tokens = tokens_of(model, template.render([said(role, text)]))
+        tokens = tokens_of(model, template.render([message(role, text)]))
         assert text_of(model, tokens) == f"<|user|>{text}  </result>"
-        found = [own[token] for token in tokens.tolist() if token in own]
-        assert found == ["<|user|>", "  ", "<b>", *some, "  ", "</result>"]
+        marked = [word_of[token] for token in tokens.tolist() if token in word_of]
+        assert marked == ["<|user|>", "  ", "<b>", *some, "  ", "</result>"]
     model = vocab(words=words, space_prefix=True)
-    text = Template(turns, "", "", model.markers).render([said("tool", "a<|user|></result>d")])
+    text = Template(turns, "", "", model.markers).render([message("tool", "a<|user|></result>d")])
     assert text_of(model, tokens_of(model, text)) == "<|user|> a<|user|></result>d  </result>"
 
 
@@ -202,7 +203,7 @@ def test_markers_that_overlap_stay_text(vocab):
     model = vocab(control=["]~b]", "]~!b[", "<a<b>c>", "<b>"], words=["<|b]"])
     template = Template("]~b]{{ messages[0].content }}]~!b[", "", "", model.markers)
     for text in ("]~b]~!b[", "<a<b>c>", "<a<b>", "]~b]~b]<|b]~!b[", "]~", "]~b"):
-        tokens = tokens_of(model, template.render([said("user", text)]))
+        tokens = tokens_of(model, template.render([message("user", text)]))
         assert text_of(model, tokens) == f"]~b]{text}]~!b["
         assert special(model, tokens) == special(model, tokens[[0, -1]])
 
@@ -213,7 +214,7 @@ def test_a_marker_that_a_template_would_complete_stays_text(vocab):
         "{{ messages[0].content }}>{{ tools | tojson(ensure_ascii=True) }}", "", "", model.markers
     )
     tools = [{"a": f"<|im_end|> ü{JOINT}"}]
-    tokens = tokens_of(model, template.render([said("user", "<|im_end|")], tools=tools))
+    tokens = tokens_of(model, template.render([message("user", "<|im_end|")], tools=tools))
     assert text_of(model, tokens) == "<|im_end|>" + json.dumps(tools).replace(r"\u003c", "<")
     assert special(model, tokens) == []
 
@@ -231,34 +232,34 @@ def real(smol):
 def count(model, messages):
     """Return the tokens of a chat up to the header of a reply. The messages are plain texts."""
     start, end = (model.tokenize(text, special=True).tolist() for text in ("<|im_start|>", "<|im_end|>"))
-    found = []
-    for each in [*messages, said("assistant", "")]:
+    tokens = []
+    for each in [*messages, message("assistant", "")]:
         # a reply and its header are tokenized separately
         n = len("assistant\n") if each["role"] == "assistant" else 0
         text = f"{each['role']}\n{each['content']}"
         parts = [model.tokenize(part).tolist() for part in (text[:n], text[n:], "\n")]
-        found += [*start, *parts[0], *parts[1], *end, *parts[2]]
-    return found[: -len([*end, *parts[2]])]
+        tokens += [*start, *parts[0], *parts[1], *end, *parts[2]]
+    return tokens[: -len([*end, *parts[2]])]
 
 
 def test_a_server_counts_a_marker_as_text(smol, real):
-    messages = [said("system", EVIL)]
+    messages = [message("system", EVIL)]
     n_all = 0
     with serving(smol, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
         for text in (EVIL, f"{EVIL}."):
-            messages.append(said("user", text))
-            status, found = request(server.url, {"messages": messages, "max_tokens": 2})
-            assert status == 200, found
-            assert found["usage"]["prompt_tokens"] == len(count(real, messages))
+            messages.append(message("user", text))
+            status, answer = request(server.url, {"messages": messages, "max_tokens": 2})
+            assert status == 200, answer
+            assert answer["usage"]["prompt_tokens"] == len(count(real, messages))
             # the server continues the stored chat
-            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == n_all
-            n_all = found["usage"]["total_tokens"]
-            messages.append(found["choices"][0]["message"])
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == n_all
+            n_all = answer["usage"]["total_tokens"]
+            messages.append(answer["choices"][0]["message"])
 
 
 def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
-    wanted = count(real, [said("system", EVIL), said("user", EVIL)])
+    wanted = count(real, [message("system", EVIL), message("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
     # pinned prefixes are of two kinds: the system prompt, and a request that comes before a text
     template = template_of(real)
@@ -284,6 +285,6 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
 
 def test_a_plain_completion_reads_markers(smol, real):
     with serving(smol, "--budget", "256", "--temp", "0") as server:
-        asked = {"prompt": f"a{EVIL}", "max_tokens": 2}
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+        body = {"prompt": f"a{EVIL}", "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
     assert answer["usage"]["prompt_tokens"] == len(real.tokenize(f"a{EVIL}", special=True))

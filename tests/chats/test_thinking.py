@@ -30,8 +30,8 @@ KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%
 def parts(text, n, tags=THINK, **how):
     splitter = Splitter(tags, **how)
     pieces = [text[i : i + n] for i in range(0, len(text), n)]
-    found = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
-    return tuple("".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False))
+    texts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
+    return tuple("".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 100])
@@ -115,18 +115,18 @@ def model(smol):
 
 @pytest.fixture
 def talk(model):
-    made = []
+    talks = []
 
     def make(source, policy="h2o", budget=64, tags=None):
         engine = Engine(model, policies.fit(policy, budget), Settings(n_batch=32, n_threads=1))
         writer = Writer(engine, Sampler(model, seed=1))
         template = Template(source, "", "")
         template.tags = tags or template.tags
-        made.append(Conversation(writer, template))
-        return made[-1]
+        talks.append(Conversation(writer, template))
+        return talks[-1]
 
     yield make
-    for each in made:
+    for each in talks:
         each.close()
         each.writer.engine.close()
 
@@ -169,13 +169,13 @@ def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are
     model, sampler = ours.writer.engine.model, ours.writer.sampler
 
     def sample(cache):
-        sampler.recent.append(left.pop(0))
+        sampler.recent.append(unsampled.pop(0))
         sampled.append(sampler.recent[-1])
         return sampled[-1]
 
     monkeypatch.setattr(sampler, "sample", sample)
-    for said in ("Seven.", "Yes."):
-        left = model.tokenize(f"<think>\nHm.</think>\n\n{said}<|im_end|>", special=True).tolist()
+    for reply in ("Seven.", "Yes."):
+        unsampled = model.tokenize(f"<think>\nHm.</think>\n\n{reply}<|im_end|>", special=True).tolist()
         "".join(ours.reply("And?"))
     assert list(sampler.recent) == sampled
 

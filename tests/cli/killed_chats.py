@@ -109,10 +109,10 @@ def live(model, policy, folder, n_call):
         folder.mkdir(parents=True)
         chat, files = open_chat(model, policy, folder)
         user = User(chat, files)
-        left = die_at_call(n_call)
+        n_left = die_at_call(n_call)
         for _ in turns(user):
             write([*user.saved.values()])
-        write(n_call - left[0])
+        write(n_call - n_left[0])
 
     return in_child(work)
 
@@ -141,11 +141,14 @@ def stored(folder):
 
 def check(folder, before, after):
     """Check that the folder has each chat either as in `before` or as in `after`."""
-    there = stored(folder)
+    sessions = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]
         # a chat whose turns were all undone has no messages, so any session matches it
-        assert any(found[: len(each)] == each for found in there.values() for each in wanted), (i, there)
+        assert any(messages[: len(each)] == each for messages in sessions.values() for each in wanted), (
+            i,
+            sessions,
+        )
 
 
 def run(model_path, folder, policy, step=1):
@@ -165,12 +168,12 @@ def run(model_path, folder, policy, step=1):
         try:
             check(place, seen[-1] if seen else [], saved[len(seen)] if len(seen) < len(saved) else [])
             if (place / NAME).exists():
-                there = session.read_meta(place / NAME)["messages"]
-                assert go_on(model, policy, place) == there
+                messages = session.read_meta(place / NAME)["messages"]
+                assert go_on(model, policy, place) == messages
         except AssertionError as error:
             raise AssertionError(f"call {n}: {error}") from error
-        left = [path.name for path in place.iterdir() if path.name.endswith((".part", ".next"))]
-        assert not left or not (place / NAME).exists(), f"call {n}: {left}"
+        unfinished = [path.name for path in place.iterdir() if path.name.endswith((".part", ".next"))]
+        assert not unfinished or not (place / NAME).exists(), f"call {n}: {unfinished}"
         shutil.rmtree(place)
     return n_call
 

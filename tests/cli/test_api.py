@@ -32,24 +32,24 @@ def blocks(name):
 def run(smollm2, monkeypatch):
     """run(code) executes code on one thread and returns the names that are then defined."""
     monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
-    left = {}
+    names = {}
 
     def run(code):
-        exec(code, left)
-        return left
+        exec(code, names)
+        return names
 
     yield run
-    left["engine"].close()
-    left["model"].close()
+    names["engine"].close()
+    names["model"].close()
 
 
 def test_the_documents_ten_lines_stream_a_reply(run, capsys):
     code = blocks("docs/python.md")[0]
     assert len(code.strip().splitlines()) <= 11
-    left = run(code)
+    names = run(code)
     reply, _, end = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
-    engine = left["engine"]
-    assert left["talk"].messages[-1] == {"role": "assistant", "content": reply}
+    engine = names["engine"]
+    assert names["talk"].messages[-1] == {"role": "assistant", "content": reply}
     assert end == f"{engine.n_past} tokens, {engine.n_kv} of them in each row"
     assert engine.n_kv <= 96 < engine.n_past
     engine.reset()
@@ -62,21 +62,21 @@ def test_the_documents_ten_lines_stream_a_reply(run, capsys):
 
 def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     code = blocks("docs/python.md")[1:]
-    left = run(code[0])
-    engine = left["engine"]
+    names = run(code[0])
+    engine = names["engine"]
     written = capsys.readouterr().out
     # the last tokens depend on the CPU, so only the length of the text is checked
     assert engine.n_past > engine.policy.budget
     assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
     run(code[1])
-    said = capsys.readouterr().out.splitlines()
-    share = left["share"]
-    assert said[0].startswith(f"{engine.n_past} tokens, {share.tolist().count(0)} of them held by no row")
+    lines = capsys.readouterr().out.splitlines()
+    share = names["share"]
+    assert lines[0].startswith(f"{engine.n_past} tokens, {share.tolist().count(0)} of them held by no row")
     assert share.min() < 1
     assert share.tolist().count(0) < engine.n_past - 64 + 16
-    assert len(said) == 1 + (left["cells"].layer == 5).sum() == 4
+    assert len(lines) == 1 + (names["cells"].layer == 5).sum() == 4
     run(code[2])
-    mass, tokens = left["mass"], left["tokens"]
+    mass, tokens = names["mass"], names["tokens"]
     positions = engine.rows.pos[0, : engine.rows.live[0]].tolist()
     raw = {pos: engine.state[0][0, i] for i, pos in enumerate(positions)}
     assert sorted(mass[0].tolist(), reverse=True)[:3] == [raw[pos] for pos in tokens.tolist()]
@@ -84,7 +84,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     run(code[3])
     assert "h2o: there is no parameter 'windw'; its parameters: window" in capsys.readouterr().out
     run(code[4])
-    opened = left["opened"]
+    opened = names["opened"]
     assert (opened.run.budget, opened.engine.policy.budget, opened.notes) == ("10%", 819, [])
     assert opened.engine.settings.type_k == "q8_0"
     assert len(capsys.readouterr().out.split()) > 3

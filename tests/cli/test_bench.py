@@ -44,8 +44,8 @@ def loaded(model):
 @pytest.fixture(scope="module")
 def whole(model):
     """Result of a run with --json at two depths. The second depth is beyond the trained context."""
-    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
-    return kvtool("bench", *own, "--depths", "64,2k", "--rounds", 2, "--json")
+    options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    return kvtool("bench", *options, "--depths", "64,2k", "--rounds", 2, "--json")
 
 
 def read(text):
@@ -60,16 +60,16 @@ def words_of(docstring):
 
 def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
-    found = read(whole.stdout)
-    assert [(row["what"], row["depth"]) for row in found] == [(way, n) for n in (64, 2048) for way in ROWS]
+    rows = read(whole.stdout)
+    assert [(row["what"], row["depth"]) for row in rows] == [(way, n) for n in (64, 2048) for way in ROWS]
     documented = words_of(bench.Row.record.__doc__)
     assert len(documented) == 17
-    assert all(row.keys() == documented | {"model", "machine"} for row in found)
-    assert {row["model"] for row in found} == {model.stem}
-    beyond = [row for row in found if row["policy"] == "full" and row["depth"] == 2048]
+    assert all(row.keys() == documented | {"model", "machine"} for row in rows)
+    assert {row["model"] for row in rows} == {model.stem}
+    beyond = [row for row in rows if row["policy"] == "full" and row["depth"] == 2048]
     assert {row["why"] for row in beyond} == {"beyond the trained context (512 tokens)"}
     assert {row["rounds"] for row in beyond} == {0}
-    for row in found:
+    for row in rows:
         if row not in beyond:
             assert (row["why"], row["n_read"]) == (None, 16 if row["depth"] == 64 else 64)
             assert all(0 < row[name]["min"] <= row[name]["median"] <= row[name]["max"] for name in SPEEDS)
@@ -77,17 +77,17 @@ def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
 
 
 def test_bytes_are_those_of_the_caches(whole):
-    found = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
-    full, _, quantized = (found[way, 64]["device_bytes"] for way in ROWS[:3])
+    rows = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
+    full, _, quantized = (rows[way, 64]["device_bytes"] for way in ROWS[:3])
     # a block of 32 numbers has 34 bytes in q8_0 and 64 in f16
     assert quantized == full * 34 // 64
-    for row in found.values():
+    for row in rows.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
     # h2o also stores 4 numbers of 4 bytes (position, rotation, sum, signal) for each of 256 cells. The model
     # has 2 layers with 2 KV heads.
-    h2o = found["h2o, 64", 64]
+    h2o = rows["h2o, 64", 64]
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
-    near, far = (found["recall, 64", n] for n in (64, 2048))
+    near, far = (rows["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
     # evicted tokens are in the archive, where 32 numbers take 22 bytes in keys and 18 in values
     token_bytes = full * (22 + 18) // 128 // 256
@@ -95,8 +95,8 @@ def test_bytes_are_those_of_the_caches(whole):
 
 
 def test_the_first_line_names_the_machine(model):
-    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
-    done = kvtool("bench", *own, "--depths", "64,1024", "--rounds", 1)
+    options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    done = kvtool("bench", *options, "--depths", "64,1024", "--rounds", 1)
     assert done.returncode == 0, done.stderr
     first, _, second, *_ = done.stdout.splitlines()
     assert first == machine.line(machine.machine())
@@ -110,11 +110,11 @@ def test_the_first_line_names_the_machine(model):
 
 def test_a_table_of_80_columns_is_no_wider(whole):
     records = [row | {"over_old": dict.fromkeys(SPEEDS, 12.345)} for row in read(whole.stdout)]
-    said = {"model": records[0]["model"], "machine": records[0]["machine"]}
+    header = {"model": records[0]["model"], "machine": records[0]["machine"]}
     for width in (80, 120):
         out = io.StringIO()
         console = Console(file=out, width=width, force_terminal=True, color_system=None)
-        bench_table.show(console, records, said, has_device=False)
+        bench_table.show(console, records, header, has_device=False)
         lines = out.getvalue().splitlines()
         assert max(map(len, lines)) <= width
         assert [line for line in lines if line.startswith("recall, 64")]
@@ -128,16 +128,16 @@ def test_a_device_that_does_not_count_is_said(whole, is_known):
     if not is_known:
         records = [row | {"device_bytes": None} for row in records]
     out = io.StringIO()
-    said = {"model": records[0]["model"], "machine": records[0]["machine"]}
-    bench_table.show(Console(file=out, width=120), records, said, has_device=True)
+    header = {"model": records[0]["model"], "machine": records[0]["machine"]}
+    bench_table.show(Console(file=out, width=120), records, header, has_device=True)
     assert ("not known, as the devices' counters stand still" in " ".join(out.getvalue().split())) != is_known
 
 
 def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
-    made = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
-    assert list(made.measure()) == rows
+    benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
+    assert list(benchmark.measure()) == rows
     assert all(row.why.endswith(", 2.0 KiB are free") for row in rows)
     assert rows[-1].why.startswith("its archive needs ")
     assert not any(row.write for row in rows)
@@ -167,22 +167,22 @@ def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
 
 
 def test_a_cache_in_host_memory_is_measured_where_there_is_a_device():
-    own = [way for way in bench.cache_configs({}, has_device=True) if not way.kv_offload]
-    assert [way.name for way in own] == ["full, --no-kv-offload"]
+    ways = [way for way in bench.cache_configs({}, has_device=True) if not way.kv_offload]
+    assert [way.name for way in ways] == ["full, --no-kv-offload"]
     assert all(way.kv_offload for way in bench.cache_configs({}, has_device=False))
 
 
 def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
-    made, told = decoder.api.llama_init_from_model, []
+    init, passed = decoder.api.llama_init_from_model, []
 
     def spy(model, params):
-        told.append(params.offload_kqv)
-        return made(model, params)
+        passed.append(params.offload_kqv)
+        return init(model, params)
 
     monkeypatch.setattr(decoder.api, "llama_init_from_model", spy)
     rows = [bench.sized(way, 64, 16) for way in bench.cache_configs({}, has_device=True)]
     list(bench.Bench(loaded, Settings(n_threads=1), rows, rounds=1, row_s=1.0).measure())
-    assert told == [row.config.kv_offload for row in rows] == [True, True, True, False]
+    assert passed == [row.config.kv_offload for row in rows] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
@@ -229,30 +229,33 @@ def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
 
 def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     def record(what, depth, speed):
-        found = {"median": speed, "min": 1.0, "max": 99.0}
-        return {"what": what, "depth": depth, **dict.fromkeys(SPEEDS, found)}
+        speeds = {"median": speed, "min": 1.0, "max": 99.0}
+        return {"what": what, "depth": depth, **dict.fromkeys(SPEEDS, speeds)}
 
     old = tmp_path / "old.json"
     lines = [record("full", 512, 8.0), record("full", 8192, 2.0), record("h2o", 512, 5.0)]
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    there = bench.earlier(old)
+    earlier_rows = bench.earlier(old)
     # the file may also be a pipe, like a shell's <(...)
     pipe, end = os.pipe()
     os.write(end, old.read_bytes())
     os.close(end)
-    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == there
+    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == earlier_rows
     os.close(pipe)
-    assert bench.over(record("full", 8192, 3.0), there) == dict.fromkeys(SPEEDS, 1.5)
-    assert bench.over(record("h2o", 512, 4.0), there) == {**dict.fromkeys(SPEEDS, 0.8), "first_s": None}
-    assert bench.over(record("full", 64, 4.0), there) == dict.fromkeys(SPEEDS)
+    assert bench.over(record("full", 8192, 3.0), earlier_rows) == dict.fromkeys(SPEEDS, 1.5)
+    assert bench.over(record("h2o", 512, 4.0), earlier_rows) == {
+        **dict.fromkeys(SPEEDS, 0.8),
+        "first_s": None,
+    }
+    assert bench.over(record("full", 64, 4.0), earlier_rows) == dict.fromkeys(SPEEDS)
 
 
 def test_a_run_says_its_ratios(whole, model, tmp_path):
     old, picture = tmp_path / "old.json", tmp_path / "speed.png"
     old.write_text(whole.stdout)
-    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64, "--rounds", 1
-    done = kvtool("bench", *own, "--depths", 64, "--compare", old, "--plot", picture, "--json")
+    options = "-m", model, "-t", 1, "--budget", 64, "-b", 64, "--rounds", 1
+    done = kvtool("bench", *options, "--depths", 64, "--compare", old, "--plot", picture, "--json")
     assert done.returncode == 0, done.stderr
     before = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
     for row in read(done.stdout):
@@ -313,8 +316,8 @@ def test_an_interrupted_run_prints_the_rows_that_it_has(model, monkeypatch):
         whole_round(self, row, saved)
 
     monkeypatch.setattr(bench.Bench, "_round", interrupted)
-    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
-    done = called("bench", *own, "--depths", "64,128", "--rounds", 1, "--json")
+    options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    done = called("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
     assert done.returncode == 130
     assert [row["what"] for row in read(done.stdout)] == ROWS[:2]
     assert done.stderr.split("\n")[-3:-1] == [

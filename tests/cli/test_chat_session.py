@@ -48,8 +48,8 @@ def talk(chat_model, tmp_path):
 
 
 def _words(chat_model, session, *options):
-    own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", session]
-    return ["chat", *map(str, [*own, *options])]
+    base_options = ["-m", chat_model, "-n", 12, "-t", 1, "--session", session]
+    return ["chat", *map(str, [*base_options, *options])]
 
 
 def _command(chat_model, session, *options):
@@ -121,23 +121,23 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 # no buffer, because it would read ahead
                 bufsize=0,
             )
-        said = b""
+        output = b""
         if n_kill % 5:
             # Kill the chat while it reads, writes or saves. The test first waits for output, so that slow
             # machines have time to reply.
             n_said = rng.randint(1, 80)
-            while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
-                said += part
+            while len(output) < n_said and (part := chat.stdout.read(n_said - len(output))):
+                output += part
             time.sleep(rng.uniform(0, 0.1))
         else:
             # kill the chat while it starts
             time.sleep(rng.uniform(0, 1))
         chat.kill()
-        said += chat.communicate()[0]
+        output += chat.communicate()[0]
         # this also reads the archive, if there is one
         now = session.read(path)[0]["messages"] if path.exists() else []
         assert now[: len(saved)] == saved
-        runs.append((first, len(now) // 2, said))
+        runs.append((first, len(now) // 2, output))
         saved = now
     assert len(saved) > 0.8 * n
     # The whole chat takes one turn more than was saved: the last kill may have interrupted the reply of that
@@ -151,22 +151,22 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     whole = exported(tmp_path / "whole")
     assert whole[: len(saved)] == saved
     replies = [message["content"].encode() + b"\n" for message in whole[1::2]]
-    for first, end, said in runs:
+    for first, end, output in runs:
         # each reply that was shown completely must have been saved
-        assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
+        assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(output)
 
 
 def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
-    other = tmp_path / "other.gguf"
-    tiny.write_llama(other, chat_template=tiny.CHAT_TEMPLATE, seed=1)
+    other_model = tmp_path / "other.gguf"
+    tiny.write_llama(other_model, chat_template=tiny.CHAT_TEMPLATE, seed=1)
     for options, word in (
         (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
         (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
         (["-o", "window=9"], "it cannot continue with -o window=9"),
-        (["-m", other], "started with the model of SHA-256 "),
+        (["-m", other_model], "started with the model of SHA-256 "),
         (["-ctk", "q8_0"], "started with --cache-type-k f16; it cannot continue with --cache-type-k q8_0"),
         (["--positions", "original"], "started with --positions auto; it cannot"),
         (["--system", "Be brief."], "another system prompt"),
@@ -211,29 +211,29 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
     path = tmp_path / "chat.kvs"
     path.write_bytes(path.read_bytes()[:300])
     for command in ("show", "export"):
-        said = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
-        one_line(called("session", command, path), 9, said)
+        line = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
+        one_line(called("session", command, path), 9, line)
 
 
 def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
     path = tmp_path / "chat.kvs"
-    kept = json.loads(of_session("show", "--json", path))
-    assert list(kept) == [
+    record = json.loads(of_session("show", "--json", path))
+    assert list(record) == [
         *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
         *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
     ]
-    said = of_session("show", path)
-    names = re.findall(r"^(\S+(?: \S+)*)  ", said, re.M)
+    shown = of_session("show", path)
+    names = re.findall(r"^(\S+(?: \S+)*)  ", shown, re.M)
     assert names == [
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
-    assert "[b]brief[/b]." in said
-    assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
-    assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
+    assert "[b]brief[/b]." in shown
+    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
+    assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
     # the policy's line omits budget and eviction, which have their own lines
-    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
+    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", shown, re.M)
 
 
 def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
@@ -458,8 +458,8 @@ def test_a_file_in_the_archives_place_is_told_before_the_first_turn(talk, tmp_pa
         assert archive.exists()
         before = path.read_bytes()
     archive.write_bytes(b"my own file")
-    own = ("--policy", "h2o", "--budget", "64")
-    done = talk(TURNS[3:4], *own)
+    options = ("--policy", "h2o", "--budget", "64")
+    done = talk(TURNS[3:4], *options)
     one_line(done, 9, "chat.kvs.archive is not an archive of kvtool; rename it, or name another session")
     assert done.stdout == ""
     assert archive.read_bytes() == b"my own file"
@@ -467,7 +467,7 @@ def test_a_file_in_the_archives_place_is_told_before_the_first_turn(talk, tmp_pa
     assert is_new or path.read_bytes() == before
     # the chat continues even without its checkpoints
     archive.rename(tmp_path / "mine")
-    assert talk(TURNS[3:4], *own).returncode == 0
+    assert talk(TURNS[3:4], *options).returncode == 0
     assert session.read_meta(path)["n_turn"] == (1 if is_new else 4)
 
 

@@ -51,7 +51,7 @@ FOUR = [f"turn {i}" for i in range(4)]
 def test_nothing_that_is_typed_is_read_as_markup(terminal):
     chat = terminal("--system", "[/]")
     assert chat.say("/system") == "[/]"
-    for line, said in (
+    for line, reply in (
         ("/load x[/].kv", "cannot read x[/].kv: No such file or directory"),
         ("/save [/]/x.kv", "cannot write [/]/x.kv: No such file or directory"),
         ("/load [bold]x:smile:", "cannot read [bold]x:smile:: No such file or directory"),
@@ -59,7 +59,7 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
         ("/system [/bold] :smile:", "started over under the new system prompt; /undo takes this back"),
         ("/system", "[/bold] :smile:"),
     ):
-        assert chat.say(line) == said
+        assert chat.say(line) == reply
     chat.type("/[bold]x\r")
     chat.until("there is no command /[bold]x; /help lists them\n\n> /[bold]x")
     chat.type("\x15")
@@ -108,8 +108,8 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):
         # a typed line that is longer than the terminal is wrapped, so the message is in the last line
-        said = chat.say(line).split("\n")[-1]
-        assert words in said, line
+        message = chat.say(line).split("\n")[-1]
+        assert words in message, line
     assert chat.say("/undo") == "there is nothing to undo"
     assert chat.say("hello").endswith("tokens/s")
     chat.leave()
@@ -157,12 +157,12 @@ def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
 def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
     chat = terminal()
     chat.say("hello")
-    for answer, said in (("", "not saved"), ("no", "not saved"), ("\x03", "not saved"), ("y", "saved to")):
+    for answer, message in (("", "not saved"), ("no", "not saved"), ("\x03", "not saved"), ("y", "saved to")):
         chat.type(f"/save {chat_kv}\n")
         assert f"{chat_kv} holds another chat (4 turns, saved " in chat.wait_for("Replace it? [y/N] ")
         chat.type(answer if answer == "\x03" else f"{answer}\n")
-        assert said in chat.wait_for("\n> ")
-        assert turns(chat_kv) == (FOUR if said == "not saved" else ["hello"])
+        assert message in chat.wait_for("\n> ")
+        assert turns(chat_kv) == (FOUR if message == "not saved" else ["hello"])
     # a later state of the same chat is saved without a question
     chat.say("more")
     assert "saved to" in chat.say(f"/save {chat_kv}")
@@ -202,8 +202,8 @@ def other_kv(terminal, tmp_path):
 @pytest.mark.parametrize("end", ["killed", "left"])
 def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, other_kv, change, end):
     chat = terminal("--session", chat_kv)
-    said = chat.say(change.format(other=other_kv))
-    assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in said
+    message = chat.say(change.format(other=other_kv))
+    assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in message
     chat.kill() if end == "killed" else chat.leave()
     assert turns(chat_kv) == FOUR
     again = terminal("--session", chat_kv)
@@ -213,34 +213,34 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
     before = chat_kv.read_bytes()
-    own = ["other"] if "/load" in change else []
+    loaded = ["other"] if "/load" in change else []
     # chat.kv.1 exists already, so the set-aside file will be chat.kv.2
     chat_kv.with_name("chat.kv.1").write_text("mine")
     chat = terminal("--session", chat_kv)
     chat.say(change.format(other=other_kv))
     assert f"the previous chat of {chat_kv} is now in chat.kv.2" in chat.say("five")
     assert chat_kv.with_name("chat.kv.2").read_bytes() == before
-    assert turns(chat_kv) == [*own, "five"]
+    assert turns(chat_kv) == [*loaded, "five"]
     assert "previous" not in chat.say("six")
     chat.kill()
-    assert turns(chat_kv) == [*own, "five", "six"]
+    assert turns(chat_kv) == [*loaded, "five", "six"]
     assert turns(chat_kv.with_name("chat.kv.2")) == FOUR
     assert chat_kv.with_name("chat.kv.1").read_text() == "mine"
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change):
-    own = 1 if "/load" in change else 0
+    n_loaded = 1 if "/load" in change else 0
     chat = terminal("--session", chat_kv)
     chat.say("turn 4")
     name = change.format(other=other_kv)
     chat.say(name)
     chat.say("five")
-    assert 'took back the turn "five"; the chat has ' + (str(own) if own else "no") + " turn" in chat.say(
-        "/undo"
-    )
-    assert turns(chat_kv) == ["other"][:own]
-    command = name if own else name.split()[0]
+    assert 'took back the turn "five"; the chat has ' + (
+        str(n_loaded) if n_loaded else "no"
+    ) + " turn" in chat.say("/undo")
+    assert turns(chat_kv) == ["other"][:n_loaded]
+    command = name if n_loaded else name.split()[0]
     # /undo can also take back the four turns of the earlier process
     assert f"took back {command}; the chat has 5 turns; /undo can take back 5 more" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
@@ -252,15 +252,15 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
 
 
 def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
-    there, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
+    saved, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
     chat = terminal("--session", chat_kv)
     for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
         assert previous in chat.say(line)
     for n_turn in ("1 turn", "no turns"):
-        said = chat.say("/undo")
-        assert f"the chat has {n_turn}" in said
-        assert said.endswith(previous)
-        assert chat_kv.read_bytes() == there
+        message = chat.say("/undo")
+        assert f"the chat has {n_turn}" in message
+        assert message.endswith(previous)
+        assert chat_kv.read_bytes() == saved
     assert "previous" not in chat.say("/undo")
     assert turns(chat_kv) == FOUR
     # the chat reports when an undo moves the set-aside file back
@@ -289,9 +289,9 @@ def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp
     chat = terminal("--session", chat_kv)
     chat.say(f"/save {tmp_path / 'copy.kv'}")
     chat.say("turn 4")
-    said = chat.say(f"/load {tmp_path / 'copy.kv'}")
-    assert "continuing after 4 turns" in said
-    assert f"{chat_kv} holds the previous chat" in said
+    message = chat.say(f"/load {tmp_path / 'copy.kv'}")
+    assert "continuing after 4 turns" in message
+    assert f"{chat_kv} holds the previous chat" in message
     assert "is now in chat.kv.1" in chat.say("another")
     assert turns(chat_kv) == [*FOUR, "another"]
     assert turns(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]

@@ -27,7 +27,7 @@ def terminal(talker, tmp_path):
         yield start
 
 
-def said(path):
+def user_messages(path):
     return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
@@ -184,7 +184,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.type("\x15")
     chat.type("/bye\r")
     assert chat.process.wait(PATIENCE_S) == 0
-    assert said(path) == [
+    assert user_messages(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
         *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
         "blanks",
@@ -209,7 +209,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     again.type("\r")
     again.say("")
     again.kill()
-    assert said(tmp_path / "chat.kv") == ["the first thing"] * 2
+    assert user_messages(tmp_path / "chat.kv") == ["the first thing"] * 2
 
 
 @pytest.mark.parametrize("state", [os.devnull, "file"])
@@ -231,7 +231,7 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
     chat.type("\x03")
     held.go()
     chat.until("cancelled; the chat is as it was before\n\n> ")
-    assert said(path) == ["hello"]
+    assert user_messages(path) == ["hello"]
     assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
 
 
@@ -280,29 +280,29 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     for turn in ("one", "two", "three"):
         chat.say(turn)
     assert "tokens/s" in chat.say("/retry")
-    assert said(path) == ["one", "two", "three"]
+    assert user_messages(path) == ["one", "two", "three"]
     stats = " ".join(chat.say("/stats").split())
     assert "copies for /undo" not in stats
     assert ("checkpoints 2, " in stats) == ("checkpoints" in stats) == ("h2o" in policy)
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
-    assert said(path) == ["one"]
+    assert user_messages(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
-    kept = "\nthe last turn is unchanged\n"
-    for leaving, left in (
-        ("\x03", f"> one{kept}\n> "),
-        ("\x15\r", f"\n>{kept}\n> "),
-        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> /x"),
+    notice = "\nthe last turn is unchanged\n"
+    for leaving, screen in (
+        ("\x03", f"> one{notice}\n> "),
+        ("\x15\r", f"\n>{notice}\n> "),
+        ("\x15/x\r", f"> /x{notice}there is no command /x; /help lists them\n\n> /x"),
     ):
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
-        chat.until(left)
-        assert said(path) == ["one"]
+        chat.until(screen)
+        assert user_messages(path) == ["one"]
     chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")
     chat.say(" more")
-    assert said(path) == ["one more"]
+    assert user_messages(path) == ["one more"]
     assert not path.with_name("chat.kv.1").exists()
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
@@ -342,7 +342,7 @@ def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp
         chat.until(f'took back the turn "{gone}"; the chat has {has}\n\n> ')
         # after /undo the chat has room for another turn
         assert chat.say("three").endswith("tokens/s")
-    assert said(path) == [*["one"] * (not again), "three"]
+    assert user_messages(path) == [*["one"] * (not again), "three"]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     # The next prompts start without a text. Lines that were typed ahead are then read and not dropped.
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
-    assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
+    assert user_messages(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
 def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal, tmp_path):
@@ -374,11 +374,11 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
         chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
         # the next input replaces the line
         assert "2 turns" not in chat.say("/undo 0")
-    assert said(path) == ["one"]
+    assert user_messages(path) == ["one"]
     chat.type("/no/pe is a path\r")
     chat.until("[y/N] ")
     chat.type("y\r")
-    until(lambda: said(path) == ["one", "/no/pe is a path"])
+    until(lambda: user_messages(path) == ["one", "/no/pe is a path"])
 
 
 def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(terminal):
@@ -402,7 +402,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
 
     from kvtool.cli.chat.screen import Keys
 
-    own, theirs = pty.openpty()
+    master, theirs = pty.openpty()
     with open(theirs, closefd=False) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
@@ -420,7 +420,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
             assert not echoes_after_stop()
         assert termios.tcgetattr(theirs) == before
         assert signal.getsignal(signal.SIGCONT) == handler
-    os.close(own)
+    os.close(master)
     os.close(theirs)
 
 
@@ -471,7 +471,7 @@ def test_an_editor_writes_a_turn(terminal, tmp_path):
     assert chat.say("/edit").endswith("tokens/s")
     assert "> /edit\nline one\nline two\n" in chat.text
     chat.kill()
-    assert said(tmp_path / "chat.kv") == ["line one\nline two"]
+    assert user_messages(tmp_path / "chat.kv") == ["line one\nline two"]
     chat = terminal(env={"VISUAL": str(tmp_path / "none")})
     assert "set $EDITOR to an editor that works" in chat.say("/edit")
 

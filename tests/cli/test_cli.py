@@ -85,9 +85,9 @@ def loaded_by_help():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_loads_nothing_heavy(loaded_by_help, command):
-    said, heavy = loaded_by_help[command]
+    text, heavy = loaded_by_help[command]
     assert not heavy
-    assert "Usage" in said
+    assert "Usage" in text
 
 
 def test_a_command_loads_no_other():
@@ -112,8 +112,8 @@ def test_a_command_loads_no_other():
 
 
 def test_commands_are_shown_in_their_order_and_suggested():
-    said = kvtool("--help").stdout.split("Commands:\n")[1]
-    named = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[2] != " "]
+    listed = kvtool("--help").stdout.split("Commands:\n")[1]
+    named = [line.split()[0] for line in listed.split("\n\n")[0].splitlines() if line[2] != " "]
     assert named == COMMANDS[1:]
     assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'; did you mean `kvtool chat`?\n"
 
@@ -170,8 +170,8 @@ def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file,
 
 
 def test_one_token_is_not_called_tokens(smol):
-    own = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
-    done = called(*own, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
+    command = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
+    done = called(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
     assert "stopped after 1 token (-n)" in done.stderr
     done = called("perplexity", "-m", smol, "--max-tokens", 2, "-t", 1, stdin="The tide came in.")
     assert re.search(r"^1 token scored", done.stderr, re.M)
@@ -180,27 +180,29 @@ def test_one_token_is_not_called_tokens(smol):
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 @pytest.mark.parametrize(("arch", "least"), [("gemma3", "256.0 KiB"), ("lfm2", "131.0 KiB")])
 def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_file, arch, least, command):
-    own = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
+    options = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
     budget = "--budgets" if command == "compare" else "--budget"
     policy = "--policies" if command == "compare" else "--policy"
-    said = f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
-    one_line(called(command, text_file, *own, policy, "h2o", budget, "129KiB"), 2, said)
+    line = f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
+    one_line(called(command, text_file, *options, policy, "h2o", budget, "129KiB"), 2, line)
     if command == "perplexity":
-        done = called(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
+        done = called(command, text_file, *options, policy, "h2o", budget, least.replace(" ", ""), "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["budget"] == 256
 
 
 @pytest.mark.parametrize("command", ["perplexity", "generate"])
 def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command):
-    own = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
-    own += [text_file, "--max-tokens", 200] if command == "perplexity" else ["-n", 300, "--raw", "-p", "hi"]
-    done = kvtool(command, *own)
+    options = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
+    options += (
+        [text_file, "--max-tokens", 200] if command == "perplexity" else ["-n", 300, "--raw", "-p", "hi"]
+    )
+    done = kvtool(command, *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
-    asked = kvtool(command, *own, "-b", 256)
-    assert asked.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
-    assert kvtool(command, *own, "-b", 64).stderr == ""
+    larger = kvtool(command, *options, "-b", 256)
+    assert larger.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
+    assert kvtool(command, *options, "-b", 64).stderr == ""
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
@@ -213,8 +215,8 @@ def test_what_is_no_text_is_refused(tmp_path, data):
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     (tmp_path / "one.txt").write_text("a")
-    said = f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
-    one_line(called(command, tmp_path / "one.txt"), 5, said)
+    line = f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
+    one_line(called(command, tmp_path / "one.txt"), 5, line)
 
 
 def test_policies_lists_all_with_their_parameters():
@@ -301,8 +303,8 @@ def test_an_answer_that_fills_the_cache_is_printed(default_talker):
 
 
 def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
-    own = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
-    done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
+    options = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
+    done = kvtool("perplexity", text_file, "-t", 1, "--json", *options)
     result = json.loads(done.stdout)
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
@@ -332,17 +334,17 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_bytes_for_more_than_the_context_are_said_to_be_the_context(smol, policy):
-    own = "generate", "hi", "-n", 1, "-t", 1, "-m", smol, "--policy", policy
-    done = kvtool(*own, "--budget", "1TiB")
-    said = r"--budget 1TiB holds the whole context: the budget is [0-9,]+ of its 8,192 tokens\n"
-    assert re.fullmatch(said, done.stderr)
-    assert "whole" not in kvtool(*own, "--budget", "1MiB").stderr
+    command = "generate", "hi", "-n", 1, "-t", 1, "-m", smol, "--policy", policy
+    done = kvtool(*command, "--budget", "1TiB")
+    line = r"--budget 1TiB holds the whole context: the budget is [0-9,]+ of its 8,192 tokens\n"
+    assert re.fullmatch(line, done.stderr)
+    assert "whole" not in kvtool(*command, "--budget", "1MiB").stderr
 
 
 def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
     for policy in ("h2o", "recall"):
-        own = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
-        done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
+        options = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
+        done = kvtool("perplexity", text_file, "-t", 1, "--json", *options)
         assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
 
 
@@ -355,23 +357,23 @@ def test_generate_writes_only_the_answer_to_stdout(default_talker):
 
 def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     (tmp_path / "notes.md").write_text("Hello.")
-    own = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
-    said = "notes.md is a file; use -f notes.md to read it\n"
-    assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
-    assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
-    assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
+    command = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
+    line = "notes.md is a file; use -f notes.md to read it\n"
+    assert kvtool(*command, "notes.md", cwd=tmp_path).stderr == line
+    assert kvtool(*command, "-p", "notes.md", cwd=tmp_path).stderr == line
+    assert kvtool(*command, "-f", "notes.md", cwd=tmp_path).stderr == ""
     # neither prompt is the name of a file
     for prompt in ("notes", "word " * 200):
-        assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
+        assert "is a file" not in kvtool(*command, prompt, cwd=tmp_path).stderr
 
 
 def test_generate_is_the_same_for_the_same_seed(default_talker):
-    def told(seed):
+    def story(seed):
         return kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", seed, "-t", 1).stdout
 
-    first = told(7)
-    assert first == told(7)
-    assert first != told(8)
+    first = story(7)
+    assert first == story(7)
+    assert first != story(8)
 
 
 def test_generate_reads_more_than_its_budget(default_talker):
@@ -468,15 +470,15 @@ def test_chat_with_a_pipe_answers_each_line(default_talker):
 
 
 def test_a_text_that_does_not_end_is_cut(talker):
-    own = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
+    options = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
     line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
-    done = kvtool("generate", "Hello!", *own)
+    done = kvtool("generate", "Hello!", *options)
     assert (done.returncode, done.stderr) == (0, line)
-    done = kvtool("chat", *own, stdin="Hello!\n")
+    done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
     # a requested limit gets no notice
-    assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
+    assert kvtool("generate", "Hello!", *options, "-n", 8).stderr == ""
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
@@ -493,11 +495,11 @@ def test_an_interrupted_perplexity_prints_what_it_has_measured(monkeypatch, smol
         return plain(engine, tokens, *before, stop)
 
     (tmp_path / "text.txt").write_text("A text of some words. " * 3)
-    own = "perplexity", tmp_path / "text.txt", "-m", smol, "-t", 1, "--policy", "h2o", "--budget", 8
-    whole = json.loads(called(*own, *more, "--json").stdout)
+    command = "perplexity", tmp_path / "text.txt", "-m", smol, "-t", 1, "--policy", "h2o", "--budget", 8
+    whole = json.loads(called(*command, *more, "--json").stdout)
     assert whole["complete"] is True
     monkeypatch.setattr(f"kvtool.measure.perplexity.{name}", interrupted)
-    done = called(*own, *more)
+    done = called(*command, *more)
     assert done.returncode == 130
     if "--json" in more:
         result = json.loads(done.stdout)
@@ -522,7 +524,7 @@ def perplexity_of(more):
 )
 def test_an_empty_answer_is_explained(smol, command, stdin):
     noun = "reply" if command == ["chat"] else "answer"
-    own = "-m", smol, "-t", 1, "-n", 4
+    model_options = "-m", smol, "-t", 1, "-n", 4
     for options, line in (
         (["--grammar", "root ::= "], f"the {noun} is empty: the grammar allows no text"),
         (["--grammar", 'root ::= "a" | ""', "--logit-bias", "2+99"], f"the model ended its {noun} at once"),
@@ -531,10 +533,10 @@ def test_an_empty_answer_is_explained(smol, command, stdin):
             f"the {noun} is empty: it began with the stop text 'a'",
         ),
     ):
-        done = called(*command, *own, *options, stdin=stdin)
+        done = called(*command, *model_options, *options, stdin=stdin)
         assert done.returncode == 0
         assert done.stderr.splitlines()[-1] == line
-    assert "empty" not in called(*command, *own, "--grammar", 'root ::= "a"', stdin=stdin).stderr
+    assert "empty" not in called(*command, *model_options, "--grammar", 'root ::= "a"', stdin=stdin).stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")

@@ -71,7 +71,7 @@ def read(path):
 
 def lasting(records):
     """Return the records without the fields that differ each time."""
-    return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
 
 
 GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
@@ -90,18 +90,18 @@ def whole(compare, folder):
 
 def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    found = read(whole)
-    assert [(one["policy"], one["budget"], one["type_k"]) for one in found] == [
+    records = read(whole)
+    assert [(record["policy"], record["budget"], record["type_k"]) for record in records] == [
         ("full", 200, "f16"),
         ("full", 200, "q8_0"),
         ("h2o", 64, "f16"),
         ("local", 64, "f16"),
     ]
-    assert (found[0]["kl"], found[0]["top1"], found[0]["nll_minus_full"]) == (0, 1, 0)
-    assert 0 < found[1]["kl"] < found[2]["kl"]
-    assert found[2]["params"]["window"] == 20
-    assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
-    assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
+    assert (records[0]["kl"], records[0]["top1"], records[0]["nll_minus_full"]) == (0, 1, 0)
+    assert 0 < records[1]["kl"] < records[2]["kl"]
+    assert records[2]["params"]["window"] == 20
+    assert [record["best_other"] for record in records[2:]] == ["local", "h2o:window=20"]
+    assert records[2]["nll_minus_best"] == pytest.approx(-records[3]["nll_minus_best"])
     # one line about all runs, then one line per run
     lines = stderr.splitlines()
     assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
@@ -122,7 +122,10 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
 def test_only_what_is_asked_for_runs(compare, folder):
     out = folder / "asked.jsonl"
     compare("--policies", "full,local", "--budget", "64", "--records", out)
-    assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
+    assert [(record["policy"], record["type_k"]) for record in read(out)] == [
+        ("full", "f16"),
+        ("local", "f16"),
+    ]
 
 
 def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
@@ -143,17 +146,17 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
     compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
-    one, *others = read(out)
-    assert one["policy"] == "meanwhile.py"
+    first, *others = read(out)
+    assert first["policy"] == "meanwhile.py"
     assert others == [{"policy": "another run's"}]
 
 
 def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
-    asked, fails = [], True
+    calls, fails = [], True
 
     class Runner:
         def __init__(self, common, tokens):
-            asked.clear()
+            calls.clear()
 
         def __enter__(self):
             return self
@@ -162,7 +165,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
             pass
 
         def run(self, runs, jobs=1, against=None, writes=False):
-            asked.append(([each.label for each in runs], against is not None))
+            calls.append(([each.label for each in runs], against is not None))
             for each in runs:
                 done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
                 yield runner.Event(each, record={"error": "no"} if writes and fails else done)
@@ -173,13 +176,13 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     results = ComparisonResults(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
-        assert [one["kl"] for one in results.of_run.values()] == [None]
+        assert [record["kl"] for record in results.of_run.values()] == [None]
     # In the second round, only `full` runs. `local` lacks nothing but its KL, which needs `full`.
-    assert asked == [(["full"], True), ([], False)]
+    assert calls == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
-    assert asked == [(["full"], True), (["local"], True)]
-    assert [one["kl"] for one in results.of_run.values()] == [0.5]
+    assert calls == [(["full"], True), (["local"], True)]
+    assert [record["kl"] for record in results.of_run.values()] == [0.5]
 
 
 MEANWHILE = """
@@ -200,13 +203,13 @@ POLICY = Meanwhile
 
 
 def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
-    found = read(whole)[2]
+    record = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
     alone = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
-    assert found["nll"] == pytest.approx(alone["nll"], abs=1e-12)
+    assert record["nll"] == pytest.approx(alone["nll"], abs=1e-12)
     for name in ("cells", "kv_bytes", "state_bytes", "params", "budget", "policy"):
-        assert found[name] == alone[name], name
+        assert record[name] == alone[name], name
 
 
 def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
@@ -239,7 +242,7 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
     assert done.returncode == 1
     assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
     assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
-    assert ["error" in one for one in read(folder / "failed.jsonl")] == [True, False]
+    assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
     again = compare(*arguments, "--resume", check=False)
     assert again.returncode == 1
@@ -278,14 +281,14 @@ def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, type
 
 def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
-    own = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
-    printed = compare(*own, "--records", out, "--json").stdout
+    options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
+    printed = compare(*options, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
     # in earlier versions, --json took the name of a file, and this still works
-    assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
+    assert "tokens of tide.txt scored" in compare(*options, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
-    assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
+    assert len(compare(*options, "--json", "-").stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,9 +328,9 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # a terminal sends Ctrl-C to the whole process group
         os.killpg(process.pid, signal.SIGINT)
-        said = process.stderr.read().splitlines()
+        lines = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 130
-    assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
+    assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
 
@@ -370,8 +373,8 @@ ROWS = [
 
 def shown(rows=ROWS, width=110, **console):
     out = io.StringIO()
-    made = Console(**({"file": out, "width": width, "_environ": {}} | console))
-    compare_table.show(made, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
+    printer = Console(**({"file": out, "width": width, "_environ": {}} | console))
+    compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
     return out.getvalue()
 
 

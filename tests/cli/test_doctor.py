@@ -66,11 +66,11 @@ def test_all_is_well(run):
 
 
 def test_json_has_it_all(run):
-    found = json.loads(run(0, json=True))
-    assert (found["ok"], found["problems"]) == (True, [])
-    assert found["library"]["digest"] == found["library"]["digest_wanted"]
-    assert found["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
-    assert found["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True, "linked": True}
+    report = json.loads(run(0, json=True))
+    assert (report["ok"], report["problems"]) == (True, [])
+    assert report["library"]["digest"] == report["library"]["digest_wanted"]
+    assert report["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
+    assert report["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True, "linked": True}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_no_library_at_all(run, monkeypatch):
         raise LibraryError("no libllama")
 
     monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=fails))
-    found = json.loads(run(1, json=True))
-    assert found["library"] is None
-    assert "no libllama" in found["problems"][0]["wrong"]
+    report = json.loads(run(1, json=True))
+    assert report["library"] is None
+    assert "no libllama" in report["problems"][0]["wrong"]
 
 
 def test_kernels_that_are_not_linked(run):

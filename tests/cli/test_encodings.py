@@ -107,10 +107,10 @@ def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
 def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
     stdin = "\ufeffna\u00efve \u4e16\r\n".encode()
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "chat.kv"
-        done = kvtool(*CHAT, "-m", talker, "--session", kept, stdin=stdin, env=env)
+        session_path = Path(folder) / "chat.kv"
+        done = kvtool(*CHAT, "-m", talker, "--session", session_path, stdin=stdin, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
-        assert session.read_meta(kept)["messages"][0]["content"] == "na\u00efve \u4e16"
+        assert session.read_meta(session_path)["messages"][0]["content"] == "na\u00efve \u4e16"
 
 
 @few
@@ -119,9 +119,9 @@ def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
     arguments = ("generate", "--raw", "-n", 6, "--temp", 0, "-t", 1, "-m", smollm2)
     done = kvtool(*arguments, stdin=prompt.encode(), env=env)
     assert (done.returncode, done.stderr) == (0, b"")
-    said = json.loads(kvtool(*arguments, "--json", stdin=prompt.encode(), env=env).stdout)["text"]
-    assert not said.isascii()
-    assert done.stdout.decode("utf-8").rstrip("\n") in (said, said.encode("ascii", "replace").decode())
+    text = json.loads(kvtool(*arguments, "--json", stdin=prompt.encode(), env=env).stdout)["text"]
+    assert not text.isascii()
+    assert done.stdout.decode("utf-8").rstrip("\n") in (text, text.encode("ascii", "replace").decode())
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("eval", "--help"), ("models", "list"), ("doctor",)])
@@ -134,16 +134,16 @@ def test_tables_go_to_any_stdout(arguments):
 @few
 def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_path, env):
     folder = os.fsencode(tmp_path)
-    model, kept = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
-    os.makedirs(os.path.dirname(kept))
+    model, session_path = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
+    os.makedirs(os.path.dirname(session_path))
     shutil.copy(talker, model)
     for line in (b"one\n", b"two\n"):
-        done = kvtool(*CHAT, "-m", model, "--session", kept, stdin=line, env=env)
+        done = kvtool(*CHAT, "-m", model, "--session", session_path, stdin=line, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
-    shown_ = json.loads(kvtool("session", "show", "--json", kept, env=env).stdout)
+    shown_ = json.loads(kvtool("session", "show", "--json", session_path, env=env).stdout)
     assert shown_["turns"] == 2
     assert shown_["model"].endswith("/caf\ufffd[bold].gguf")
-    assert b"[bold].gguf" in kvtool("session", "show", kept, env=env).stdout
+    assert b"[bold].gguf" in kvtool("session", "show", session_path, env=env).stdout
     written = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
     assert json.loads(written.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
 

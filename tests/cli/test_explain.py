@@ -181,8 +181,8 @@ def test_what_is_forgotten_of_each_text_is_said(smol, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
     line = "The tide came in. " * 12 + "\n"
     arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
-    own = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
-    done = kvtool(command, *arguments, *own, stdin=2 * line)
+    options = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
+    done = kvtool(command, *arguments, *options, stdin=2 * line)
     assert done.returncode == 0, done.stderr
     n_text = 2 if command == "chat" else 1
     assert done.stderr.count("each KV head keeps at most 32 of them") == n_text
@@ -225,10 +225,10 @@ def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
         assert "It is read at once, in a cache" in long_text(engine, "prompt", 70)
         assert "It is read" not in long_text(engine, "prompt", 71)
     with open_engine(tiny_model(), policy, n_ctx=70, prefill="whole") as engine:
-        said = (
+        sentence = (
             "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
         )
-        assert long_text(engine, "prompt", 71) == said
+        assert long_text(engine, "prompt", 71) == sentence
         explain_run(engine, "snapkv", "prompt", 71)
         assert "segment" not in capsys.readouterr().err
 
@@ -237,8 +237,8 @@ def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
         assert engine.policy.budget == 64
         assert long_text(engine, "text", 32) is None
-        said = "each KV head, in the mean, keeps at most 32 of them (80 %) and forgets the others"
-        assert said in long_text(engine, "text", 40)
+        sentence = "each KV head, in the mean, keeps at most 32 of them (80 %) and forgets the others"
+        assert sentence in long_text(engine, "text", 40)
         engine.read(text(40))
         assert report.line(report.report(engine, "h2o")).startswith(
             f"{engine.mean_kv:.0f}/32 cells per row, "

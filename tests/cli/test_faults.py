@@ -272,9 +272,9 @@ STAGES = {
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     # The first eviction imports numba if there is no library of compiled kernels. These options cause an
     # eviction.
-    own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
+    options = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
-    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *options, popen=popen)
     assert done.returncode == 130, done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")
@@ -429,8 +429,8 @@ def test_a_terminal_that_goes_away_during_a_reply_keeps_the_turn(talker, held, t
 @pytest.mark.parametrize("end", ["signal", "pipe"])
 def test_a_hang_up_or_a_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
     path = tmp_path / "chat.kv"
-    own = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
-    chat = start(RUN, "chat", "-m", talker, *own, stdin=subprocess.PIPE)
+    options = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
+    chat = start(RUN, "chat", "-m", talker, *options, stdin=subprocess.PIPE)
     chat.stdin.write("Tell me a long story of the sea.\n")
     chat.stdin.flush()
     held.wait()

@@ -115,9 +115,9 @@ def test_a_session_with_adapters_does_not_continue_in_a_chat_without_them():
 
 
 def test_records_tell_the_adapters(default_talker, lora, tmp_path):
-    said = json.loads(generate("--json", "--lora", f"{lora}:-2").stdout)
-    assert said["lora"] == [f"{lora}:-2.0"]
-    assert said["text"] != json.loads(generate("--json").stdout)["text"]
+    record = json.loads(generate("--json", "--lora", f"{lora}:-2").stdout)
+    assert record["lora"] == [f"{lora}:-2.0"]
+    assert record["text"] != json.loads(generate("--json").stdout)["text"]
     file, records = tmp_path / "text", tmp_path / "records"
     file.write_text("The tide came in. " * 9)
     words = ("compare", file, "-t", 1, "--policies", "full,local", "--budgets", 16, "--records", records)
@@ -191,10 +191,10 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
     path = tiny_model("gpt_oss", n_layer=4)
     gpu = FakeGpu(monkeypatch, path, n_cell=512)
     gpu.has_room_for(n_layer, n_expert)
-    run, said = config_model._fitted_to_gpu(WriteOptions(), path, 512)
+    run, note = config_model._fitted_to_gpu(WriteOptions(), path, 512)
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
-    assert bool(said) == bool(line)
-    assert line in said
+    assert bool(note) == bool(line)
+    assert line in note
 
 
 def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):

@@ -71,13 +71,13 @@ def test_the_list_of_commands_says_what_each_says_of_itself():
     root = get_command(app)
     for name, sentence in COMMANDS.items():
         command = root.commands[name]
-        said = " ".join((command.help or "").split())
-        assert said.startswith(sentence), name
+        text = " ".join((command.help or "").split())
+        assert text.startswith(sentence), name
         assert sentence in " ".join(called("--help").stdout.split())
 
 
 def test_options_stand_in_groups_with_their_real_defaults():
-    said = " ".join(kvtool("chat", "-h").stdout.split())
+    page = " ".join(kvtool("chat", "-h").stdout.split())
     order = [
         "Options: --system",
         "Cache and eviction: --policy",
@@ -90,13 +90,13 @@ def test_options_stand_in_groups_with_their_real_defaults():
         "Help: -h,",
         "Examples: ",
     ]
-    assert sorted(order, key=said.index) == order
+    assert sorted(order, key=page.index) == order
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
-        assert f"[default: {default}]" in said
-    assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
+        assert f"[default: {default}]" in page
+    assert "[default: 512 tokens; 1,024 with a policy that forgets]" in page
     # defaults are not in parentheses, and ranges are not in typer's form
-    assert "(1,024" not in said
-    assert "x>=" not in said
+    assert "(1,024" not in page
+    assert "x>=" not in page
 
 
 def test_an_earlier_name_of_an_option_works_and_is_not_shown():
@@ -127,10 +127,10 @@ def test_a_range_is_in_words():
 
 @pytest.mark.parametrize("group", ["models", "session"])
 def test_no_sentence_about_a_command_is_cut(group):
-    said = shown_by(group)
+    page = shown_by(group)
     for words, command in COMMANDS_OF.items():
         if words[0] == group:
-            assert " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "." in said
+            assert " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "." in page
 
 
 def shown_by(*words):
@@ -307,28 +307,31 @@ def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
-    def told(*arguments, stdin=""):
+    def answered(*arguments, stdin=""):
         done = kvtool("generate", *arguments, "-n", 6, "--temp", 0, "-t", 1, "--json", stdin=stdin)
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found["text"], found["prompt_tokens"]
+        record = json.loads(done.stdout)
+        return record["text"], record["prompt_tokens"]
 
-    wanted = told("-p", "Say hello.")
+    wanted = answered("-p", "Say hello.")
     file = tmp_path / "prompt.txt"
-    assert told("Say hello.") == told("-f", file) == told("-f", "-", stdin="Say hello.\n") == wanted
-    both = told("Go on.", stdin="Say hello.")
-    assert told("Go on.", "-f", file) == told("-p", "Go on.", "--file", file) == both != wanted
-    system = told("Say hello.", "--system", "Be brief.")
-    assert told("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
+    assert (
+        answered("Say hello.") == answered("-f", file) == answered("-f", "-", stdin="Say hello.\n") == wanted
+    )
+    both = answered("Go on.", stdin="Say hello.")
+    assert answered("Go on.", "-f", file) == answered("-p", "Go on.", "--file", file) == both != wanted
+    system = answered("Say hello.", "--system", "Be brief.")
+    assert answered("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
 
 
 def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
-    own = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
-    without = kvtool(*own, "-n", -1, "--seed", 3).stdout
-    assert without == kvtool(*own, "--seed", 3).stdout
-    assert kvtool(*own, "--n-predict", 1, "--seed", 3).stdout.strip() == without.split()[0].strip(".,")
+    command = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
+    without = kvtool(*command, "-n", -1, "--seed", 3).stdout
+    assert without == kvtool(*command, "--seed", 3).stdout
+    assert kvtool(*command, "--n-predict", 1, "--seed", 3).stdout.strip() == without.split()[0].strip(".,")
     drawn = {
-        kvtool(*own, "-n", 12, "--seed", -1, "--temp", 2, "--top-p", 1, "--min-p", 0).stdout for _ in "abc"
+        kvtool(*command, "-n", 12, "--seed", -1, "--temp", 2, "--top-p", 1, "--min-p", 0).stdout
+        for _ in "abc"
     }
     assert len(drawn) > 1
 
@@ -352,17 +355,17 @@ def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, mo
     line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)
     monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
-    own = ("-t", 1, "-ngl")
+    options = ("-t", 1, "-ngl")
     for words in (
         ("generate", "Hi", "-n", 1),
         ("inspect", tmp_path / "text"),
         ("compare", tmp_path / "text", "--policies", "local", "--budgets", 16),
         ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
     ):
-        assert called(*words, *own, 99).stderr.count(line) == 1, words
-    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 0).stderr
+        assert called(*words, *options, 99).stderr.count(line) == 1, words
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 0).stderr
     monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: True)
-    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 99).stderr
 
 
 def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(default_talker):
@@ -394,15 +397,15 @@ POLICY = Mine
 def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default_talker, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
 
-    def said(*arguments):
+    def stderr_of(*arguments):
         done = kvtool("generate", "word " * 99, "-t", 1, "--budget", 64, *arguments)
         return done.returncode, done.stderr
 
-    mine = ("--policy", tmp_path / "mine.py")
+    options = ("--policy", tmp_path / "mine.py")
     line = "kvtool: Mine.plan: RuntimeError: no idea (mine.py, line 11)\n"
-    code, plain = said(*mine)
+    code, plain = stderr_of(*options)
     assert (code, "Traceback" in plain, plain.endswith(f"\n{line}")) == (7, False, True)
-    code, shown = said(*mine, "-v")
+    code, shown = stderr_of(*options, "-v")
     assert code == 7
     assert 'mine.py", line 8, in plan' in shown
     assert 'mine.py", line 11, in helper' in shown
@@ -410,11 +413,11 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert "eviction.py" not in shown
     assert shown.endswith(f"RuntimeError: no idea\n{line}")
     assert "llama_context" not in shown
-    assert "llama_context" in said(*mine, "-vv")[1]
-    code, plain = said("-n", 2, "-v")
+    assert "llama_context" in stderr_of(*options, "-vv")[1]
+    code, plain = stderr_of("-n", 2, "-v")
     assert (code, "cells per row" in plain, "llama_context" in plain) == (0, True, False)
     (tmp_path / "mine.py").write_text("x = (")
-    assert "SyntaxError" in said(*mine, "-v")[1].split("\nkvtool: ")[0]
+    assert "SyntaxError" in stderr_of(*options, "-v")[1].split("\nkvtool: ")[0]
 
 
 def test_explain_says_what_a_small_budget_costs(smollm2):
@@ -433,16 +436,18 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
 def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     import pty
 
-    own, theirs = pty.openpty()
+    master, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
     # if the command has written nothing, `os.read` would wait without this byte
     os.write(theirs, b".")
     os.close(theirs)
-    said = os.read(own, 4096).decode()
-    os.close(own)
-    assert said.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
-    assert said.count("\n") == is_said
+    written = os.read(master, 4096).decode()
+    os.close(master)
+    assert (
+        written.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+    )
+    assert written.count("\n") == is_said
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
@@ -452,12 +457,12 @@ def test_an_error_is_wrapped_between_words():
     import struct
     import termios
 
-    own, theirs = pty.openpty()
+    master, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
-    lines = os.read(own, 4096).decode().splitlines()
-    os.close(own)
+    lines = os.read(master, 4096).decode().splitlines()
+    os.close(master)
     assert " ".join(lines) == kvtool("chat", "--evict-every", "x").stderr.strip()
     assert len(lines) > 1
     assert max(map(len, lines)) <= 40
@@ -465,8 +470,8 @@ def test_an_error_is_wrapped_between_words():
 
 def completed(line, **env):
     words = line.split(" ")
-    told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = forked.run(KVTOOL, env={**os.environ, **told, **env}, check=True)
+    variables = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = forked.run(KVTOOL, env={**os.environ, **variables, **env}, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -522,12 +527,12 @@ def test_completion_takes_no_defaults(tmp_path):
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete_too(shell):
-    told = {
+    variables = {
         "_KVTOOL_COMPLETE": f"complete_{shell}",
         "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = forked.run(KVTOOL, env={**os.environ, **told}, check=True)
+    done = forked.run(KVTOOL, env={**os.environ, **variables}, check=True)
     assert "streamingllm" in done.stdout
     assert "h2o" not in done.stdout
     source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}

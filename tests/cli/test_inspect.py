@@ -136,10 +136,10 @@ def watched(tiny_model):
 
     tokens = text(180)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
-        found = holdings.watch(engine, tokens, 7, record)
+        snapshots = holdings.watch(engine, tokens, 7, record)
         texts = holdings.texts(engine.model, tokens)
     texts[5] = "</script><!--"
-    return found, [seen[end] for end in found.ends.tolist()], texts
+    return snapshots, [seen[end] for end in snapshots.ends.tolist()], texts
 
 
 RESULT = {
@@ -172,8 +172,8 @@ def run_script(page, driver):
 
 @pytest.mark.parametrize("last", [1000, 50])
 def test_the_page_holds_what_the_rows_held(watched, last):
-    found, rows, texts = watched
-    data = data_of(inspect_page.page(RESULT, found, texts, last).decode())
+    snapshots, rows, texts = watched
+    data = data_of(inspect_page.page(RESULT, snapshots, texts, last).decode())
     first = max(180 - last, 0)
     assert data["first"] == first
     assert "".join(data["texts"]) == inspect_terminal.visible("".join(texts[first:]))
@@ -186,8 +186,8 @@ def test_the_page_holds_what_the_rows_held(watched, last):
 
 
 def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
-    found, _, texts = watched
-    page = inspect_page.page(RESULT, found, texts, 1000).decode()
+    snapshots, _, texts = watched
+    page = inspect_page.page(RESULT, snapshots, texts, 1000).decode()
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|\bfetch\(", page)
     assert "default-src 'none'" in page
     assert page.count("</script>") == 2
@@ -196,8 +196,8 @@ def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_counts_rows_as_the_engine_does(watched):
-    found, _, texts = watched
-    page = inspect_page.page(RESULT, found, texts, 150).decode()
+    snapshots, _, texts = watched
+    page = inspect_page.page(RESULT, snapshots, texts, 150).decode()
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.until).then((until) => {
@@ -213,16 +213,20 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
           console.log(JSON.stringify({ counts, levels, archived, parts }));
         });"""
     got = run_script(page, driver)
-    layer, head = found.layer, found.head
+    layer, head = snapshots.layer, snapshots.head
     chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
-    want = [found.held(s)[rows, 30:].sum(axis=0).tolist() for rows in chosen for s in range(len(found.ends))]
+    want = [
+        snapshots.held(s)[rows, 30:].sum(axis=0).tolist()
+        for rows in chosen
+        for s in range(len(snapshots.ends))
+    ]
     assert got["counts"] == want
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
     # the colour of a row depends on its share of held tokens, and on its share of tokens that are only
     # archived
-    held = found.held(6)[:, 30:158]
+    held = snapshots.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
     assert 0 < held.mean() < 1
@@ -231,14 +235,14 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
 @pytest.fixture(scope="module")
 def attended(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8)) as engine:
-        found = holdings.watch(engine, text(180), 3)
-        return found, holdings.texts(engine.model, text(180))
+        snapshots = holdings.watch(engine, text(180), 3)
+        return snapshots, holdings.texts(engine.model, text(180))
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_shares_attention_as_the_engine_does(attended):
-    found, texts = attended
-    page = inspect_page.page(RESULT, found, texts, 150).decode()
+    snapshots, texts = attended
+    page = inspect_page.page(RESULT, snapshots, texts, 150).decode()
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.attended.attn).then((bytes) => {
@@ -248,28 +252,28 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           const levels = [0, 1e-9, 0.11, 0.12, 0.33, 0.34, 1].map((part) => attentionLevel(part / 50, 0.02));
           console.log(JSON.stringify([of, levels]));
         });"""
-    share = found.attended.row_share()[:, 30:]
+    share = snapshots.attended.row_share()[:, 30:]
     # all rows have the same number of query heads, so the plain mean is right
-    want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
+    want = [share.mean(axis=0), share[snapshots.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
     assert np.abs(np.array(got) - want).max() < share.max() / 65535
     assert want[0].max() > 0.001
     data = data_of(page)["attended"]
-    assert data["query"] == found.attended.query[30:].tolist()
-    assert data["share"] == found.attended.query_share[30:].round(6).tolist()
+    assert data["query"] == snapshots.attended.query[30:].tolist()
+    assert data["share"] == snapshots.attended.query_share[30:].round(6).tolist()
 
 
 @pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
 def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
-    found, texts = attended
-    said = inspect_terminal.attended_record(found)
+    snapshots, texts = attended
+    record = inspect_terminal.attended_record(snapshots)
     out = io.StringIO()
-    inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), found, texts)
+    inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), snapshots, texts)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines[3:])) <= width
     # the record has rounded numbers
-    share, rows = found.attended.share().round(6), found.attended.row_share().round(6)
+    share, rows = snapshots.attended.share().round(6), snapshots.attended.row_share().round(6)
     whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
     assert lines[1] == whole
     assert lines[3].split()[:3] == ["attention", "layer/head", "query"]
@@ -279,12 +283,12 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
         row = int(rows[:, i].argmax())
         assert line.split()[:6] == [
             f"{share[i]:.2%}",
-            *(f"{found.layer[row]}/{found.head[row]}", f"({rows[row, i]:.1%})"),
-            *(f"{found.attended.query[i]}", f"({found.attended.query_share[i].round(6):.1%})"),
+            *(f"{snapshots.layer[row]}/{snapshots.head[row]}", f"({rows[row, i]:.1%})"),
+            *(f"{snapshots.attended.query[i]}", f"({snapshots.attended.query_share[i].round(6):.1%})"),
             f"{i}",
         ]
     never = int(np.flatnonzero(share == 0)[0])
-    of = {name: column[never] for name, column in said.items()}
+    of = {name: column[never] for name, column in record.items()}
     assert (of["attention"], of["row_attention"], of["query_attention"]) == (0, 0, 0)
     assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
 
@@ -299,11 +303,11 @@ def test_the_picture_tells_rows_and_archive_apart():
     until = np.zeros((12, 5000), np.uint8)
     # layers 0 to 2 hold the first half of the tokens, layers 3 to 5 the last quarter
     until[:6, :2500] = until[6:, 3750:] = 1
-    found = holdings.Holdings(
+    snapshots = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
         archived=np.array([[1250, 4375]]),
     )
-    figure = inspect_plot.picture(RESULT, found)
+    figure = inspect_plot.picture(RESULT, snapshots)
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["held by the row", "archived: outside the cache, still used", "forgotten"]
@@ -334,8 +338,8 @@ def test_a_picture_without_an_archive_says_what_white_is():
 
     until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
     rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
-    found = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
-    (legend,) = inspect_plot.picture(RESULT, found).legends
+    snapshots = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
+    (legend,) = inspect_plot.picture(RESULT, snapshots).legends
     assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
 
 

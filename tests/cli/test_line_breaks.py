@@ -51,19 +51,23 @@ def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path
         words = (str(word).format(text=text, file=file) for word in command)
         done = called(*words, "--json", "-t", 1, "-m", talker, stdin=text if is_piped else "")
         assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout)
-        return said.get("prompt_tokens", said["tokens"])
+        record = json.loads(done.stdout)
+        return record.get("prompt_tokens", record["tokens"])
 
     assert n_token("\r\n") == n_token("\r") == n_token("\n")
 
 
 @every_break
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
-    kept = tmp_path / "chat.kv"
-    done = called("chat", "-m", talker, "-n", 1, "-t", 1, "--session", kept, stdin=f"one{end}two{end}")
+    session_path = tmp_path / "chat.kv"
+    done = called(
+        "chat", "-m", talker, "-n", 1, "-t", 1, "--session", session_path, stdin=f"one{end}two{end}"
+    )
     assert done.returncode == 0, done.stderr
-    said = [each["content"] for each in session.read_meta(kept)["messages"] if each["role"] == "user"]
-    assert said == ["one", "two"]
+    turns = [
+        each["content"] for each in session.read_meta(session_path)["messages"] if each["role"] == "user"
+    ]
+    assert turns == ["one", "two"]
 
 
 @every_break
@@ -86,9 +90,9 @@ def test_a_line_break_is_one_of_three():
 
 def test_no_other_part_decodes_texts():
     root = Path(kvtool.__file__).parent
-    found = {
+    modules = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         if '"utf-8-sig"' in path.read_text(encoding="utf-8")
     }
-    assert found == {"system/texts.py", *READ_TO_BE_PARSED}
+    assert modules == {"system/texts.py", *READ_TO_BE_PARSED}

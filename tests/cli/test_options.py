@@ -59,15 +59,15 @@ def test_a_value_out_of_its_range_names_the_long_flag(wrong, words):
 
 def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting():
     raw = {"height": 3, "share": 0.75, "moon": "new", "names": ["a"]}
-    its = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
-    assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
-    again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
+    tide = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
+    assert (tide.names, tide.typed, tide.given) == (("a",), {"share"}, {"share", "moon"})
+    again_there = tide.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
     # options that come from a session are not in `given`
     assert again_there.given == {"share"}
-    assert its.session_values() == {"share": 0.75, "moon": "new"}
-    assert its.record_values() == {"share": 0.75}
-    assert its.changed(moon="full").given == {"share", "moon"}
+    assert tide.session_values() == {"share": 0.75, "moon": "new"}
+    assert tide.record_values() == {"share": 0.75}
+    assert tide.changed(moon="full").given == {"share", "moon"}
 
 
 def test_a_class_may_say_something_of_a_field_again_and_hide_others():
@@ -119,11 +119,15 @@ def test_no_two_options_have_a_name_in_common():
     flags = [
         flag
         for kind in (RunOptions, GenerationOptions)
-        for its in declared(kind).values()
-        for flag in its.flags
+        for declaration in declared(kind).values()
+        for flag in declaration.flags
     ]
     assert len(flags) == len(set(flags))
-    named = [name for field, its in declared(GenerationOptions).items() for name in {*its.names(field)}]
+    named = [
+        name
+        for field, declaration in declared(GenerationOptions).items()
+        for name in {*declaration.names(field)}
+    ]
     assert len(named) == len(set(named))
 
 
@@ -132,9 +136,9 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
         assert opened.notes == ["--ctx-size 9,999 is above the model's trained length; 512 is used"]
         assert opened.engine.policy.budget == 512
-        said = report.report(opened.engine, opened.run.policy)
-        assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
-        assert report.line(said).startswith("0/512 cells per row, cache ")
+        record = report.report(opened.engine, opened.run.policy)
+        assert (record["policy"], record["budget"], record["archive_limit"]) == ("h2o", 512, None)
+        assert report.line(record).startswith("0/512 cells per row, cache ")
     with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
         # each token is scored, and no batch exceeds the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
@@ -159,8 +163,8 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
-        said = ["recall does not work with --positions in-cache; the policy is h2o"]
-        assert opened.notes == (said if is_other else [])
+        notes = ["recall does not work with --positions in-cache; the policy is h2o"]
+        assert opened.notes == (notes if is_other else [])
 
 
 def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():

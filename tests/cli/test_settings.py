@@ -69,8 +69,8 @@ def held(words, *arguments):
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
-    found = settings.of_command(command, tuple(words.split()), typed, ROOT)
-    return {name: setting.value for name, setting in found.items()}
+    applied = settings.of_command(command, tuple(words.split()), typed, ROOT)
+    return {name: setting.value for name, setting in applied.items()}
 
 
 def test_a_command_takes_the_top_level_and_its_own_table(file):
@@ -234,8 +234,8 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 )
 def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
-    said = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
-    one_line(kvtool("config", "--json"), 2, said)
+    line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    one_line(kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
         held(command)
 
@@ -252,8 +252,8 @@ def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
 
 def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
     path = file("[chat]\nevict-every = 16")
-    said = f"(--evict-every is set by {path}: [chat] evict-every)"
-    one_line(kvtool("chat", "--budget", 8), 2, said)
+    line = f"(--evict-every is set by {path}: [chat] evict-every)"
+    one_line(kvtool("chat", "--budget", 8), 2, line)
 
 
 def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
@@ -350,17 +350,17 @@ def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path
     """The file and the environment apply only to options that the session has not stored."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
-    there = tmp_path / "talk.kv"
+    session_path = tmp_path / "talk.kv"
 
     def saved():
-        with there.open("rb") as data:
+        with session_path.open("rb") as data:
             return json.loads([data.readline(), data.readline()][1])["options"]
 
-    assert kvtool("chat", "--session", there, stdin="Hello.\n").returncode == 0
+    assert kvtool("chat", "--session", session_path, stdin="Hello.\n").returncode == 0
     assert (saved()["budget"], saved()["temp"]) == ("300", 0.5)
     file("budget = 400\ntemp = 0.75\nthreads = 1\nn = 2")
     monkeypatch.setenv("KVTOOL_TOP_K", "7")
-    done = kvtool("chat", "--session", there, "--min-p", 0.25, stdin="Hello.\n")
+    done = kvtool("chat", "--session", session_path, "--min-p", 0.25, stdin="Hello.\n")
     assert done.returncode == 0, done.stderr
     now = saved()
     assert (now["budget"], now["temp"], now["top_k"], now["min_p"]) == ("300", 0.5, 40, 0.25)

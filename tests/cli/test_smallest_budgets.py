@@ -42,10 +42,10 @@ def check(run):
 def test_the_smallest_budget_that_is_named_works_for_every_policy(tiny_model, shape, name):
     arch, sizes = SHAPES[shape]
     path = tiny_model(arch, **sizes)
-    own = ("--raw", "-n", 4, "-t", 1, "-m", path, "--policy", name)
+    options = ("--raw", "-n", 4, "-t", 1, "-m", path, "--policy", name)
     if shape == "MLA" and policies.load(name).may_merge():
         pytest.skip("it merges values, and such a model has none")
-    check(lambda budget: called("generate", TEXT, *own, "--budget", budget))
+    check(lambda budget: called("generate", TEXT, *options, "--budget", budget))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_the_smallest_budget_that_is_named_works_for_every_policy(tiny_model, sh
     ],
 )
 def test_every_command_names_a_budget_that_works(tiny_model, command, more):
-    own = ("-t", 1, "-m", tiny_model(n_head_kv=1))
-    check(lambda budget: called(command, *more, *own, "--budget", budget, stdin=TEXT))
+    options = ("-t", 1, "-m", tiny_model(n_head_kv=1))
+    check(lambda budget: called(command, *more, *options, "--budget", budget, stdin=TEXT))
 
 
 @pytest.mark.parametrize("name", EVICTING)

@@ -140,12 +140,12 @@ def test_what_is_no_text_is_refused(tmp_path, data, words):
 def of_text(done):
     """Return the fields of a command's output that depend only on the text."""
     assert done.returncode == 0, done.stderr
-    found = [
+    records = [
         {name: value for name, value in json.loads(line).items() if name in SAME}
         for line in done.stdout.splitlines()
     ]
-    assert found[0]
-    return found
+    assert records[0]
+    return records
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of Unix")
@@ -180,8 +180,8 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
     file.write_text("Say hello.")
 
     def read(*words, **how):
-        own = ("-n", "1", "-t", "1", "--json", "-m", talker)
-        done = forked.run([*KVTOOL, "generate", *words, *own], **how)
+        options = ("-n", "1", "-t", "1", "--json", "-m", talker)
+        done = forked.run([*KVTOOL, "generate", *words, *options], **how)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["prompt_tokens"]
 
@@ -191,11 +191,11 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
     with file.open() as stdin:
         assert read("-f", "/dev/stdin", stdin=stdin) == wanted
     # the file may also be a pipe, like a shell's <(...)
-    own, theirs = os.pipe()
+    reader, theirs = os.pipe()
     os.write(theirs, b"Say hello.")
     os.close(theirs)
-    assert read("-f", f"/dev/fd/{own}", pass_fds=[own], stdin=subprocess.DEVNULL) == wanted
-    os.close(own)
+    assert read("-f", f"/dev/fd/{reader}", pass_fds=[reader], stdin=subprocess.DEVNULL) == wanted
+    os.close(reader)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
@@ -203,9 +203,9 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
 def test_without_a_text_a_terminal_gets_one_line(words):
     import pty
 
-    own, theirs = pty.openpty()
+    master, theirs = pty.openpty()
     done = forked.run([*KVTOOL, *words], stdin=theirs)
-    os.close(own)
+    os.close(master)
     os.close(theirs)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "in a pipe" in done.stderr

@@ -30,13 +30,13 @@ COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(source): return the path of a small model with this chat template."""
-    folder, found = tmp_path_factory.mktemp("thinkers"), {}
+    folder, paths = tmp_path_factory.mktemp("thinkers"), {}
 
     def model(source):
-        if source not in found:
-            found[source] = folder / f"thinker{len(found)}.gguf"
-            tiny.write_llama(found[source], letters=True, chat_template=source, n_ctx_train=4096)
-        return found[source]
+        if source not in paths:
+            paths[source] = folder / f"thinker{len(paths)}.gguf"
+            tiny.write_llama(paths[source], letters=True, chat_template=source, n_ctx_train=4096)
+        return paths[source]
 
     return model
 
@@ -62,8 +62,8 @@ def test_an_effort_that_a_template_does_not_take_is_refused_if_typed_and_said_if
     done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvtool: --think low: the model's chat template takes off and on\n"
-    n, said = n_prompt(models(SWITCHED), env={"KVTOOL_THINK": "low"})
-    assert "--think low: the model's chat template takes off and on; it is left out\n" in said
+    n, stderr = n_prompt(models(SWITCHED), env={"KVTOOL_THINK": "low"})
+    assert "--think low: the model's chat template takes off and on; it is left out\n" in stderr
     assert n == n_prompt(models(SWITCHED))[0]
     done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "deep")
     assert (done.returncode, "--think must be one of on, off," in done.stderr) == (2, True)
@@ -73,25 +73,25 @@ def test_an_effort_that_a_template_does_not_take_is_refused_if_typed_and_said_if
 
 def test_a_session_keeps_its_effort(models, tmp_path):
     path, model = tmp_path / "talk.kv", models(SWITCHED)
-    own = ["chat", "-m", model, "-n", 4, "-t", 1, "--policy", "h2o", "--session", path]
+    command = ["chat", "-m", model, "-n", 4, "-t", 1, "--policy", "h2o", "--session", path]
 
     def effort():
         meta = session.read(path)[0]
         assert meta["options"]["think"] == meta["effort"]
         return meta["effort"]
 
-    assert called(*own, "--think", "off", stdin="One\n").returncode == 0
+    assert called(*command, "--think", "off", stdin="One\n").returncode == 0
     assert effort() == "off"
-    assert called(*own, stdin="Two\n").returncode == 0
+    assert called(*command, stdin="Two\n").returncode == 0
     assert effort() == "off"
-    assert called(*own, "--think", "on", stdin="Three\n").returncode == 0
+    assert called(*command, "--think", "on", stdin="Three\n").returncode == 0
     assert effort() == "on"
-    done = called(*own, "--think", "low", stdin="Four\n")
+    done = called(*command, "--think", "low", stdin="Four\n")
     assert (done.returncode, done.stderr.count("takes off and on")) == (2, 1)
 
 
 def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
-    own = [
+    command = [
         "generate",
         "Hello",
         "-m",
@@ -107,14 +107,14 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
         0,
     ]
     for n in (0, 7):
-        done = called(*own, "--think-budget", n)
+        done = called(*command, "--think-budget", n)
         tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
         assert "</think>" not in "".join(tokens[:n])
         assert "".join(tokens[n:]).startswith("</think>")
         assert len(tokens) == 40
     # without a limit the thought never ends
-    assert "</think>" not in json.loads(called(*own, "--think-budget", -1).stdout)["text"]
-    done = called(*own, "--think-budget", 7, "--raw")
+    assert "</think>" not in json.loads(called(*command, "--think-budget", -1).stdout)["text"]
+    done = called(*command, "--think-budget", 7, "--raw")
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
 
 
@@ -125,9 +125,9 @@ def test_a_template_that_counts_tokens_is_told_the_budget(models):
 
 
 def test_a_session_keeps_its_budget(models, tmp_path):
-    path, own = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
-    assert called(*own, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
-    assert called(*own, "--session", path, stdin="Two\n").returncode == 0
+    path, command = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
+    assert called(*command, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
+    assert called(*command, "--session", path, stdin="Two\n").returncode == 0
     meta = session.read(path)[0]
     assert meta["options"]["think_budget"] == 3
     replies = [each["content"] for each in meta["messages"] if each["role"] == "assistant"]
@@ -159,7 +159,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
         # the test has set no system prompt, so the command says that the template brings its own
-        own = "none was given; the model's chat template brings its own"
-        assert chat.say("/show system") == chat.say("/system") == own
+        line = "none was given; the model's chat template brings its own"
+        assert chat.say("/show system") == chat.say("/system") == line
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."

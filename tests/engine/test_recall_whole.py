@@ -17,7 +17,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import TOLERANCE, open_engine, text
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40
@@ -298,10 +298,10 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
 ):
     beside_gpu(monkeypatch, 2**40)
     with closing(Model(talker)) as model:
-        messages = [said("system", "Be brief."), said("user", "My name is Bob. " + "I walk. " * 20)]
+        messages = [message("system", "Be brief."), message("user", "My name is Bob. " + "I walk. " * 20)]
         server = SlotServer(model, "recall", tmp_path / "one")
         reply, *_ = server.ask(messages)
-        messages += [said("assistant", reply), said("user", "Waves come and go. " * 20)]
+        messages += [message("assistant", reply), message("user", "Waves come and go. " * 20)]
         server.leave(messages, 64)
         assert server.slot.engine.n_past == 0
         again = server.ask(messages)

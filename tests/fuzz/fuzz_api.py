@@ -249,10 +249,10 @@ class Fuzz:
         status = lib.llama_kvtool_write(self.pointer, signal, values.ctypes.data, n_row, n_cell)
         self.expect("write", status, ok)
         if ok:
-            found = np.empty_like(values)
-            check(lib.llama_kvtool_read(self.pointer, signal, found.ctypes.data, N_ROW, n_cell))
+            actual = np.empty_like(values)
+            check(lib.llama_kvtool_read(self.pointer, signal, actual.ctypes.data, N_ROW, n_cell))
             values[np.arange(n_cell) >= self.row_cells[:, None]] = 0
-            np.testing.assert_array_equal(found, values)
+            np.testing.assert_array_equal(actual, values)
 
     def recent(self):
         """Read or write the recent attention of the queries."""
@@ -558,9 +558,9 @@ class Fuzz:
             if ok:
                 self.spans = [span if span == (begin, end) else (0, 0) for span in self.spans]
                 self.spans[layer] = begin, end
-                found = np.zeros_like(data)
-                check(lib.llama_kvtool_get_archive(self.pointer, layer, found.ctypes.data, begin, end))
-                assert (found[:-1] == data[:-1]).all()
+                actual = np.zeros_like(data)
+                check(lib.llama_kvtool_get_archive(self.pointer, layer, actual.ctypes.data, begin, end))
+                assert (actual[:-1] == data[:-1]).all()
                 if self.maybe(0.7):
                     other = 1 - layer
                     check(set_layer(self.pointer, other, [(begin, data)], begin, end))
@@ -630,11 +630,11 @@ class Fuzz:
     def seal(self):
         n_max = self.one_of(1, 500, 2**62, 2**62, 0, -(2**62))
         ok = self.n_recall > 0 and len(set(self.spans)) == 1 and n_max > 0
-        left = lib.llama_kvtool_seal(self.pointer, n_max)
-        self.expect("seal", left, ok)
-        while ok and left and self.maybe(0.8):
-            assert left < N_ROW
-            left = lib.llama_kvtool_seal(self.pointer, n_max)
+        n_left = lib.llama_kvtool_seal(self.pointer, n_max)
+        self.expect("seal", n_left, ok)
+        while ok and n_left and self.maybe(0.8):
+            assert n_left < N_ROW
+            n_left = lib.llama_kvtool_seal(self.pointer, n_max)
 
     def file(self):
         """Name a file for the archive. A new file works, and the library unlinks it at once.
@@ -771,8 +771,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=10_000, help="how many plans")
     parser.add_argument("--seed", type=int, default=0, help="of the first context")
-    asked = parser.parse_args()
-    for (name, what), count in sorted(run(asked.n, asked.seed).items()):
+    args = parser.parse_args()
+    for (name, what), count in sorted(run(args.n, args.seed).items()):
         print(f"{count:7} {name} {what}")
 
 

@@ -119,11 +119,11 @@ def serve():
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    asked = os.fdopen(os.dup(0))
+    requests = os.fdopen(os.dup(0))
     os.dup2(nowhere, 1)
     # stdin must be empty, or generate would read the paths as piped input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for line in asked:
+    for line in requests:
         path = line.rstrip("\n")
         errors = os.open(path + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(errors, 2)
@@ -213,7 +213,7 @@ def verdict(codes, died, said):
 
 def run(n, first=0, keep=None, report=lambda number, outcome: None):
     """Try n files. Return (Counter of outcomes, [(number, fault, stderr), ...])."""
-    outcomes, found = Counter(), []
+    outcomes, faults = Counter(), []
     worker = Worker()
     with tempfile.TemporaryDirectory() as folder:
         whole = whole_file(Path(folder) / "whole.gguf")
@@ -223,13 +223,13 @@ def run(n, first=0, keep=None, report=lambda number, outcome: None):
                 path.write_bytes(damaged(number, *whole))
                 codes, died = worker.run(path)
                 text = Path(f"{path}.err").read_text(errors="replace")
-                said = text.split("\0")
+                stderrs = text.split("\0")
                 outcome = "crash, exit code" if died is not None else "models show, generate:"
                 outcome += f" {died}" if died is not None else " {}, {}".format(*codes)
                 outcomes[outcome] += 1
                 report(number, outcome)
-                if wrong := verdict(codes, died, said[: len(codes)] if codes else said):
-                    found.append((number, wrong, text))
+                if wrong := verdict(codes, died, stderrs[: len(codes)] if codes else stderrs):
+                    faults.append((number, wrong, text))
                 if keep and (n == 1 or wrong):
                     Path(keep).mkdir(parents=True, exist_ok=True)
                     (Path(keep) / f"{number}.gguf").write_bytes(path.read_bytes())
@@ -237,7 +237,7 @@ def run(n, first=0, keep=None, report=lambda number, outcome: None):
                 Path(f"{path}.err").unlink()
         finally:
             worker.close()
-    return outcomes, found
+    return outcomes, faults
 
 
 def main():
@@ -246,17 +246,17 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first one's number")
     parser.add_argument("--keep", help="a folder for what was found")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.serve:
+    args = parser.parse_args()
+    if args.serve:
         serve()
         return 0
-    outcomes, found = run(asked.n, asked.first, asked.keep)
+    outcomes, faults = run(args.n, args.first, args.keep)
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
-    for number, wrong, text in found:
+    for number, wrong, text in faults:
         print(f"file {number}: {wrong}: {text[:400]!r}")
-    print(f"{asked.n} files, {len(found)} findings")
-    return bool(found)
+    print(f"{args.n} files, {len(faults)} findings")
+    return bool(faults)
 
 
 if __name__ == "__main__":

@@ -119,26 +119,26 @@ class Wire:
         while mark not in self._data:
             if not self._more():
                 return None
-        found, _, self._data = self._data.partition(mark)
-        return found
+        part, _, self._data = self._data.partition(mark)
+        return part
 
     def _n(self, n):
         while len(self._data) < n and self._more():
             pass
-        found, self._data = self._data[:n], self._data[n:]
-        return found
+        part, self._data = self._data[:n], self._data[n:]
+        return part
 
     def _chunk(self):
         size = int(self._until(b"\r\n") or b"0", 16)
-        found = self._n(size)
+        part = self._n(size)
         self._n(2)
-        return found
+        return part
 
     def _rest(self):
         while self._more():
             pass
-        found, self._data = self._data, b""
-        return found
+        part, self._data = self._data, b""
+        return part
 
 
 def request(path, body, method="POST", headers=(), version="1.1"):
@@ -214,8 +214,8 @@ class Fuzz:
                 check(answer, allowed, sent[i])
                 self.counts[kind.__name__, answer.status] += 1
         except (AssertionError, LookupError, ValueError, OSError) as error:
-            said = b"".join(sent)
-            what = f"{said[:1500]!r}{f' and {len(said) - 1500} bytes' if len(said) > 1500 else ''}"
+            data = b"".join(sent)
+            what = f"{data[:1500]!r}{f' and {len(data) - 1500} bytes' if len(data) > 1500 else ''}"
             name = f"request {self.seed}, {kind.__name__}"
             raise AssertionError(f"{name}: {type(error).__name__}: {error}\nsent: {what}") from error
 
@@ -401,16 +401,26 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     every: number of requests after which the server's memory and files are printed; 0 for never.
     Raises AssertionError for the first wrong answer.
     """
-    counts, left, warm = Counter(), iter(range(n)), []
+    counts, numbers, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
-    own = ("--budget", "64", "-n", "8", "--temp", "0", "--read-timeout", str(READ_TIMEOUT_S), "--metrics")
-    with serving(model, *own, "--sessions-bytes", "4MiB", *options) as server:
+    arguments = (
+        "--budget",
+        "64",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--read-timeout",
+        str(READ_TIMEOUT_S),
+        "--metrics",
+    )
+    with serving(model, *arguments, "--sessions-bytes", "4MiB", *options) as server:
         before = plain(server.url)
 
         def work(_):
             while True:
                 with lock:
-                    i = next(left, None)
+                    i = next(numbers, None)
                 if i is None:
                     return
                 # each request has its own seed, so it can be sent again
@@ -434,7 +444,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                 # Then the error is raised.
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
-                        left = iter(())
+                        numbers = iter(())
                     done.result()
             assert plain(server.url) == before, "a plain chat is answered otherwise"
         except AssertionError as error:
@@ -454,15 +464,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the first request")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--api", choices=APIS, default="all", help="what is asked for")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chat.gguf"
         tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
-        policy = ("--policy", asked.policy)
+        policy = ("--policy", args.policy)
         try:
-            counts, warm, end = run(
-                path, asked.requests, asked.seed, api=asked.api, every=500, options=policy
-            )
+            counts, warm, end = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
         except AssertionError as error:
             sys.exit(str(error))
     for (name, status), count in sorted(counts.items()):

@@ -127,12 +127,12 @@ class Bodies:
             )
         return " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
 
-    def said(self, role=None):
+    def turn(self, role=None):
         role = role or self.rng.choice(("user", "user", "assistant", "system"))
         return {"role": role, "content": self.words()}
 
     def talk(self):
-        return [self.said() for _ in range(self.rng.randint(0, 4))] + [self.said("user")]
+        return [self.turn() for _ in range(self.rng.randint(0, 4))] + [self.turn("user")]
 
     def value(self, depth=3):
         """Draw a JSON value of any kind, and any address for it."""
@@ -153,7 +153,7 @@ class Bodies:
 
     def options(self):
         rng = self.rng
-        found = {
+        fields = {
             "max_tokens": rng.choice([0, 1, 2, 5, 8]),
             "temperature": rng.choice([0, 0.8, 10_000]),
             "stream": rng.random() < 0.4,
@@ -166,7 +166,7 @@ class Bodies:
             "kvtool": rng.choice([None, {}, {"share": 100}, {"share": 2**31 - 1}]),
             "user": "x",
         }
-        return {name: value for name, value in found.items() if rng.random() < 0.6}
+        return {name: value for name, value in fields.items() if rng.random() < 0.6}
 
     def wrong_fields(self):
         """Draw a body in which some fields have a wrong type, or a value that is out of range."""
@@ -202,7 +202,7 @@ class Bodies:
             "arguments": rng.choice(["{}", "[" * 5000, '"\\ud800"', {}, "x"]),
         }
         calls = [{"id": rng.choice(["1", "", None]), "type": "function", "function": function}]
-        found = []
+        messages = []
         for _ in range(rng.randint(0, 5)):
             message = {"role": rng.choice(ROLES), "content": rng.choice([self.words(), rng.choice(contents)])}
             if rng.random() < 0.3:
@@ -211,10 +211,10 @@ class Bodies:
                 message["tool_call_id"] = rng.choice(["1", "x", 5, None])
             if rng.random() < 0.1:
                 message["name"] = rng.choice(STRANGE)
-            found.append(rng.choice([message] * 9 + [rng.choice(STRANGE)]))
+            messages.append(rng.choice([message] * 9 + [rng.choice(STRANGE)]))
         right = {"tools": [{"type": "function", "function": {"name": "f"}}]}
         tools = rng.choice([{}, {}, {"tools": rng.choice(STRANGE)}, right])
-        return CHAT, {"messages": found, "max_tokens": 3, **tools}
+        return CHAT, {"messages": messages, "max_tokens": 3, **tools}
 
     def completion(self):
         rng = self.rng
@@ -227,12 +227,12 @@ class Bodies:
     def response(self):
         rng = self.rng
         items = [
-            *({"type": "message", **self.said()}, {"type": "reasoning"}, {"type": "x"}, 5, self.said()),
+            *({"type": "message", **self.turn()}, {"type": "reasoning"}, {"type": "x"}, 5, self.turn()),
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": rng.choice(["{}", 5, None])},
             {"type": "function_call_output", "call_id": rng.choice(["1", 5]), "output": rng.choice(STRANGE)},
         ]
-        asked = rng.choice([self.words(), rng.choices(items, k=rng.randint(0, 4)), None, 5])
-        body = {"input": asked, "max_output_tokens": rng.choice([0, 1, 5]), "stream": rng.random() < 0.4}
+        prompt = rng.choice([self.words(), rng.choices(items, k=rng.randint(0, 4)), None, 5])
+        body = {"input": prompt, "max_output_tokens": rng.choice([0, 1, 5]), "stream": rng.random() < 0.4}
         body["metadata"] = rng.choice([None, {}, {"a": rng.choice(STRANGE)}])
         if rng.random() < 0.3:
             body[rng.choice(["text", "tools", "tool_choice", "instructions", "top_p"])] = rng.choice(STRANGE)

@@ -47,18 +47,18 @@ class MessageBodies(Bodies):
         rng = self.rng
         if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
             return rng.choice(STRANGE)
-        found = value.copy()
-        at = rng.choice(list(found) if isinstance(found, dict) else range(len(found)))
+        bent = value.copy()
+        at = rng.choice(list(bent) if isinstance(bent, dict) else range(len(bent)))
         way = rng.randrange(8)
         if way == 0:
-            del found[at]
-        elif way == 1 and isinstance(found, dict):
-            found[rng.choice((*FIELDS, *OWN_FIELDS, self.words()[:10]))] = found.pop(at)
+            del bent[at]
+        elif way == 1 and isinstance(bent, dict):
+            bent[rng.choice((*FIELDS, *OWN_FIELDS, self.words()[:10]))] = bent.pop(at)
         elif way == 1:
-            found[at:at] = [found[at]] * rng.choice([1, 1, 100])
+            bent[at:at] = [bent[at]] * rng.choice([1, 1, 100])
         else:
-            found[at] = self._bent(found[at])
-        return found
+            bent[at] = self._bent(bent[at])
+        return bent
 
     def unlike(self):
         """Draw JSON, or bytes, for a different kind of request."""

@@ -11,8 +11,8 @@ from tests.fuzz import fuzz_api, fuzz_gguf
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
 def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):
-    outcomes, found = fuzz_gguf.run(share_of(50, 100))
-    assert not found
+    outcomes, faults = fuzz_gguf.run(share_of(50, 100))
+    assert not faults
     # Some files are refused by kvtool's reader of headers, and some by llama.cpp. Some files still run.
     for outcome in ("3, 3", "0, 3", "0, 0"):
         assert outcomes[f"models show, generate: {outcome}"] >= 3, outcomes

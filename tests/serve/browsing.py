@@ -63,10 +63,15 @@ class Visitor:
         page.set_default_timeout(PATIENCE_S * 1000)
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: wrong.append(said.text) if "Content Security" in said.text else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if "Content Security" in message.text else None,
+        )
         page.on(
             "request",
-            lambda asked: None if asked.url.startswith((self.site, "data:")) else wrong.append(asked.url),
+            lambda request: (
+                None if request.url.startswith((self.site, "data:")) else wrong.append(request.url)
+            ),
         )
         settings = json.dumps({"most": str(most), "temperature": "0"})
         page.add_init_script(f"localStorage['kvtool.settings'] ??= {json.dumps(settings)}")
@@ -134,8 +139,8 @@ def answer(site: str, text: str) -> str:
     """Ask the server directly, without the page. Return the reply."""
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
     with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=PATIENCE_S) as answered:
-        said: str = json.load(answered)["choices"][0]["message"]["content"]
-    return said
+        reply: str = json.load(answered)["choices"][0]["message"]["content"]
+    return reply
 
 
 @contextmanager
@@ -147,7 +152,7 @@ def server(model: str) -> Iterator[str]:
 
 def launched(playwright: Playwright) -> Browser:
     """Launch the system's browser, or else Playwright's."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     # Chromium's sandbox does not work for root
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    return playwright.chromium.launch(executable_path=found, args=flags)
+    return playwright.chromium.launch(executable_path=path, args=flags)

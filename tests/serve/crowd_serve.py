@@ -40,7 +40,7 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts. The last one is so long that the server stores it separately. It needs a budget of 512."""
 
 
-def said(role, content):
+def message(role, content):
     """Return a message."""
     return {"role": role, "content": content}
 
@@ -104,7 +104,7 @@ class Client:
         start = random.Random(seed * 1000 + number // n_alike)
         system = start.choice(systems)
         self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"
-        self.messages = [said("system", system)] if system else []
+        self.messages = [message("system", system)] if system else []
         self.first = f"What is {start.choice(WORDS)}?"
         self.answers, self.did = {}, Counter()
 
@@ -114,24 +114,24 @@ class Client:
 
     def turn(self):
         is_first = not any(each["role"] == "assistant" for each in self.messages)
-        asked = [*self.messages, said("user", self.first if is_first else self.question())]
+        messages = [*self.messages, message("user", self.first if is_first else self.question())]
         if self.rng.random() < 0.25:
             self.did["gone"] += 1
-            request(self.url, *_asked(asked, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
+            request(self.url, *_asked(messages, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
         if self.rng.random() < 0.25:
             self.did["asked again"] += 1
-            self.answer(asked)
-        self.messages = [*asked, said("assistant", self.answer(asked))]
+            self.answer(messages)
+        self.messages = [*messages, message("assistant", self.answer(messages))]
         if len(self.messages) > 3 and self.rng.random() < 0.3:
             self.did["changed"] += 1
             # cut the chat before one of its questions
             places = [i for i, each in enumerate(self.messages) if each["role"] == "user"]
             self.messages = self.messages[: self.rng.choice(places[1:] or places)]
 
-    def answer(self, asked):
-        text = reply_to(self.url, asked, stream=self.rng.random() < 0.5)
+    def answer(self, messages):
+        text = reply_to(self.url, messages, stream=self.rng.random() < 0.5)
         self.did["answered"] += 1
-        before = self.answers.setdefault(json.dumps(asked), text)
+        before = self.answers.setdefault(json.dumps(messages), text)
         assert before == text, f"client {self.number} got another answer to the same messages"
         return text
 
@@ -154,15 +154,15 @@ def check(url, clients):
     """Replay every chat alone, under its own session name. Return the number of compared answers."""
     known = {}
     for client in clients:
-        for asked in client.answers:
-            known[asked] = client
+        for chat in client.answers:
+            known[chat] = client
     # A chat is skipped if a longer chat begins with it: the replay of the longer chat includes it.
-    before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
+    before = {json.dumps(json.loads(chat)[: -2 * n]) for chat in known for n in range(1, len(chat))}
     n = 0
-    for asked, client in known.items():
-        if asked in before:
+    for chat, client in known.items():
+        if chat in before:
             continue
-        messages = json.loads(asked)
+        messages = json.loads(chat)
         for i, each in enumerate(messages):
             if each["role"] != "user":
                 continue
@@ -184,8 +184,8 @@ def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more
         clients = crowd(
             server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
         )
-        code, said = server.stop()
-        assert said == "kvtool: stopped\n", said
+        code, stderr = server.stop()
+        assert stderr == "kvtool: stopped\n", stderr
     with serving(model, *options) as server:
         did["compared"] = check(server.url, clients)
     return sum((client.did for client in clients), did)
@@ -199,15 +199,15 @@ def main():
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "tiny.gguf"
-        tiny.write_llama(own, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
-        for model in asked.models:
-            for policy in asked.policies:
-                for budget in asked.budgets:
-                    where = own if model == "tiny" else model
-                    how = {"n_client": asked.clients, "n_turn": asked.turns, "seed": asked.seed}
+        tiny_path = Path(folder) / "tiny.gguf"
+        tiny.write_llama(tiny_path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+        for model in args.models:
+            for policy in args.policies:
+                for budget in args.budgets:
+                    where = tiny_path if model == "tiny" else model
+                    how = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
                     did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
                     print(
                         model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True

@@ -39,8 +39,8 @@ class Dictating:
         with self.lock:
             if not body.get("tools"):
                 return OTHERS
-            said = self.replies.pop(0) if self.replies else None
-        return said if isinstance(said, str | None) else HERMES.written([said])
+            answer = self.replies.pop(0) if self.replies else None
+        return answer if isinstance(answer, str | None) else HERMES.written([answer])
 
 
 @contextmanager
@@ -48,11 +48,11 @@ def dictating(target):
     """Start a proxy for the server at this address. Yield its Dictating."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _ProxyHandler)
     server.daemon_threads = True
-    server.own = Dictating(f"http://127.0.0.1:{server.server_port}", target)
+    server.state = Dictating(f"http://127.0.0.1:{server.server_port}", target)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield server.own
+        yield server.state
     finally:
         server.shutdown()
         thread.join()
@@ -64,12 +64,12 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         pass
 
     def do_POST(self):
-        own = self.server.own
+        state = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         noted = {"path": self.path, "headers": dict(self.headers), "body": dict(body), "answer": b""}
-        with own.lock:
-            own.asked.append(noted)
-        if urlsplit(self.path).path == "/v1/messages" and (text := own.reply(body)) is not None:
+        with state.lock:
+            state.asked.append(noted)
+        if urlsplit(self.path).path == "/v1/messages" and (text := state.reply(body)) is not None:
             body |= {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
         self._pass_on(json.dumps(body).encode(), noted)
 
@@ -79,7 +79,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _pass_on(self, data, noted):
-        link = http.client.HTTPConnection(urlsplit(self.server.own.target).netloc, timeout=600)
+        link = http.client.HTTPConnection(urlsplit(self.server.state.target).netloc, timeout=600)
         left_out = ("host", "content-length", "accept-encoding", "connection")
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         try:

@@ -34,12 +34,12 @@ class Here:
     def ask(self, path, body=None, method="POST", **how):
         """Return the complete answer to one request. how: arguments of httpx's `request`."""
 
-        async def asked():
+        async def answered():
             way = httpx.ASGITransport(self._app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=way, base_url="http://localhost", timeout=None) as client:
                 return await client.request(method, path, json=body, **how)
 
-        return self.run(asked())
+        return self.run(answered())
 
     def run(self, work):
         """Run a coroutine. Return its result."""
@@ -53,8 +53,8 @@ class Here:
         """Return (message, usage) of the answer to these messages."""
         answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 6, **more})
         assert answer.status_code == 200, answer.text
-        found = answer.json()
-        return found["choices"][0]["message"], found["usage"]
+        body = answer.json()
+        return body["choices"][0]["message"], body["usage"]
 
 
 @contextmanager
@@ -71,11 +71,11 @@ def here(model, **options):
 
     def work():
         try:
-            with opened() as made:
-                serve._connect(site, made)
-                pools.append(made)
+            with opened() as pool:
+                serve._connect(site, pool)
+                pools.append(pool)
                 ready.set()
-                made.run(site.jobs)
+                pool.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
             ready.set()

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tests import tiny
 from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import RECALL, reply_to, said
+from tests.serve.crowd_serve import RECALL, message, reply_to
 from tests.serve.gone import events, response
 from tests.serve.serving import serving
 
@@ -28,8 +28,8 @@ from tests.serve.serving import serving
 def options_of(policy):
     if policy == "full":
         return ("--policy", policy)
-    own = ("--policy", policy, "--budget", "64", "--evict-every", "16")
-    return own + (RECALL if policy == "recall" else ())
+    options = ("--policy", policy, "--budget", "64", "--evict-every", "16")
+    return options + (RECALL if policy == "recall" else ())
 
 
 def streamed(url, messages, n_max):
@@ -96,8 +96,8 @@ class KilledChat:
         """
         self.n_asked += 1
         question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
-        asked, text, usage = [*self.messages, said("user", question)], "", {}
-        with closing(streamed(url, asked, n_max)) as answer:
+        messages, text, usage = [*self.messages, message("user", question)], "", {}
+        with closing(streamed(url, messages, n_max)) as answer:
             for event in answer:
                 assert event["type"] != "error", event
                 usage = event.get("usage") or usage
@@ -112,7 +112,7 @@ class KilledChat:
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
         # if this question was cut in an earlier turn, the cache may still have tokens of it
         assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
-        self.messages, self.n_token = [*asked, said("assistant", text)], n_all
+        self.messages, self.n_token = [*messages, message("assistant", text)], n_all
         self.n_max.append(n_max)
         self.n_turn += 1
         self.n_delta = 0
@@ -149,8 +149,8 @@ def run(model, policy, folder, n_kill, seed=0):
             n = len(chat.messages)
             chat.turn(server.url, 8)
             assert len(chat.messages) == n + 2, f"chat {chat.number}: no answer after the last kill"
-    left = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
-    assert not left, left
+    unfinished = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
+    assert not unfinished, unfinished
     for chat in chats:
         with serving(model, *options) as server:
             for i, n_max in enumerate(chat.n_max):
@@ -168,14 +168,14 @@ def main():
     parser.add_argument("--policies", nargs="+", default=["h2o", "recall"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    for policy in asked.policies:
+    args = parser.parse_args()
+    for policy in args.policies:
         with tempfile.TemporaryDirectory() as folder:
             model, sessions = Path(folder) / "talker.gguf", Path(folder) / "sessions"
             tiny.write_llama(model, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
-            found = run(model, policy, sessions, asked.kills, asked.seed)
+            counts = run(model, policy, sessions, args.kills, args.seed)
             print(
-                f"{policy}: {asked.kills} kills,", *(f"{n} {what}" for what, n in found.items()), flush=True
+                f"{policy}: {args.kills} kills,", *(f"{n} {what}" for what, n in counts.items()), flush=True
             )
 
 

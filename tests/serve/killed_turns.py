@@ -31,7 +31,7 @@ from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9
@@ -87,17 +87,17 @@ def turns(server):
 
     Yield (messages, tokens) after each answer.
     """
-    first, second = [said("system", "Be brief.")], []
+    first, second = [message("system", "Be brief.")], []
     for i in range(3):
         for chat in (first, second):
-            chat.append(said("user", f"{i}: What is a stone? " + "It is long. " * 6 * i))
+            chat.append(message("user", f"{i}: What is a stone? " + "It is long. " * 6 * i))
             reply, _, n = server.ask(chat)
-            chat.append(said("assistant", reply))
+            chat.append(message("assistant", reply))
             yield chat, n
     again = first[:-1]
-    for messages in (again, [*first[:-2], said("user", "What is a river?")]):
+    for messages in (again, [*first[:-2], message("user", "What is a river?")]):
         reply, _, n = server.ask(messages)
-        yield [*messages, said("assistant", reply)], n
+        yield [*messages, message("assistant", reply)], n
 
 
 def in_child(work):
@@ -108,7 +108,7 @@ def in_child(work):
         os.close(read)
         code = 1
         try:
-            work(lambda found: os.write(write, json.dumps(found).encode() + b"\n"))
+            work(lambda value: os.write(write, json.dumps(value).encode() + b"\n"))
             code = 0
         finally:
             # the child must not run the parent's code after this function
@@ -117,8 +117,8 @@ def in_child(work):
             os._exit(code)
     os.close(write)
     with os.fdopen(read) as lines:
-        found = [json.loads(line) for line in lines]
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found
+        values = [json.loads(line) for line in lines]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), values
 
 
 def die_at_call(n_call):
@@ -126,12 +126,12 @@ def die_at_call(n_call):
 
     Return [number of calls left].
     """
-    left = [n_call]
+    n_left = [n_call]
 
     def dying(call):
         def counted(*args, **kwargs):
-            left[0] -= 1
-            if not left[0]:
+            n_left[0] -= 1
+            if not n_left[0]:
                 os._exit(KILLED)
             return call(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def die_at_call(n_call):
 
     for name in CALLS:
         setattr(os, name, dying(getattr(os, name)))
-    return left
+    return n_left
 
 
 def live(model, policy, folder, n_call, n_turn=None):
@@ -150,10 +150,10 @@ def live(model, policy, folder, n_call, n_turn=None):
     """
 
     def work(write):
-        left = die_at_call(n_call)
+        n_left = die_at_call(n_call)
         for messages, n in islice(turns(SlotServer(model, policy, folder)), n_turn):
             write({"messages": messages, "n": n})
-        write(n_call - left[0])
+        write(n_call - n_left[0])
 
     return in_child(work)
 
@@ -177,12 +177,12 @@ def go_on(model, policy, folder, finished):
 
         chats.load = whole
         for turn in finished:
-            reply, n_cached, _ = server.ask([*turn["messages"], said("user", "And then?")])
+            reply, n_cached, _ = server.ask([*turn["messages"], message("user", "And then?")])
             write([reply, n_cached])
 
-    code, found = in_child(work)
+    code, answers = in_child(work)
     assert code == 0, "the server that goes on has failed"
-    return found
+    return answers
 
 
 def run(model_path, folder, policy, step=1):
@@ -208,8 +208,8 @@ def run(model_path, folder, policy, step=1):
         # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
         # turn that was being stored, which may be incomplete.
         first, end = max(len(seen) - 2, 0), len(seen) + 1
-        found = go_on(model, policy, place, finished[first:end])
-        for i, (reply, n_cached) in enumerate(found, first):
+        answers = go_on(model, policy, place, finished[first:end])
+        for i, (reply, n_cached) in enumerate(answers, first):
             turn, (wanted, _) = finished[i], expected[i]
             # n_cached may be larger, because a cache that can be rewound may also have a few tokens of the
             # question
@@ -219,8 +219,8 @@ def run(model_path, folder, policy, step=1):
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
         # FILE.archive.next may stay until its session is written again, but only if there is no FILE.archive
-        left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
-        assert not left, f"call {n}: {left}"
+        unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
+        assert not unfinished, f"call {n}: {unfinished}"
         shutil.rmtree(place)
     return n_call
 

@@ -33,8 +33,8 @@ class Server:
     def stop(self, how=signal.SIGINT):
         """End the server with a signal. Return (exit code, its text on stderr after it was ready)."""
         self.process.send_signal(how)
-        _, said = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, said
+        _, stderr = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, stderr
 
     def kill(self):
         """Kill the server while clients talk to it. See `until_killed`."""
@@ -68,11 +68,11 @@ def serving(model, *options, **how):
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r"on (http://\S+)/v1", line):
+            if match := re.search(r"on (http://\S+)/v1", line):
                 break
         else:
             raise AssertionError("".join(lines))
-        yield Server(process, found[1], lines)
+        yield Server(process, match[1], lines)
     finally:
         process.kill()
         process.wait()

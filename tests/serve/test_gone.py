@@ -26,9 +26,9 @@ WHOLE = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
 def answer(data):
     """Return the answer of a server that has sent these bytes and closed the connection."""
-    found = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: io.BytesIO(data)))
-    found.begin()
-    return response(SimpleNamespace(getresponse=lambda: found))
+    reply = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: io.BytesIO(data)))
+    reply.begin()
+    return response(SimpleNamespace(getresponse=lambda: reply))
 
 
 def server():

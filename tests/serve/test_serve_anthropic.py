@@ -15,11 +15,11 @@ from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.test_serve_messages import events_of
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
-ASKED = {"model": "m", "max_tokens": 5, "messages": [said("user", "Hi.")]}
+ASKED = {"model": "m", "max_tokens": 5, "messages": [message("user", "Hi.")]}
 
 
 def text(words):
@@ -36,9 +36,9 @@ def result(id, content, **more):
 
 def test_a_request_is_a_chat():
     talk = [
-        said("user", [text("One, "), text("two.")]),
+        message("user", [text("One, "), text("two.")]),
         {"role": "system", "content": "New rules."},
-        said(
+        message(
             "assistant",
             [
                 {"type": "thinking", "thinking": "Hm.", "signature": "x"},
@@ -48,11 +48,11 @@ def test_a_request_is_a_chat():
                 use("b"),
             ],
         ),
-        said(
+        message(
             "user", [result("a", "It is.", is_error=True), result("b", [text("x"), text("y")]), text("Go.")]
         ),
-        said("assistant", [use("c")]),
-        said("user", [result("c", None)]),
+        message("assistant", [use("c")]),
+        message("user", [result("c", None)]),
     ]
     tools = [
         {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}, **CACHED},
@@ -69,17 +69,17 @@ def test_a_request_is_a_chat():
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
     chat, _ = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    found = messages.check(chat.pop("messages"))
-    assert found == [
-        said("system", "A.\n\nB."),
-        said("user", "One, two."),
-        said("system", "New rules."),
-        said("assistant", "So:")
+    checked = messages.check(chat.pop("messages"))
+    assert checked == [
+        message("system", "A.\n\nB."),
+        message("user", "One, two."),
+        message("system", "New rules."),
+        message("assistant", "So:")
         | {"reasoning_content": "Hm.", "tool_calls": [call("a", '{"where": "Ü"}'), call("b", "{}")]},
         {"role": "tool", "tool_call_id": "a", "content": "It is."},
         {"role": "tool", "tool_call_id": "b", "content": "xy"},
-        said("user", "Go."),
-        said("assistant", "") | {"tool_calls": [call("c", "{}")]},
+        message("user", "Go."),
+        message("assistant", "") | {"tool_calls": [call("c", "{}")]},
         {"role": "tool", "tool_call_id": "c", "content": ""},
     ]
     assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
@@ -88,8 +88,8 @@ def test_a_request_is_a_chat():
     assert chat.pop("reasoning_effort") == "high"
     assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert anthropic.as_chat(ASKED | asked)[0]["json_schema"] == form["schema"]
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert anthropic.as_chat(ASKED | field)[0]["json_schema"] == form["schema"]
 
 
 def call(id, arguments):
@@ -98,10 +98,10 @@ def call(id, arguments):
 
 def test_a_header_is_dropped_from_the_system_prompt_alone():
     header = "x-anthropic-billing-header: cc_version=2; cch=1;"
-    for system, left in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
-        found = [said("system", system), said("user", header)]
-        messages.drop_header(found)
-        assert [message["content"] for message in found] == [*left, header]
+    for system, rest in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
+        chat = [message("system", system), message("user", header)]
+        messages.drop_header(chat)
+        assert [message["content"] for message in chat] == [*rest, header]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
@@ -113,7 +113,11 @@ REFERENCE = {"type": "tool_reference", "tool_name": "later"}
 
 
 def test_a_reference_to_a_tool_becomes_its_definition():
-    talk = [said("user", "Hi."), said("assistant", [use("a")]), said("user", [result("a", [REFERENCE])])]
+    talk = [
+        message("user", "Hi."),
+        message("assistant", [use("a")]),
+        message("user", [result("a", [REFERENCE])]),
+    ]
     chat, _ = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
     definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
     assert messages.check(chat["messages"])[-1]["content"] == (
@@ -137,30 +141,42 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"messages": None}, "messages must be a list, got null"),
         ({"messages": []}, "messages must have at least one message"),
         ({"messages": ["x"]}, "messages[0] must be an object, got a string"),
-        ({"messages": [said("tool", "x")]}, "messages[0].role must be user or assistant, got tool"),
+        ({"messages": [message("tool", "x")]}, "messages[0].role must be user or assistant, got tool"),
         ({"messages": [{"role": ["user"]}]}, "messages[0].role must be user or assistant"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
-        ({"messages": [said("user", [5])]}, "messages[0].content[0] is of type a number"),
-        ({"messages": [said("user", [IMAGE])]}, "messages[0].content[0] is of type image; kvtool reads text"),
-        ({"messages": [said("user", [{"type": "document"}])]}, "messages[0].content[0] is of type document"),
-        ({"messages": [said("user", [{"type": "text"}])]}, "messages[0].content[0].text must be a string"),
-        ({"messages": [said("user", [use("a")])]}, "messages[0].content[0] is of type tool_use"),
-        ({"messages": [said("assistant", [result("a", "x")])]}, "messages[0].content[0] is of type tool_res"),
-        ({"messages": [said("user", [result(5, "x")])]}, "messages[0].content[0].tool_use_id must be a str"),
+        ({"messages": [message("user", [5])]}, "messages[0].content[0] is of type a number"),
         (
-            {"messages": [said("user", [result("a", 5)])]},
+            {"messages": [message("user", [IMAGE])]},
+            "messages[0].content[0] is of type image; kvtool reads text",
+        ),
+        (
+            {"messages": [message("user", [{"type": "document"}])]},
+            "messages[0].content[0] is of type document",
+        ),
+        ({"messages": [message("user", [{"type": "text"}])]}, "messages[0].content[0].text must be a string"),
+        ({"messages": [message("user", [use("a")])]}, "messages[0].content[0] is of type tool_use"),
+        (
+            {"messages": [message("assistant", [result("a", "x")])]},
+            "messages[0].content[0] is of type tool_res",
+        ),
+        (
+            {"messages": [message("user", [result(5, "x")])]},
+            "messages[0].content[0].tool_use_id must be a str",
+        ),
+        (
+            {"messages": [message("user", [result("a", 5)])]},
             "messages[0].content[0].content must be a string or",
         ),
         (
-            {"messages": [said("user", [result("a", [IMAGE])])]},
+            {"messages": [message("user", [result("a", [IMAGE])])]},
             "messages[0].content[0].content[0] is of type image",
         ),
         (
-            {"messages": [said("assistant", [use("a") | {"input": "{}"}])]},
+            {"messages": [message("assistant", [use("a") | {"input": "{}"}])]},
             "messages[0].content[0].input must be an object, got a string",
         ),
         (
-            {"messages": [*ASKED["messages"], said("assistant", "So ")]},
+            {"messages": [*ASKED["messages"], message("assistant", "So ")]},
             "messages[1] must not end with white space",
         ),
         ({"system": 5}, "system must be a string or a list of blocks"),
@@ -211,13 +227,13 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 def send(path, body=None, *, method="POST", headers=(), **site):
     """Return (status, body) of the answer. There is no engine."""
 
-    async def asked():
-        own = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
-        own = httpx.ASGITransport(own, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+    async def answered():
+        transport = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
+        transport = httpx.ASGITransport(transport, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, json=body, headers=dict(headers))
 
-    answer = asyncio.run(asked())
+    answer = asyncio.run(answered())
     if answer.status_code != 200:
         assert answer.headers["request-id"] == answer.json()["request_id"]
     return answer.status_code, answer.json()
@@ -248,8 +264,8 @@ def test_errors_have_anthropics_form_and_status(capsys):
         (529, "overloaded_error", "/v1/messages", {}),
     ):
         headers = {"Host": "evil.example"} if status == 403 else {}
-        found, body = send(path, ASKED, headers=headers, **how)
-        assert (found, body["type"], body["error"]["type"]) == (status, "error", kind)
+        actual, body = send(path, ASKED, headers=headers, **how)
+        assert (actual, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["error"]["message"].isprintable()
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
@@ -296,8 +312,8 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
 
     async def streamed(fails):
         waiting = JobQueue(1)
-        own = httpx.ASGITransport(app.make(Site("m", "h2o", waiting, props={})))
-        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+        transport = httpx.ASGITransport(app.make(Site("m", "h2o", waiting, props={})))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = ASKED | {"stream": True, "system": [text("Be.")]}
             answer, _ = await asyncio.gather(
                 client.post("/v1/messages", json=body), engine(waiting, fails=fails)
@@ -305,11 +321,11 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         assert answer.status_code == 200
         return answer.text
 
-    told = asyncio.run(streamed(False))
+    stream = asyncio.run(streamed(False))
     # before the first event there are only pings, which are comments in SSE
-    assert told.startswith(": ping\n\n")
-    assert told.index("event: ") == told.index("event: message_start")
-    events = events_of(told)
+    assert stream.startswith(": ping\n\n")
+    assert stream.index("event: ") == stream.index("event: message_start")
+    events = events_of(stream)
     usage = {"input_tokens": 0, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 10}
     assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
     assert [events[n]["type"] for n in (1, -4)] == ["ping", "ping"]
@@ -338,11 +354,11 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
 
 
 def test_embeddings_are_refused_with_the_reason():
-    async def asked():
-        own = httpx.ASGITransport(app.make(Site("m", "h2o", JobQueue(1), props={})))
-        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+    async def answered():
+        transport = httpx.ASGITransport(app.make(Site("m", "h2o", JobQueue(1), props={})))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/embeddings", json={"input": "x"})
 
-    answer = asyncio.run(asked())
+    answer = asyncio.run(answered())
     assert answer.status_code == 404
     assert "gives no useful embeddings" in json.loads(answer.text)["error"]["message"]

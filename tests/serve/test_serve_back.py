@@ -10,13 +10,13 @@ from kvtool.chats import session
 from kvtool.chats.undo import Mark, turn_label
 from kvtool.llama.model import Model
 from tests import tiny
-from tests.serve.crowd_serve import request, said
+from tests.serve.crowd_serve import message, request
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
 
 pytestmark = pytest.mark.engine
 
-SYSTEM = said("system", "Be kind. " * 4)
+SYSTEM = message("system", "Be kind. " * 4)
 ASKED = ("What is a tide, and who counts the waves?", "And a river that is long and slow?", "Why is it so?")
 RECALL = ("--policy", "recall", "--budget", "96", "--temp", "0", "-o", "search=all", "--archive-type", "f16")
 
@@ -34,25 +34,25 @@ def url(talker, options):
         yield server.url
 
 
-def asked(url, messages, **more):
+def ask(url, messages, **more):
     """Return (reply, tokens of the chat with the reply, tokens read, the answer's `kvtool` part)."""
-    status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
-    assert status == 200, found
-    usage = found["usage"]
+    status, answer = request(url, {"messages": messages, "max_tokens": 12, **more})
+    assert status == 200, answer
+    usage = answer["usage"]
     n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"], usage["total_tokens"], n_read, found["kvtool"]
+    return answer["choices"][0]["message"], usage["total_tokens"], n_read, answer["kvtool"]
 
 
 def talked(url, **more):
     """Return the messages of a chat of three turns, and the number of its tokens after each turn."""
     messages, n_all = [SYSTEM], []
     for text in ASKED:
-        messages.append(said("user", text))
-        reply, n, _, own = asked(url, messages, **more)
+        messages.append(message("user", text))
+        reply, n, _, stats = ask(url, messages, **more)
         messages.append(reply)
         n_all.append(n)
-    assert own["archived"] > 100 or own["held"] == own["tokens"]
-    assert own["held"] + own["archived"] + own["forgotten"] == own["tokens"]
+    assert stats["archived"] > 100 or stats["held"] == stats["tokens"]
+    assert stats["held"] + stats["archived"] + stats["forgotten"] == stats["tokens"]
     return messages, n_all
 
 
@@ -60,29 +60,29 @@ def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
     # Each letter is one token. The server reads the changed last letter, and the template's tokens after it.
-    _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
+    _, _, n_tail, _ = ask(url, [*before, message("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
-        other = text[:n_same] + "X" * 20
-        assert asked(url, [*before, said("user", other)])[2] == n_tail - 1 + 20
+        edited = text[:n_same] + "X" * 20
+        assert ask(url, [*before, message("user", edited)])[2] == n_tail - 1 + 20
     # if a request is repeated, only the prompt's last token is read
-    assert asked(url, messages[:4])[2] == 1
-    assert asked(url, messages[:2])[2] == 1
+    assert ask(url, messages[:4])[2] == 1
+    assert ask(url, messages[:2])[2] == 1
 
 
 def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, options):
     messages, _ = talked(url)
-    other = [*messages[:3], said("user", ASKED[1][:20] + " that is deep?")]
-    found = [asked(url, other)[0], asked(url, [*messages[:3], messages[3]])[0]]
+    edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
+    replies = [ask(url, edited)[0], ask(url, [*messages[:3], messages[3]])[0]]
     with serving(talker, *options) as fresh:
-        assert [asked(fresh.url, other)[0]] == found[:1]
-    assert found[1] == messages[4]
+        assert [ask(fresh.url, edited)[0]] == replies[:1]
+    assert replies[1] == messages[4]
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
 def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options, is_old):
-    own = (*options, "--sessions", str(tmp_path))
-    with serving(talker, *own) as server:
+    arguments = (*options, "--sessions", str(tmp_path))
+    with serving(talker, *arguments) as server:
         messages, _ = talked(server.url)
         # each turn replaces the previous turn in the folder
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
@@ -98,10 +98,10 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
             beginnings[mark.n_message] = mark.digest
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
-    with serving(talker, *own) as server:
-        reply, _, n_read, _ = asked(server.url, messages[:4])
+    with serving(talker, *arguments) as server:
+        reply, _, n_read, _ = ask(server.url, messages[:4])
         assert (reply, n_read) == (messages[4], 1)
-        assert asked(server.url, [*messages, said("user", "And?")])[2] < 20
+        assert ask(server.url, [*messages, message("user", "And?")])[2] < 20
 
 
 def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
@@ -109,9 +109,9 @@ def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
         for text in ASKED:
-            messages.append(said("user", text))
+            messages.append(message("user", text))
             reply, _, n = server.ask(messages)
-            messages.append(said("assistant", reply))
+            messages.append(message("assistant", reply))
             sizes.append(n)
         (path,) = (tmp_path / "chats").glob("*.kv")
         chat = SlotServer(model, "recall", tmp_path / "other").slot._resumer.conversation
@@ -125,10 +125,10 @@ def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
 
 def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
     messages, n_all = talked(url)
-    reply, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
+    reply, n, n_read, _ = ask(url, [SYSTEM, message("user", ASKED[0])], prompt_cache_key="one")
     assert (reply, n, n_read) == (messages[2], n_all[0], 1)
     # the first chat is still stored
-    assert asked(url, [*messages, said("user", "And?")])[2] < 20
+    assert ask(url, [*messages, message("user", "And?")])[2] < 20
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -137,14 +137,14 @@ def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
         url = server.url
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
             talked(url)
-            first = [said("system", other)] if other else []
-            messages = [*first, said("user", ASKED[0])]
-            reply, n, n_read, _ = asked(url, messages)
+            first = [message("system", other)] if other else []
+            messages = [*first, message("user", ASKED[0])]
+            reply, n, n_read, _ = ask(url, messages)
             assert len(ASKED[0]) < n_read < n - 12
-            _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
+            _, _, _, stats = ask(url, [*messages, reply, message("user", "x" * 200)], kvtool={"share": 10**6})
             n_pinned = len(f"[s]{other}") if other and pins else 0
             # the policy always keeps its 4 sinks, even if fewer tokens are pinned
-            assert own["share"]["held"].index(0) == max(4, n_pinned)
+            assert stats["share"]["held"].index(0) == max(4, n_pinned)
 
 
 TOOLS = [
@@ -154,33 +154,33 @@ TOOLS = [
 
 
 def test_a_tool_more_is_read_from_where_it_begins(url):
-    messages = [SYSTEM, said("user", ASKED[0])]
-    _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
-    _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
+    messages = [SYSTEM, message("user", ASKED[0])]
+    _, n, _, _ = ask(url, messages, tools=TOOLS[:2])
+    _, n_more, n_read, _ = ask(url, messages, tools=TOOLS)
     # the server reads the third tool, the messages and the reply header
     assert 0 < n_more - n < n_read < n_more - 12 - 300
     # the chat without the third tool is still stored
-    assert asked(url, messages, tools=TOOLS[:2])[2] == 1
+    assert ask(url, messages, tools=TOOLS[:2])[2] == 1
 
 
 def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
-    own = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
-    systems = [said("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
-    with serving(talker, *own) as server:
+    arguments = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
+    systems = [message("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
+    with serving(talker, *arguments) as server:
         for i, system in enumerate(systems):
-            asked(server.url, [system, said("user", "Why?")], prompt_cache_key=str(i))
+            ask(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
         server.stop()
     for pin in ([], ["--pin"]):
-        with serving(talker, *own, *pin) as server:
+        with serving(talker, *arguments, *pin) as server:
             for key in ("2", "3"):
                 for system in systems:
-                    _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
+                    _, _, n_read, _ = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
                     # the stored "Why?" has "Wh" in common, so the server reads only "o?" and the reply header
                     assert n_read <= 8, (pin, key)
 
 
 def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
-    messages = [said("user", "Waves come and go. " * 40)]
+    messages = [message("user", "Waves come and go. " * 40)]
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path)
         server.leave(messages, 256)
@@ -190,8 +190,8 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
 def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
-        system = said("system", "Be kind. " * 80)
-        n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
+        system = message("system", "Be kind. " * 80)
+        n_read = [ask(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
         # only whole batches of the system prompt are stored, which are 512 tokens
         assert n_read[1:] == [n_read[0] - 512] * 2
 
@@ -200,9 +200,9 @@ def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
     with serving(talker, *RECALL, "--archive", "40") as server:
         messages = [SYSTEM]
         for text in (*ASKED, *ASKED):
-            messages.append(said("user", text))
-            reply, *_, own = asked(server.url, messages)
+            messages.append(message("user", text))
+            reply, *_, stats = ask(server.url, messages)
             messages.append(reply)
-        assert own["forgotten"] > 100
-        _, n, n_read, _ = asked(server.url, [*messages[:3], said("user", "Other.")])
+        assert stats["forgotten"] > 100
+        _, n, n_read, _ = ask(server.url, [*messages[:3], message("user", "Other.")])
         assert n_read == n - 12

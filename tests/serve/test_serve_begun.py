@@ -17,15 +17,15 @@ from kvtool.serve.api.requests import Defaults
 from tests.chats import published
 from tests.chats.published import needs_published
 from tests.serve.answered import answering
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.here import here
 from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
 
 OPENS = CHAT.replace("%OPEN%", "<think>\n")
 """A template whose reply header opens a thought. It shows earlier replies without their thoughts."""
 
-HI = said("user", "Hi.")
-BEGUN = said("assistant", "The answer")
+HI = message("user", "Hi.")
+BEGUN = message("assistant", "The answer")
 
 
 def chat(messages, **fields):
@@ -45,8 +45,8 @@ def chat(messages, **fields):
     ids=str,
 )
 def test_a_last_message_of_the_assistant_is_continued(fields):
-    found = chat([HI, BEGUN | {"prefix": True}], **fields)
-    assert (found.messages, found.begun, found.ignored) == ([HI], "The answer", [])
+    request = chat([HI, BEGUN | {"prefix": True}], **fields)
+    assert (request.messages, request.begun, request.ignored) == ([HI], "The answer", [])
 
 
 def test_another_last_message_is_answered():
@@ -58,13 +58,13 @@ def test_another_last_message_is_answered():
         ([HI, calling], {}),
         ([BEGUN], {}),
     ):
-        found = chat(messages, **fields)
-        assert (found.messages, found.begun) == (messages, "")
+        request = chat(messages, **fields)
+        assert (request.messages, request.begun) == (messages, "")
     # an empty message is dropped
-    assert chat([HI, said("assistant", "")]).messages == [HI]
-    assert chat([HI, said("assistant", None)]).messages == [HI]
-    asked = {"input": [HI, {"type": "message", **BEGUN}]}
-    assert requests.chat(responses.as_chat(asked)[0], Defaults()).begun == ""
+    assert chat([HI, message("assistant", "")]).messages == [HI]
+    assert chat([HI, message("assistant", None)]).messages == [HI]
+    body = {"input": [HI, {"type": "message", **BEGUN}]}
+    assert requests.chat(responses.as_chat(body)[0], Defaults()).begun == ""
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_what_cannot_be_continued_is_named(messages, fields, param):
 
 
 def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
-    def asked(*messages):
+    def request_of(*messages):
         body, places = anthropic.as_chat({"max_tokens": 5, "system": "Be.", "messages": list(messages)})
         return requests.chat(body, Defaults(), places=places)
 
-    assert asked(HI, said("assistant", [{"type": "text", "text": "So"}])).begun == "So"
+    assert request_of(HI, message("assistant", [{"type": "text", "text": "So"}])).begun == "So"
     with pytest.raises(ApiError, match=r"messages\[1\] must not end with white space") as caught:
-        asked(HI, said("assistant", "So: "))
+        request_of(HI, message("assistant", "So: "))
     assert caught.value.param == "messages[1]"
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     with pytest.raises(ApiError, match=r"messages\[1\] must be followed by the results"):
-        asked(HI, said("assistant", [{"type": "text", "text": "So"}, use]))
+        request_of(HI, message("assistant", [{"type": "text", "text": "So"}, use]))
 
 
 def test_a_splitter_goes_on_behind_a_beginning():
@@ -139,7 +139,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
 )
 def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, variables, begun, ends):
     with answering(model, source, tmp_path) as ask:
-        end = ask([HI, said("assistant", begun)], " it is.", chat_template_kwargs=variables)
+        end = ask([HI, message("assistant", begun)], " it is.", chat_template_kwargs=variables)
         assert ask.prompt.endswith(f"Hi.<|im_end|>\n{ends}")
         assert ask.text.endswith("it is.") or "<think>" in begun
         assert end["message"].get("content", "") + end["message"].get("reasoning_content", "") == " it is."
@@ -152,14 +152,14 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
     """Compared from the user's message on, the rendered chat with the whole reply begins with the prompt."""
-    user, later = said("user", "Kvtool asks."), said("user", "And?")
+    user, later = message("user", "Kvtool asks."), message("user", "And?")
     # there is one exception: a template whose reply header has instructions that earlier replies lack
-    other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
+    exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():
         template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
         with suppress(ModelError):
-            earlier = template.render([user, said("assistant", "Kvtool says so."), later])
+            earlier = template.render([user, message("assistant", "Kvtool says so."), later])
             base = Header.of(model, template)
             header = base.with_begun(model, template, "Kvtool says")
             text = template.render([user]).removesuffix(base.kept + base.left_out)
@@ -168,7 +168,7 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
             if text[text.index("Kvtool asks.") :] == shown:
                 seen.add(name)
             else:
-                other.remove(name)
+                exceptions.remove(name)
     assert len(seen) > 60
 
 
@@ -182,35 +182,35 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
 def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path, source, thought, policy):
     with answering(model, source, tmp_path, policy, budget=128) as ask:
         first = ask([HI, BEGUN], " is 42.")
-        assert first["message"] == said("assistant", " is 42.")
+        assert first["message"] == message("assistant", " is 42.")
         n = first["n_prompt"] + first["n_written"]
         assert n == len(ask.slot.writer.tokens)
-        whole = [HI, said("assistant", "The answer is 42.")]
-        again = ask([*whole, said("user", "Why?")], f"{'</think>' if thought else ''}So.")
+        whole = [HI, message("assistant", "The answer is 42.")]
+        again = ask([*whole, message("user", "Why?")], f"{'</think>' if thought else ''}So.")
         assert again["n_cached"] == n
         assert ask.prompt.endswith(
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
         )
         # the question is the same, but the reply has another beginning
-        other = ask([HI, said("assistant", "It")], " is.")
+        shorter = ask([HI, message("assistant", "It")], " is.")
         assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
-        assert other["message"]["content"] == " is."
+        assert shorter["message"]["content"] == " is."
 
 
 @pytest.mark.engine
 def test_a_long_prompt_is_read_once_for_several_beginnings(model, tmp_path):
-    long = said("user", "The river is long and the boat is slow. " * 40)
+    long = message("user", "The river is long and the boat is slow. " * 40)
     with answering(model, PLAIN, tmp_path, "h2o", budget=128) as ask:
         n = ask([long, BEGUN], " is 42.")["n_prompt"]
-        assert ask([long, said("assistant", "It")], " is.")["n_cached"] > n - 12
+        assert ask([long, message("assistant", "It")], " is.")["n_cached"] > n - 12
         assert ask([long], "So.")["n_cached"] > n - 12
 
 
 @pytest.mark.engine
 def test_a_beginning_of_a_thought_is_gone_once_the_template_drops_it(model, tmp_path):
     with answering(model, SWITCHED, tmp_path) as ask:
-        end = ask([HI, said("assistant", "<think>\nHm")], "m.\n</think>\n\nSo.")
+        end = ask([HI, message("assistant", "<think>\nHm")], "m.\n</think>\n\nSo.")
         assert end["message"] == {"role": "assistant", "reasoning_content": "m.\n", "content": "So."}
         assert ask.text.endswith("<|im_start|>assistant\nSo.")
 
@@ -226,32 +226,32 @@ def test_a_beginning_counts_for_a_schema(model, tmp_path):
     shape = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
     for source in (PLAIN, OPENS):
         with answering(model, source, tmp_path / str(len(source))) as ask:
-            end = ask([HI, said("assistant", '{"n": 4')], temperature=0, **shape)
+            end = ask([HI, message("assistant", '{"n": 4')], temperature=0, **shape)
             assert json.loads('{"n": 4' + end["message"]["content"]) in ({"n": 41}, {"n": 42})
             assert end["finish"] == "stop"
             with pytest.raises(ApiError, match="does not fit its grammar or JSON schema") as caught:
-                ask([HI, said("assistant", '{"m')], temperature=0, **shape)
+                ask([HI, message("assistant", '{"m')], temperature=0, **shape)
             assert caught.value.status == 400
 
 
 @pytest.mark.engine
 def test_both_interfaces_continue_over_http(talker):
     with here(talker, policy="h2o", budget="256") as server:
-        begun = [HI, said("assistant", "ab")]
-        message, usage = server.chat(begun)
+        begun = [HI, message("assistant", "ab")]
+        reply, usage = server.chat(begun)
         plain, others = server.chat([HI])
         n_begun = len(server.ask("/tokenize", {"content": "ab"}).json()["tokens"])
         assert usage["prompt_tokens"] == others["prompt_tokens"] + n_begun
-        assert message["content"] != plain["content"]
+        assert reply["content"] != plain["content"]
         sent = {"max_tokens": 6, "messages": begun}
         answer = server.ask("/v1/messages", sent).json()
-        assert [block["text"] for block in answer["content"]] == [message["content"]]
+        assert [block["text"] for block in answer["content"]] == [reply["content"]]
         streamed = server.ask("/v1/chat/completions", sent | {"stream": True}).text
         pieces = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: {")]
         assert (
-            "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces) == message["content"]
+            "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces) == reply["content"]
         )
         count = server.ask("/v1/messages/count_tokens", {"messages": begun}).json()
         assert count["input_tokens"] == usage["prompt_tokens"]
-        later = [HI, said("assistant", "ab" + message["content"]), said("user", "And?")]
+        later = [HI, message("assistant", "ab" + reply["content"]), message("user", "And?")]
         assert server.chat(later)[1]["prompt_tokens_details"]["cached_tokens"] == usage["total_tokens"]

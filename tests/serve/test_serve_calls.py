@@ -85,21 +85,21 @@ def parsed(format, pieces, tools=TOOLS):
 
 
 def joined(events):
-    found = []
+    parts = []
     calls = [event for event in events if isinstance(event, Call)]
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
     for event in events:
         if isinstance(event, Call):
             assert re.fullmatch("call_[0-9a-f]{24}", event.id)
-            found.append((event.name, json.loads(event.arguments)))
+            parts.append((event.name, json.loads(event.arguments)))
         else:
             assert event
-            if found and isinstance(found[-1], str):
-                found[-1] += event
+            if parts and isinstance(parts[-1], str):
+                parts[-1] += event
             else:
-                found.append(event)
-    return found
+                parts.append(event)
+    return parts
 
 
 def check_cuts(format, text, expected):
@@ -168,9 +168,9 @@ def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):
 def test_a_call_that_is_cut_off_is_text(format, text, calls):
     first = parsed(format, [text])[0]
     for n in range(1, len(text)):
-        found = parsed(format, [text[:n]])
+        parts = parsed(format, [text[:n]])
         # once the first call is complete, the rest of the reply may be text
-        assert found[0] == first or found == [text[:n]], text[:n]
+        assert parts[0] == first or parts == [text[:n]], text[:n]
 
 
 @each_format
@@ -291,22 +291,24 @@ def test_a_block_is_text_where_calls_are_no_json(format):
 
 def test_a_block_waits_no_longer_than_it_may_be_a_call():
     parser = Parser(HERMES, TOOLS)
-    told = ["".join(parser.feed(piece)) for piece in ("Hm\n", "``", "`json\n", '{\n "', "nam", 'es": ', "[1")]
-    assert told == ["Hm", "", "", "", "", '\n```json\n{\n "names":', " [1"]
+    texts = [
+        "".join(parser.feed(piece)) for piece in ("Hm\n", "``", "`json\n", '{\n "', "nam", 'es": ', "[1")
+    ]
+    assert texts == ["Hm", "", "", "", "", '\n```json\n{\n "names":', " [1"]
     parser = Parser(HERMES, TOOLS)
-    told = ["".join(parser.feed(piece)) for piece in ('```json\n{"name": "no', 'n", ', "x")]
-    assert told == ["", '```json\n{"name": "non",', " x"]
+    texts = ["".join(parser.feed(piece)) for piece in ('```json\n{"name": "no', 'n", ', "x")]
+    assert texts == ["", '```json\n{"name": "non",', " x"]
     parser = Parser(HERMES, TOOLS)
     assert [*parser.feed('```json\n{"name": "now", "arguments": {}}\n``')] == []
     assert len([*parser.feed("`")]) == 1
 
 
 def test_text_waits_no_longer_than_it_may_be_a_call():
-    def told(format, pieces):
+    def texts(format, pieces):
         parser = Parser(format, TOOLS)
         return ["".join(parser.feed(piece)) for piece in pieces]
 
-    assert told(HERMES, ["Hi", " ", "there <", "b> <tool_call", ">{", "x"]) == [
+    assert texts(HERMES, ["Hi", " ", "there <", "b> <tool_call", ">{", "x"]) == [
         "Hi",
         "",
         " there",
@@ -314,11 +316,11 @@ def test_text_waits_no_longer_than_it_may_be_a_call():
         "",
         "",
     ]
-    assert told(HERMES, ["<tool_call>", "\n", "is a tag"]) == ["", "", "<tool_call>\nis a tag"]
-    assert told(formats.XML, ["<function=", "no", ">"]) == ["", "", "<function=no>"]
-    assert told(formats.GLM, ["<tool_call>no", "\nx"]) == ["", "<tool_call>no\nx"]
-    assert told(formats.MISTRAL_ARGS, ["[TOOL_CALLS]no", "["]) == ["", "[TOOL_CALLS]no"]
-    assert told(formats.LFM2, ["<|tool_call_start|>", "no"]) == ["", "<|tool_call_start|>no"]
+    assert texts(HERMES, ["<tool_call>", "\n", "is a tag"]) == ["", "", "<tool_call>\nis a tag"]
+    assert texts(formats.XML, ["<function=", "no", ">"]) == ["", "", "<function=no>"]
+    assert texts(formats.GLM, ["<tool_call>no", "\nx"]) == ["", "<tool_call>no\nx"]
+    assert texts(formats.MISTRAL_ARGS, ["[TOOL_CALLS]no", "["]) == ["", "[TOOL_CALLS]no"]
+    assert texts(formats.LFM2, ["<|tool_call_start|>", "no"]) == ["", "<|tool_call_start|>no"]
 
 
 def test_a_call_is_told_at_its_end():
@@ -367,5 +369,5 @@ def test_types_are_found_through_definitions():
     }
     values = {"size": "1", "loop": "1", "list": "[1]", "code": "2", "no": "1"}
     text = formats.XML.written([("f", values)])
-    found = {"size": "1", "loop": 1, "list": [1], "code": "2", "no": 1}
-    assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", found)]
+    expected = {"size": "1", "loop": 1, "list": [1], "code": "2", "no": 1}
+    assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", expected)]

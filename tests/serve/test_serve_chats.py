@@ -15,11 +15,11 @@ from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
 from tests import tiny
-from tests.serve.crowd_serve import request, said
+from tests.serve.crowd_serve import message, request
 from tests.serve.serving import serving
 from tests.serve.test_serve_tools import tool
 
-SYSTEM = said("system", "Be kind. " * 4)
+SYSTEM = message("system", "Be kind. " * 4)
 
 
 @pytest.fixture(scope="module")
@@ -43,81 +43,81 @@ def open_url(tmp_path_factory):
 KEY = {"Authorization": "Bearer first-key"}
 
 
-def asked(url, messages, headers=(), **more):
+def ask(url, messages, headers=(), **more):
     """Return (reply, usage, number of cached tokens, the answer's `kvtool` part)."""
     body = {"messages": messages, "max_tokens": 8, **more}
-    status, found = request(url, body, {**KEY, **dict(headers)})
-    assert status == 200, found
-    usage = found["usage"]
+    status, answer = request(url, body, {**KEY, **dict(headers)})
+    assert status == 200, answer
+    usage = answer["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"], usage, n_cached, found["kvtool"]
+    return answer["choices"][0]["message"], usage, n_cached, answer["kvtool"]
 
 
 def test_what_is_cached_is_all_that_the_chat_had(url):
-    messages, n_all = [SYSTEM, said("user", "One.")], 0
+    messages, n_all = [SYSTEM, message("user", "One.")], 0
     for n in range(3):
-        reply, usage, n_cached, _ = asked(url, messages)
+        reply, usage, n_cached, _ = ask(url, messages)
         assert n_cached == n_all
         n_all = usage["total_tokens"]
-        messages += [reply, said("user", f"And {n}.")]
+        messages += [reply, message("user", f"And {n}.")]
 
 
 def test_a_name_keeps_a_chat_from_all_others(url):
-    messages = [SYSTEM, said("user", "Two.")]
-    reply, usage, _, _ = asked(url, messages, {"X-Session-Id": "one"})
-    messages += [reply, said("user", "And?")]
-    assert asked(url, messages, {"X-Session-Id": "two"})[2] == 0
-    assert asked(url, messages)[2] == 0
-    assert asked(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
+    messages = [SYSTEM, message("user", "Two.")]
+    reply, usage, _, _ = ask(url, messages, {"X-Session-Id": "one"})
+    messages += [reply, message("user", "And?")]
+    assert ask(url, messages, {"X-Session-Id": "two"})[2] == 0
+    assert ask(url, messages)[2] == 0
+    assert ask(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
 
 
 def test_an_edit_goes_back_to_the_turn_before_it(url):
-    messages, n_all, replies = [SYSTEM, said("user", "Three.")], [], []
+    messages, n_all, replies = [SYSTEM, message("user", "Three.")], [], []
     for n in range(3):
-        reply, usage, _, _ = asked(url, messages)
+        reply, usage, _, _ = ask(url, messages)
         n_all.append(usage["total_tokens"])
         replies.append(reply)
-        messages += [reply, said("user", f"More {n}.")]
+        messages += [reply, message("user", f"More {n}.")]
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
-        assert asked(url, [*edited, said("user", f"Other {n}.")])[2] == n_all[n]
+        assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
     # a repeated request gets the same answer
-    reply, _, n_cached, _ = asked(url, messages[:4])
+    reply, _, n_cached, _ = ask(url, messages[:4])
     assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
 
 
 def test_the_system_prompt_stays_whatever_comes(url):
     messages = [SYSTEM]
     for n in range(3):
-        messages.append(said("user", f"{n}: the river is long. " * 4))
-        reply, usage, _, own = asked(url, messages, kvtool={"share": 10**6})
+        messages.append(message("user", f"{n}: the river is long. " * 4))
+        reply, usage, _, stats = ask(url, messages, kvtool={"share": 10**6})
         messages.append(reply)
-    assert own["forgotten"] > 0
+    assert stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
-    assert len(own["share"]["held"]) == usage["total_tokens"]
-    text = "".join(own["share"]["text"])
-    n = next(n for n in range(len(text)) if "".join(own["share"]["text"][:n]).endswith("kind. Be kind"))
+    assert len(stats["share"]["held"]) == usage["total_tokens"]
+    text = "".join(stats["share"]["text"])
+    n = next(n for n in range(len(text)) if "".join(stats["share"]["text"][:n]).endswith("kind. Be kind"))
     assert n > n_system / 4
-    assert min(own["share"]["held"][:n]) == 1
+    assert min(stats["share"]["held"][:n]) == 1
 
 
 def test_an_answer_ends_before_a_stop_string(url):
-    messages = [said("user", "Stop.")]
-    whole = asked(url, messages, max_tokens=24)[0]["content"]
+    messages = [message("user", "Stop.")]
+    whole = ask(url, messages, max_tokens=24)[0]["content"]
     stop = whole[8:11]
-    assert asked(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
+    assert ask(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
 
 
 def test_a_call_that_is_demanded_comes(open_url):
-    reply = asked(
-        open_url, [said("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
+    reply = ask(
+        open_url, [message("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
     )[0]
     (call,) = reply["tool_calls"]
     assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
 def test_who_has_no_whole_key_is_refused(url):
-    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    body = {"messages": [message("user", "x")], "max_tokens": 1}
     for key in ("", "f", "first-ke", "first-key2", "second"):
         assert request(url, body, {"Authorization": f"Bearer {key}"})[0] == 401
     assert request(url, body)[0] == 401
@@ -125,7 +125,7 @@ def test_who_has_no_whole_key_is_refused(url):
 
 
 def test_who_gives_another_name_for_this_machine_is_refused(open_url):
-    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    body = {"messages": [message("user", "x")], "max_tokens": 1}
     for host in ("evil.example", "localhost.evil.example"):
         assert request(open_url, body, {"Host": host})[0] == 403
     assert request(open_url, body, {"Host": "localhost:1"})[0] == 200
@@ -133,9 +133,9 @@ def test_who_gives_another_name_for_this_machine_is_refused(open_url):
 
 def test_an_answer_that_nobody_reads_ends(url):
     # an answer of so many tokens would take days
-    long = {"messages": [said("user", "Long.")], "max_tokens": 10**9, "stream": True}
+    long = {"messages": [message("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_events=5) == (None, None)
-    asked(url, [said("user", "Short.")])
+    ask(url, [message("user", "Short.")])
 
 
 def test_no_more_wait_than_may():
@@ -167,8 +167,8 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
 
 def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
     """Earlier versions of kvtool kept a chat's earlier turns in FILE.1, FILE.2, ..."""
-    messages = [said("user", "one"), said("assistant", "two"), said("user", "three")]
-    other = [said("user", "of another chat")]
+    messages = [message("user", "one"), message("assistant", "two"), message("user", "three")]
+    other_chat = [message("user", "of another chat")]
 
     def stored(name, messages):
         meta = {"digest": name[0] * 4, "messages": messages, "fixed": {}, "marks": []}
@@ -177,10 +177,10 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
     one, two, three, damaged = (f"{letter * 16}.kv" for letter in "abcd")
     stored(one, messages)
     stored(f"{one}.1", messages[:1])
-    stored(f"{one}.2", other)
+    stored(f"{one}.2", other_chat)
     for n in (1, 2, 10):
         stored(f"{two}.{n}", messages[: n % 8])
-    stored(three, other)
+    stored(three, other_chat)
     stored(f"{damaged}.1", messages)
     (tmp_path / damaged).write_bytes(b"x")
     for _ in range(2):
@@ -188,8 +188,8 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
             assert sorted(chat.path.name for chat in chats.chats) == [one, two, three]
             assert chats.n_others == 2
         assert session.read_meta(tmp_path / two)["messages"] == messages[:2]
-        left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
 
 
 def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
@@ -201,6 +201,6 @@ def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatc
     with locked(alive / session.LOCK):
         for folder in (old, alive):
             os.utime(folder, (0, 0))
-        with lock_folder(None) as own:
-            assert own.parent == tmp_path
+        with lock_folder(None) as current:
+            assert current.parent == tmp_path
             assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)

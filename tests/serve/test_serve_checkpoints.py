@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.engine.checkpoints import SPACING
 from tests import tiny_kinds
-from tests.serve.crowd_serve import request, said
+from tests.serve.crowd_serve import message, request
 from tests.serve.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -22,35 +22,35 @@ def options(request):
     return *request.param, "--temp", "0", "-b", str(N_BATCH)
 
 
-def asked(url, messages):
+def ask(url, messages):
     """Return (reply, number of the prompt's tokens, number of tokens that were read)."""
-    status, found = request(url, {"messages": messages, "max_tokens": 12})
-    assert status == 200, found
-    usage = found["usage"]
+    status, answer = request(url, {"messages": messages, "max_tokens": 12})
+    assert status == 200, answer
+    usage = answer["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"], usage["prompt_tokens"], usage["prompt_tokens"] - n_cached
+    return answer["choices"][0]["message"], usage["prompt_tokens"], usage["prompt_tokens"] - n_cached
 
 
 def talked(url):
     """Return the messages of a chat of two turns. The first turn is long."""
-    messages = [said("system", "Be kind.")]
+    messages = [message("system", "Be kind.")]
     for text in (LONG, "Who is it?"):
-        messages.append(said("user", text))
-        messages.append(asked(url, messages)[0])
+        messages.append(message("user", text))
+        messages.append(ask(url, messages)[0])
     return messages
 
 
 def check_edits(url, messages):
     """Change a chat in several places, and check how many tokens are read."""
-    _, n, n_read = asked(url, messages[:4])
+    _, n, n_read = ask(url, messages[:4])
     # If a request is repeated, the server continues after the last reply: it reads the question again.
     assert n_read < 30 < n
-    assert asked(url, [*messages[:3], said("user", "Who was it?")])[2] < 30
+    assert ask(url, [*messages[:3], message("user", "Who was it?")])[2] < 30
     # the checkpoint is just before the reply header, so only the header is read
-    assert asked(url, messages[:2])[2] == len("[e][a]")
+    assert ask(url, messages[:2])[2] == len("[e][a]")
     for share in (0.9, 0.5):
         at = int(len(LONG) * share)
-        _, n, n_read = asked(url, [messages[0], said("user", LONG[:at] + "! " + LONG[at:])])
+        _, n, n_read = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
         n_changed = n * (1 - share)
         assert n_changed < n_read < n_changed + SPACING + N_BATCH
 
@@ -62,17 +62,17 @@ def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, optio
 
 def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
-        chat = [said("user", "Who is it?")]
-        _, n_prompt, _ = asked(server.url, chat)
-        _, n, n_read = asked(server.url, [*chat, said("assistant", "Nobody."), said("user", "Why?")])
+        chat = [message("user", "Who is it?")]
+        _, n_prompt, _ = ask(server.url, chat)
+        _, n, n_read = ask(server.url, [*chat, message("assistant", "Nobody."), message("user", "Why?")])
         assert n_read == n - n_prompt
 
 
 def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
-    system = said("system", "Be kind. " * 40)
+    system = message("system", "Be kind. " * 40)
     with serving(hybrid_talker, *options) as server:
-        asked(server.url, [system, said("user", "Who is it?")])
-        _, n, n_read = asked(server.url, [system, said("user", "Why?")])
+        ask(server.url, [system, message("user", "Who is it?")])
+        _, n, n_read = ask(server.url, [system, message("user", "Why?")])
         assert n_read == len("[e][u]Why?[e][a]") < n % N_BATCH
 
 
@@ -81,12 +81,12 @@ def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, o
     template = "{% for m in messages %}</s>{{ m.role }}:{{ m.content }}{% endfor %}</s>assistant:"
     tiny_kinds.write_lfm2(path, chat_template=template, n_ctx_train=8192)
     texts = [f"Is it {word}? " * 8 for word in ("cold", "late", "deep", "far", "high", "low")]
-    chat = [said(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
+    chat = [message(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
     with serving(path, *options) as server:
-        n_all = asked(server.url, chat)[1]
+        n_all = ask(server.url, chat)[1]
         for i in (4, 1):
-            changed = [*chat[:i], said(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
-            _, n, n_read = asked(server.url, changed)
+            changed = [*chat[:i], message(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
+            _, n, n_read = ask(server.url, changed)
             assert n == n_all + len("No. ")
             n_after = sum(len(f"_{each['role']}:{each['content']}") for each in changed[i:]) + len(
                 "_assistant:"
@@ -95,19 +95,19 @@ def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, o
 
 
 def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
-    own = (*options, "--sessions", str(tmp_path))
-    with serving(hybrid_talker, *own) as server:
+    arguments = (*options, "--sessions", str(tmp_path))
+    with serving(hybrid_talker, *arguments) as server:
         messages = talked(server.url)
         server.stop()
-    with serving(hybrid_talker, *own) as server:
+    with serving(hybrid_talker, *arguments) as server:
         check_edits(server.url, messages)
 
 
 def test_an_edited_chat_gets_the_answer_of_a_new_one(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         messages = talked(server.url)
-        edited = [messages[0], said("user", LONG[:-600] + "And who is kind?")]
-        found = asked(server.url, edited)[0], asked(server.url, messages[:4])[0]
+        edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
+        replies = ask(server.url, edited)[0], ask(server.url, messages[:4])[0]
     with serving(hybrid_talker, *options) as fresh:
-        assert asked(fresh.url, edited)[0] == found[0]
-    assert found[1] == messages[4]
+        assert ask(fresh.url, edited)[0] == replies[0]
+    assert replies[1] == messages[4]

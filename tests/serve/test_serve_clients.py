@@ -21,7 +21,7 @@ import pytest
 from kvtool.serve.api import messages
 from kvtool.serve.store.history import History
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.serving import serving
 from tests.serve.test_serve_messages import events_of
 
@@ -47,7 +47,9 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
             f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=PATIENCE_S
         )
         assert sent.status_code == 200, sent.text
-        read = {"/v1/responses": response, "/v1/messages?beta=true": message}.get(line["path"], chat)
+        read = {"/v1/responses": read_response, "/v1/messages?beta=true": read_message}.get(
+            line["path"], read_chat
+        )
         answers.append(read(sent.text, body))
         if line["follows"] is not None:
             assert answers[-1].n_cached == answers[line["follows"]].n_all
@@ -58,28 +60,30 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
 def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(server):
     goal = {"type": "function", "name": "goal", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "namespace", "name": "team", "tools": [goal]}, goal, {"type": "web_search"}]
-    asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
-    for own in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
-        choice = {"type": "function", **own}
+    body = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
+    for names in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
+        choice = {"type": "function", **names}
         sent = httpx.post(
-            f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=PATIENCE_S
+            f"{server.url}/v1/responses", json=body | {"tool_choice": choice}, timeout=PATIENCE_S
         )
         (call,) = sent.json()["output"]
-        assert {name: call[name] for name in ("name", "namespace") if name in call} == own
-    refused = asked | {"tool_choice": {"type": "web_search"}}
+        assert {name: call[name] for name in ("name", "namespace") if name in call} == names
+    refused = body | {"tool_choice": {"type": "web_search"}}
     assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
 
 
 def test_system_messages_at_the_beginning_are_one():
-    found = messages.check([said("developer", "One."), said("system", "Two."), said("user", "Three.")])
-    assert found == [said("system", "One.\n\nTwo."), said("user", "Three.")]
-    later = [said("user", "One."), said("system", "Two."), said("system", "Three.")]
+    checked = messages.check(
+        [message("developer", "One."), message("system", "Two."), message("user", "Three.")]
+    )
+    assert checked == [message("system", "One.\n\nTwo."), message("user", "Three.")]
+    later = [message("user", "One."), message("system", "Two."), message("system", "Three.")]
     assert messages.check(later) == later
 
 
 def test_chats_of_all_names_share_their_system_prompt_alone():
     def digests(name, first="system"):
-        return History(name, [], [said(first, "One."), said("user", "Two.")]).digests
+        return History(name, [], [message(first, "One."), message("user", "Two.")]).digests
 
     assert digests("a")[1] == digests("b")[1] == digests(None)[1]
     assert len({digests(name)[2] for name in ("a", "b", None)}) == 3
@@ -110,7 +114,7 @@ def filled(value, answers):
     return answers[int(number)].signature if what == "SIGNATURE" else value
 
 
-def chat(sent, body):
+def read_chat(sent, body):
     """Check the form of an answer of /v1/chat/completions, and return its content."""
     if body["stream"]:
         lines = [line.removeprefix("data: ") for line in sent.split("\n\n") if not line.startswith(":")]
@@ -139,7 +143,7 @@ def chat(sent, body):
     )
 
 
-def response(sent, body):
+def read_response(sent, body):
     """Check the form of an answer of /v1/responses, and return its content."""
     lines = [each.split("\n") for each in sent.split("\n\n")[:-1] if not each.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
@@ -158,7 +162,7 @@ def response(sent, body):
     )
 
 
-def message(sent, body):
+def read_message(sent, body):
     """Check the form of an answer of /v1/messages, and return its content."""
     events = events_of(sent)
     kinds = [event["type"] for event in events]

@@ -15,7 +15,7 @@ import pytest
 from tests import forked, tiny
 from tests.forked import ROOT
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.late import openai
 from tests.serve.serving import ONE_THREAD, serving
 
@@ -32,13 +32,13 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
     with serving(chat_model, "--policy", "full", "-c", "96", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.chat.completions.create(
-            model="chat", messages=[said("user", "Hello.")], logit_bias={"2": -100}
+            model="chat", messages=[message("user", "Hello.")], logit_bias={"2": -100}
         )
         assert answer.choices[0].finish_reason == "length"
         assert answer.choices[0].message.content
         assert answer.usage.total_tokens == 96
         with pytest.raises(openai.BadRequestError) as raised:
-            client.chat.completions.create(model="chat", messages=[said("user", "Hello. " * 50)])
+            client.chat.completions.create(model="chat", messages=[message("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
     # the same with a policy that could forget, but is not allowed to: --overflow error
@@ -67,14 +67,14 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     with serving(chat_model, *options[2:], "-v", "--sessions", str(chats)) as server:
         client = connect(f"{server.url}/v1")
         first = client.chat.completions.create(
-            model="chat", messages=[said("user", "What is a lamp?")], max_tokens=8
+            model="chat", messages=[message("user", "What is a lamp?")], max_tokens=8
         )
-        code, told = server.stop()
+        code, stderr = server.stop()
     n = first.usage.prompt_tokens
     assert re.match(
         rf"\S+ \S+ 127\.0\.0\.1 POST /v1/chat/completions 200 \d+ ms, {n} tokens \(0 cached\) read in "
         r"[\d.]+ s, 8 written in [\d.]+ s \(length\)\n",
-        told,
+        stderr,
     )
     (file,) = chats.glob("*.kv")
 
@@ -102,7 +102,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
 
 
 def test_pages_of_others_may_not_ask(server):
-    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    body = {"messages": [message("user", "x")], "max_tokens": 1}
     for origin, status in (
         ("https://evil.example", 403),
         ("null", 403),
@@ -119,20 +119,20 @@ def test_pages_of_others_may_not_ask(server):
 def test_fields_of_llama_server_are_taken_or_refused(server, client):
     assert (
         client.post(
-            "/chat/completions", body={"messages": [said("user", "x")], "n_predict": 3}, cast_to=object
+            "/chat/completions", body={"messages": [message("user", "x")], "n_predict": 3}, cast_to=object
         )["usage"]["completion_tokens"]
         == 3
     )
     for field, value in (("lora", [{"id": 0}]), ("min_tokens", 5), ("kvtool", {"shore": 5}), ("kvtool", 5)):
         with pytest.raises(openai.BadRequestError, match=field if field != "kvtool" else "shore|kvtool"):
             client.post(
-                "/chat/completions", body={"messages": [said("user", "x")], field: value}, cast_to=object
+                "/chat/completions", body={"messages": [message("user", "x")], field: value}, cast_to=object
             )
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        asked = {"content": "a</s>"}
-        whole = http.post("/tokenize", json=asked | {"with_pieces": True}).json()["tokens"]
+        body = {"content": "a</s>"}
+        whole = http.post("/tokenize", json=body | {"with_pieces": True}).json()["tokens"]
         assert [each["piece"] for each in whole] == ["a", "</s>"]
-        assert len(http.post("/tokenize", json=asked | {"parse_special": False}).json()["tokens"]) > 3
+        assert len(http.post("/tokenize", json=body | {"parse_special": False}).json()["tokens"]) > 3
         for text, what in (
             (b"\xff", "not UTF-8 at byte 0"),
             (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
@@ -171,7 +171,7 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
     options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
     with serving(talker, *options) as server:
         connect(f"{server.url}/v1").chat.completions.create(
-            model="talker", messages=[said("user", "What is a lamp?")], max_tokens=4
+            model="talker", messages=[message("user", "What is a lamp?")], max_tokens=4
         )
         (path,) = tmp_path.glob("*.kv")
         before = path.read_bytes()

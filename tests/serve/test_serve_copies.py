@@ -13,15 +13,15 @@ from kvtool.chats import session
 from kvtool.llama.model import Model
 from kvtool.llama.segment import listed_checkpoints
 from tests import tiny
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
-from tests.serve.test_serve_back import RECALL, asked
+from tests.serve.test_serve_back import RECALL, ask
 
 pytestmark = pytest.mark.engine
 
-LONG = said("user", "Waves come and go. " * 30)
-NEXT = said("user", "And who counts them? " * 16)
+LONG = message("user", "Waves come and go. " * 30)
+NEXT = message("user", "And who counts them? " * 16)
 
 
 @pytest.fixture(scope="module")
@@ -39,35 +39,35 @@ def url(request, talker, sliding):
 
 
 def test_a_request_that_comes_again_reads_its_reply_header(url):
-    first, n, n_read, _ = asked(url, [LONG])
+    first, n, n_read, _ = ask(url, [LONG])
     assert n_read == n - 12 > 500
-    again, _, n_again, _ = asked(url, [LONG])
+    again, _, n_again, _ = ask(url, [LONG])
     assert again == first
     assert n_again < 8
     # the prompt of a later turn is not read again either
     messages = [LONG, first, NEXT]
-    reply, _, n_read, _ = asked(url, messages)
+    reply, _, n_read, _ = ask(url, messages)
     assert n_read > 300
-    again, _, n_again, _ = asked(url, messages)
+    again, _, n_again, _ = ask(url, messages)
     assert again == reply
     assert n_again < 8
 
 
 def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
-    messages = [said("user", "Rivers are long. " * 40)]
-    asked(url, messages)
-    messages += [said("assistant", "They are."), NEXT]
-    _, n, n_read, _ = asked(url, messages)
+    messages = [message("user", "Rivers are long. " * 40)]
+    ask(url, messages)
+    messages += [message("assistant", "They are."), NEXT]
+    _, n, n_read, _ = ask(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
     # the stored chat has the reply that the client sent, so only the new messages are read
-    _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
+    _, n, n_read, _ = ask(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")])
     assert n_read < 40
 
 
-@pytest.mark.parametrize(("prompt", "n"), [(said("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
+@pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
 def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path, prompt, n):
     with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
-        asked(server.url, [prompt])
+        ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
         assert len(listed_checkpoints(session.read(path)[1])) == n
 
@@ -75,37 +75,37 @@ def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path,
 @pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o")], ids=["recall", "h2o"])
 @pytest.mark.parametrize("size", ["64MiB", "0"])
 def test_a_chat_has_one_session(sliding, tmp_path, options, size):
-    own = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
-    with serving(sliding, *own) as server:
+    arguments = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
+    with serving(sliding, *arguments) as server:
         messages = [LONG]
         for _ in range(2):
-            messages += [asked(server.url, messages)[0], NEXT]
-        reply, n, n_read, _ = asked(server.url, messages)
+            messages += [ask(server.url, messages)[0], NEXT]
+        reply, n, n_read, _ = ask(server.url, messages)
         assert n_read < 400 < n
         assert len([*tmp_path.glob("*.kv")]) == 1
         # an edited chat is read again from its newest checkpoint, and stored as another chat
-        edited = [*messages[:-1], said("user", "Nobody.")]
-        _, n, n_read, _ = asked(server.url, edited)
+        edited = [*messages[:-1], message("user", "Nobody.")]
+        _, n, n_read, _ = ask(server.url, edited)
         assert n_read == n - 12 if size == "0" else n_read < 100
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
         server.stop()
-    with serving(sliding, *own) as server:
-        more = [*messages, reply, said("user", "Why?")]
-        assert asked(server.url, more)[2] < 100
+    with serving(sliding, *arguments) as server:
+        more = [*messages, reply, message("user", "Why?")]
+        assert ask(server.url, more)[2] < 100
 
 
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
-    messages = [said("user", "Waves come and go. " * 60)]
+    messages = [message("user", "Waves come and go. " * 60)]
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
         server.slot.chats.most_bytes = 10**9
         server.leave(messages, 512)
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
-        other = [said("user", messages[0]["content"] + "!")]
+        longer = [message("user", messages[0]["content"] + "!")]
         # the checkpoint is before the reply header, so a longer message can also continue from it
-        assert all(server.ask(each)[1] > 1000 for each in (messages, other))
+        assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply
 
@@ -114,5 +114,5 @@ def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_pat
     text = "Waves come and go. " * 60
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
-        server.leave([said("user", text)], 512)
-        assert server.ask([said("user", "But " + text)])[1] == 0
+        server.leave([message("user", text)], 512)
+        assert server.ask([message("user", "But " + text)])[1] == 0

@@ -18,7 +18,7 @@ from tests import forked
 from tests.fuzz import fuzz_serve
 from tests.held import PATIENCE_S, until
 from tests.serve import crowd_serve, killed_streams
-from tests.serve.crowd_serve import RECALL, reply_to, request, said
+from tests.serve.crowd_serve import RECALL, message, reply_to, request
 from tests.serve.gone import GONE
 from tests.serve.serving import ONE_THREAD, serving
 
@@ -39,9 +39,9 @@ def model(policy, chat_model, talker):
 
 
 def options(policy, folder=None):
-    own = ("--policy", policy, "--budget", "64", "--evict-every", "16", "--temp", "0")
-    own += RECALL if policy == "recall" else ()
-    return own if folder is None else (*own, "--sessions", str(folder))
+    arguments = ("--policy", policy, "--budget", "64", "--evict-every", "16", "--temp", "0")
+    arguments += RECALL if policy == "recall" else ()
+    return arguments if folder is None else (*arguments, "--sessions", str(folder))
 
 
 def is_all(policy, n_cached, n):
@@ -54,11 +54,11 @@ def is_all(policy, n_cached, n):
 
 def ask(url, messages, **more):
     """Return (reply, number of cached tokens, number of all tokens, kvtool's own part of the answer)."""
-    status, found = request(url, {"messages": messages, **ASKED, **more})
-    assert status == 200, found
-    usage = found["usage"]
+    status, answer = request(url, {"messages": messages, **ASKED, **more})
+    assert status == 200, answer
+    usage = answer["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"]["content"], n_cached, usage["total_tokens"], found["kvtool"]
+    return answer["choices"][0]["message"]["content"], n_cached, usage["total_tokens"], answer["kvtool"]
 
 
 @pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
@@ -106,14 +106,16 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
     def talk(server, i):
         with server.until_killed():
             while not server.is_killed:
-                asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
-                reply, n_cached, n, _ = ask(server.url, asked)
+                messages = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
+                reply, n_cached, n, _ = ask(server.url, messages)
                 # A kill may come after a reply is stored and before it arrives. The question is then asked
                 # again, and recall's cache may already have the question's tokens.
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
-                chats[i], tokens[i] = [*asked, said("assistant", reply)], n
+                chats[i], tokens[i] = [*messages, message("assistant", reply)], n
                 # disconnect before the answer is finished
-                request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
+                request(
+                    server.url, {"messages": [*chats[i], message("user", "x")], "stream": True}, n_events=3
+                )
 
     def have_turns(n):
         """Return True if the chats have at least n turns together, and more than 10 chats have a turn."""
@@ -133,51 +135,53 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             thread.result()
         assert have_turns(n)
     with serving(model, *options(policy, tmp_path)) as server:
-        found = [ask(server.url, [*chat, said("user", "And?")])[:2] if chat else ("", 0) for chat in chats]
-    for (_, n_cached), n in zip(found, tokens, strict=True):
+        answers = [
+            ask(server.url, [*chat, message("user", "And?")])[:2] if chat else ("", 0) for chat in chats
+        ]
+    for (_, n_cached), n in zip(answers, tokens, strict=True):
         assert is_all(policy, n_cached, n)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
     with serving(model, *options(policy)) as server:
-        for chat, (reply, _) in zip(chats, found, strict=True):
+        for chat, (reply, _) in zip(chats, answers, strict=True):
             for n in range(0, len(chat), 2):
                 assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
-            assert not chat or reply_to(server.url, [*chat, said("user", "And?")], n_max=8) == reply
+            assert not chat or reply_to(server.url, [*chat, message("user", "And?")], n_max=8) == reply
 
 
 @EACH_POLICY
 def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
     n = share_of(3, 20)
-    found = killed_streams.run(model, policy, tmp_path, n)
-    assert found["streams cut"] >= n
-    assert found["turns"] > n
+    counts = killed_streams.run(model, policy, tmp_path, n)
+    assert counts["streams cut"] >= n
+    assert counts["turns"] > n
 
 
 @EACH_POLICY
 def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tmp_path, policy):
-    chat = [said("user", "What is a stone? " * 8)]
+    chat = [message("user", "What is a stone? " * 8)]
     with serving(model, *options(policy, tmp_path)) as server:
         reply, _, n_stored, _ = ask(server.url, chat)
-        chat.append(said("assistant", reply))
+        chat.append(message("assistant", reply))
         before = sorted(path.name for path in tmp_path.iterdir())
         _limit_files(server.process, 2000)
         unstored = list(chat)
         for i in range(3):
-            unstored.append(said("user", f"{i}: And what is a river? " * 3))
-            reply, n_cached, _, own = ask(server.url, unstored)
+            unstored.append(message("user", f"{i}: And what is a river? " * 3))
+            reply, n_cached, _, stats = ask(server.url, unstored)
             assert is_all(policy, n_cached, n_stored)
-            assert own["unsaved"].startswith("cannot write ")
-            unstored.append(said("assistant", reply))
+            assert stats["unsaved"].startswith("cannot write ")
+            unstored.append(message("assistant", reply))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         # without the limit, the chat is stored again
         _limit_files(server.process, resource.RLIM_INFINITY)
-        unstored.append(said("user", "And a lamp?"))
-        reply, n_cached, n, own = ask(server.url, unstored)
+        unstored.append(message("user", "And a lamp?"))
+        reply, n_cached, n, stats = ask(server.url, unstored)
         assert is_all(policy, n_cached, n_stored)
-        assert "unsaved" not in own
+        assert "unsaved" not in stats
         server.stop(signal.SIGKILL)
     with serving(model, *options(policy, tmp_path)) as server:
-        assert is_all(policy, ask(server.url, [*chat, said("user", "Why?")])[1], n_stored)
-        last = [*unstored, said("assistant", reply), said("user", "Why?")]
+        assert is_all(policy, ask(server.url, [*chat, message("user", "Why?")])[1], n_stored)
+        last = [*unstored, message("assistant", reply), message("user", "Why?")]
         assert is_all(policy, ask(server.url, last)[1], n)
 
 
@@ -192,34 +196,34 @@ def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
     with serving(chat_model, *options(policy, tmp_path), "--sessions-bytes", str(most)) as server:
         for i in range(18):
             chat = chats[i % 6]
-            chat.append(said("user", f"{i}: What is a stone? " * 4))
-            chat.append(said("assistant", ask(server.url, chat)[0]))
+            chat.append(message("user", f"{i}: What is a stone? " * 4))
+            chat.append(message("assistant", ask(server.url, chat)[0]))
             assert _bytes(tmp_path) <= most
         # the newest chats are still stored
-        assert ask(server.url, [*chats[5], said("user", "Why?")])[1] > 0
+        assert ask(server.url, [*chats[5], message("user", "Why?")])[1] > 0
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
 
 def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_model, tmp_path):
-    system = said("system", "Be brief about stones, lamps and rivers. " * 12)
-    found = []
+    system = message("system", "Be brief about stones, lamps and rivers. " * 12)
+    n_cached = []
     with serving(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
-        ask(server.url, [system, said("user", "0: Why?")])
+        ask(server.url, [system, message("user", "0: Why?")])
         few = "--sessions-bytes", str(most := 2 * _bytes(tmp_path))
     folder = tmp_path / "few"
     with serving(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
         for i in range(12):
-            found.append(ask(server.url, [system, said("user", f"{i}: Why?")])[1])
+            n_cached.append(ask(server.url, [system, message("user", f"{i}: Why?")])[1])
             assert _bytes(folder) <= most
     assert len(list(folder.glob("*.kv*"))) < 12
-    assert found[0] == 0
-    assert min(found[1:]) >= 256
+    assert n_cached[0] == 0
+    assert min(n_cached[1:]) >= 256
 
 
 def _bytes(folder):
     """Return the size of all files in bytes. A file with two names is counted once."""
-    found = [path.stat() for path in folder.iterdir()]
-    return sum({each.st_ino: each.st_size for each in found}.values())
+    files = [path.stat() for path in folder.iterdir()]
+    return sum({each.st_ino: each.st_size for each in files}.values())
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
@@ -300,7 +304,7 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
 
             def is_answered():
                 with suppress(*GONE):
-                    return reply_to(server.url, [said("user", "Hello.")])
+                    return reply_to(server.url, [message("user", "Hello.")])
 
             # on a busy machine, these clients may themselves exceed the time limit at first, so they try
             # again

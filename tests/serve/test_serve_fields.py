@@ -14,10 +14,10 @@ from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import HARMLESS, NEUTRAL
 from kvtool.serve.api.requests import Defaults
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.here import here
 
-HI = [said("user", "Hi.")]
+HI = [message("user", "Hi.")]
 
 
 def chat(defaults=None, **fields):
@@ -53,12 +53,12 @@ def chat(defaults=None, **fields):
     ids=lambda fields: " ".join(fields),
 )
 def test_what_changes_nothing_is_accepted(fields):
-    asked = chat(**fields)
-    assert asked.ignored == []
+    request = chat(**fields)
+    assert request.ignored == []
     # the request is the same as without the fields
     plain = chat(temperature=fields.get("temperature"))
-    assert asked.sampling.stop == plain.sampling.stop
-    assert (asked.stop_tokens, asked.allowed, asked.ignores_end) == ((), (), False)
+    assert request.sampling.stop == plain.sampling.stop
+    assert (request.stop_tokens, request.allowed, request.ignores_end) == ((), (), False)
 
 
 @pytest.mark.parametrize("field", NEUTRAL)
@@ -110,11 +110,11 @@ def test_what_kvtool_does_not_know_is_listed():
 
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_list_log_probabilities_without_a_field_for_them(n):
-    def asked(**more):
+    def request(**more):
         return requests.chat(responses.as_chat({"input": "x", "top_logprobs": n, **more})[0], Defaults())
 
-    assert asked().logprobs == (n or None)
-    assert asked(include=["message.output_text.logprobs"]).logprobs == (n or 0)
+    assert request().logprobs == (n or None)
+    assert request(include=["message.output_text.logprobs"]).logprobs == (n or 0)
 
 
 PARAMETERS = {"type": "object", "properties": 5}
@@ -125,13 +125,13 @@ PARAMETERS = {"type": "object", "properties": 5}
     [
         ({"input": 5}, "input"),
         ({"instructions": None, "input": []}, "input"),
-        ({"input": [said("user", [{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0]"),
-        ({"input": [said("king", "x")]}, "input[0].role"),
-        ({"input": [said("user", "x"), {"type": "function_call", "call_id": "1"}]}, "input[1].name"),
+        ({"input": [message("user", [{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0]"),
+        ({"input": [message("king", "x")]}, "input[0].role"),
+        ({"input": [message("user", "x"), {"type": "function_call", "call_id": "1"}]}, "input[1].name"),
         (
             {
                 "input": [
-                    said("assistant", "x"),
+                    message("assistant", "x"),
                     {"type": "function_call", "call_id": "1", "name": "f", "arguments": 5},
                 ]
             },
@@ -166,12 +166,12 @@ PARAMETERS = {"type": "object", "properties": 5}
     ids=str,
 )
 def test_errors_of_responses_name_that_interface_s_fields(fields, param):
-    def asked():
+    def request():
         body, places = responses.as_chat({"instructions": "Be brief.", "input": "x", **fields})
         requests.chat(body, Defaults(), places=places)
 
     with pytest.raises(ApiError) as caught:
-        asked()
+        request()
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
@@ -184,20 +184,20 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     assert (
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
     )
-    several = [said("system", "One."), said("system", "Two."), *HI]
-    asked = requests.chat({"messages": several}, Defaults())
-    assert asked.places.in_error(refused).message == "messages[2], of role user: no"
+    several = [message("system", "One."), message("system", "Two."), *HI]
+    first = requests.chat({"messages": several}, Defaults())
+    assert first.places.in_error(refused).message == "messages[2], of role user: no"
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
-    body = {"system": "Be.", "messages": [said("user", [result, {"type": "text", "text": "So?"}])]}
-    found = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
+    body = {"system": "Be.", "messages": [message("user", [result, {"type": "text", "text": "So?"}])]}
+    request = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
     # the chat has three messages: the system prompt, the result and the user's text
-    assert found.places.in_error(refused).param == "messages[0].content[0]"
-    assert found.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
+    assert request.places.in_error(refused).param == "messages[0].content[0]"
+    assert request.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
-    found = requests.chat(*_of(anthropic.as_chat(body | {"tools": tools}, is_counted=True)))
+    request = requests.chat(*_of(anthropic.as_chat(body | {"tools": tools}, is_counted=True)))
     error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
-    assert found.places.in_error(error).param == "tools[1].input_schema.x"
-    assert found.places.in_error(error).message == "tools[1].input_schema: no"
+    assert request.places.in_error(error).param == "tools[1].input_schema.x"
+    assert request.places.in_error(error).message == "tools[1].input_schema: no"
 
 
 def _of(translated):
@@ -212,24 +212,24 @@ def server(talker):
 
 
 def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
-    def asked(**more):
+    def ask(**more):
         more = {"messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 5, **more}
         answer = server.ask("/v1/chat/completions", more)
         assert answer.status_code == 200, answer.text
-        found = answer.json()
-        return found["choices"][0], found
+        body = answer.json()
+        return body["choices"][0], body
 
-    plain, _ = asked()
+    plain, _ = ask()
     tokens = [each["id"] for each in plain["logprobs"]["content"]]
     assert (plain["finish_reason"], len(tokens)) == ("length", 6)
     third = tokens[2]
     n = tokens.index(third)
-    cut, whole = asked(stop_token_ids=[third])
+    cut, whole = ask(stop_token_ids=[third])
     assert (cut["finish_reason"], whole["usage"]["completion_tokens"]) == ("stop", n)
     assert plain["message"]["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(plain["message"]["content"])
     allowed = tokens[0], third
-    held, _ = asked(allowed_token_ids=list(allowed))
+    held, _ = ask(allowed_token_ids=list(allowed))
     assert {each["id"] for each in held["logprobs"]["content"]} <= set(allowed)
     for name in ("stop_token_ids", "allowed_token_ids"):
         refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
@@ -261,12 +261,12 @@ def test_an_answer_without_a_limit_goes_past_the_server_s(server):
 
 
 def test_responses_have_log_probabilities(server):
-    asked = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
-    whole = server.ask("/v1/responses", asked).json()
+    body = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
+    whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
     assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
-    told = server.ask("/v1/responses", asked | {"stream": True}).text
-    events = [json.loads(line[6:]) for line in told.split("\n") if line.startswith("data: ")]
+    stream = server.ask("/v1/responses", body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
@@ -275,16 +275,16 @@ def test_responses_have_log_probabilities(server):
 def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
     long = "The river is long. " * 20
     with here(talker, policy="h2o", budget="256", n_batch=32) as server:
-        for path, asked in (
-            ("/v1/chat/completions", {"messages": [said("user", long)]}),
+        for path, prompt in (
+            ("/v1/chat/completions", {"messages": [message("user", long)]}),
             ("/v1/completions", {"prompt": long}),
         ):
-            body = asked | {"max_tokens": 2, "stream": True, "return_progress": True}
+            body = prompt | {"max_tokens": 2, "stream": True, "return_progress": True}
             pieces = pieces_of(server.ask(path, body).text)
-            found = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
+            progress = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
             n = pieces[-1]["timings"]["prompt_n"]
-            assert {(each["total"], each["cache"]) for each in found} == {(n, 0)}
-            done = [each["processed"] for each in found]
+            assert {(each["total"], each["cache"]) for each in progress} == {(n, 0)}
+            done = [each["processed"] for each in progress]
             assert done == sorted(done)
             assert (done[0], len(done)) == (0, -(-n // 32))
             assert n - 32 <= done[-1] < n
@@ -294,7 +294,11 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
         unasked = server.ask(path, body | {"return_progress": None}).text
         assert "prompt_progress" not in unasked
         # cached tokens are included in `processed`
-        messages = [said("user", "Hi."), said("assistant", server.chat(HI)[0]["content"]), said("user", long)]
+        messages = [
+            message("user", "Hi."),
+            message("assistant", server.chat(HI)[0]["content"]),
+            message("user", long),
+        ]
         body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
         first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])
         assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"] > 0

@@ -59,10 +59,10 @@ def dictates(text):
     wanted = text.encode()
 
     def likes(so_far):
-        found = np.full(256, -90 if so_far == wanted else 0, np.float32)
+        logits = np.full(256, -90 if so_far == wanted else 0, np.float32)
         if wanted.startswith(so_far) and so_far != wanted:
-            found[wanted[len(so_far)]] = 60
-        return found
+            logits[wanted[len(so_far)]] = 60
+        return logits
 
     return likes
 
@@ -72,12 +72,12 @@ def wanders(seed, *ends):
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
-        found = rng.normal(0, 2, 256).astype(np.float32)
-        found[0x7F:] = -90
+        logits = rng.normal(0, 2, 256).astype(np.float32)
+        logits[0x7F:] = -90
         for end in map(str.encode, ends):
             n = next((n for n in range(len(end) - 1, 0, -1) if so_far.endswith(end[:n])), 0)
-            found[end[n]] += 12 if n else 4
-        return found
+            logits[end[n]] += 12 if n else 4
+        return logits
 
     return likes
 
@@ -106,17 +106,17 @@ def holds(value, schema):
 
 @each_format
 def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
-    found = set()
+    names = set()
     for seed in range(8):
         rules = forced(engine, format, TOOLS)
-        own = format.parameters
-        ends = (own.tag or own.mark,) if own and not own.quotes else ('"',)
+        parameters = format.parameters
+        ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
         text = written(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
         schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
         assert holds(arguments, schema), text
-        found.add(name)
-    assert len(found) >= 2
+        names.add(name)
+    assert len(names) >= 2
 
 
 @each_format

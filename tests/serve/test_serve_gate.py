@@ -18,28 +18,28 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
 from tests.cli.called import called
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 
-BODY = json.dumps({"messages": [said("user", "Hi.")], "max_tokens": 4}).encode()
+BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
 
 
 def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
     """Return the answer to a request. engine: function that answers the job; None if no job is expected."""
     waiting = JobQueue(1)
-    own = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
+    asgi_app = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
 
     async def answering():
         if engine:
             engine(await asyncio.to_thread(waiting.get))
 
-    async def asked():
-        way = httpx.ASGITransport(own, raise_app_exceptions=False, client=("10.0.0.7", 5))
+    async def answered():
+        way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
         async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
             sent = client.request(method, path, content=content, headers=dict(headers))
             return (await asyncio.gather(sent, answering()))[0]
 
-    return asyncio.run(asked())
+    return asyncio.run(answered())
 
 
 def post(content, encoding=None, **site):
@@ -47,8 +47,8 @@ def post(content, encoding=None, **site):
     headers = {"Content-Encoding": encoding} if encoding else {}
     path = "/v1/messages/count_tokens"
     answer = send(path, "POST", content=content, headers=headers, count=lambda request: 7, **site)
-    found = answer.json()
-    return answer.status_code, found.get("error", {}).get("message"), answer.headers
+    body = answer.json()
+    return answer.status_code, body.get("error", {}).get("message"), answer.headers
 
 
 def packed(data):
@@ -150,8 +150,8 @@ def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
     limits = Limits(origins=origins)
     answer = send("/v1/models", headers={"Origin": origin}, limits=limits)
     assert answer.status_code == (200 if may else 403)
-    told = answer.headers.get("access-control-allow-origin")
-    assert told == (("*" if origins == ("*",) else origin) if may else None)
+    allowed = answer.headers.get("access-control-allow-origin")
+    assert allowed == (("*" if origins == ("*",) else origin) if may else None)
     if not may:
         assert f"pages of {origin} are refused; kvtool serve --allow-origin {origin} " in answer.text
     asks = {
@@ -206,8 +206,8 @@ def test_each_request_is_a_line_in_the_log():
     assert re.fullmatch(refused, last("/v1/models", limits=Limits(("key",))))
     tokens = r"1,200 tokens \(1,000 cached\) read in 0\.3 s, 30 written in 1\.5 s \(stop\)"
     for content in (BODY, BODY[:-1] + b', "stream": true}'):
-        told = last("/v1/chat/completions", "POST", content=content, engine=write)
-        assert re.fullmatch(rf"{when} POST /v1/chat/completions 200 \d+ ms, {tokens}", told)
+        line = last("/v1/chat/completions", "POST", content=content, engine=write)
+        assert re.fullmatch(rf"{when} POST /v1/chat/completions 200 \d+ ms, {tokens}", line)
     assert lines == []
 
 
@@ -227,7 +227,7 @@ def test_the_log_says_that_a_stop_of_the_server_cut_an_answer(stream):
 
 def test_the_log_says_that_a_client_has_gone():
     lines, waiting = [], JobQueue(1)
-    own = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
+    asgi_app = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
 
     async def answering():
         job = await asyncio.to_thread(waiting.get)
@@ -242,15 +242,15 @@ def test_the_log_says_that_a_client_has_gone():
                 await is_gone.wait()
             return parts.pop() if parts else {"type": "http.disconnect"}
 
-        async def broken(message):
-            if message["type"] == "http.response.body":
+        async def broken(event):
+            if event["type"] == "http.response.body":
                 is_gone.set()
                 raise OSError
 
         headers = [(b"host", b"localhost")]
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
         with suppress(Exception):
-            await own(scope | {"query_string": b"", "client": ("::1", 5)}, receive, broken)
+            await asgi_app(scope | {"query_string": b"", "client": ("::1", 5)}, receive, broken)
 
     async def both():
         await asyncio.gather(goes(), answering())

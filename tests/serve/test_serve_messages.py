@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.late import anthropic, openai
 from tests.serve.serving import serving
 
@@ -45,8 +45,8 @@ def of(server, key="none"):
 
 
 def ask(client, messages, **more):
-    asked = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
-    return client.messages.create(**asked | more)
+    fields = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    return client.messages.create(**fields | more)
 
 
 def n_prompt(usage):
@@ -54,7 +54,7 @@ def n_prompt(usage):
 
 
 def test_a_message_is_answered_with_its_usage(client):
-    answer = ask(client, [said("user", "Name a colour.")])
+    answer = ask(client, [message("user", "Name a colour.")])
     assert [block.type for block in answer.content] == ["text"]
     assert (answer.role, answer.model, answer.stop_reason) == ("assistant", "smollm2-135m", "max_tokens")
     usage = answer.usage
@@ -64,31 +64,29 @@ def test_a_message_is_answered_with_its_usage(client):
         0,
     )
     counted = client.messages.count_tokens(
-        model="any", system=SYSTEM, messages=[said("user", "Name a colour.")]
+        model="any", system=SYSTEM, messages=[message("user", "Name a colour.")]
     )
     assert counted.input_tokens == usage.input_tokens > 10
-    own = answer.model_extra["kvtool"]
-    assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
+    stats = answer.model_extra["kvtool"]
+    assert (stats["tokens"], stats["budget"]) == (usage.input_tokens + 6, 1024)
     # if a client marks a prefix for caching, cache_creation_input_tokens includes the tokens that were read
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
-    again = ask(client, [said("user", "Name a river.")], system=marked).usage
+    again = ask(client, [message("user", "Name a river.")], system=marked).usage
     assert again.input_tokens == 0
     assert again.cache_creation_input_tokens > 10
 
 
 def test_a_stream_says_the_same_in_events(server, client):
-    messages = [said("user", "Name an animal.")]
+    messages = [message("user", "Name an animal.")]
     whole = ask(client, messages)
-    asked = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
-    with client.messages.stream(**asked) as stream:
+    body = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    with client.messages.stream(**body) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(texts) > 3
     assert "".join(texts) == final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-    sent = httpx.post(
-        f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=PATIENCE_S
-    )
+    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=PATIENCE_S)
     # on a slow machine, pings come between the events
     events = [event for event in events_of(sent.text) if event["type"] != "ping"]
     kinds = " ".join(event["type"] for event in events)
@@ -106,19 +104,19 @@ def test_a_stream_says_the_same_in_events(server, client):
 
 def events_of(text):
     """Return the data of the events. The name of each event must be the type in its data."""
-    found = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in found]
-    assert [name for name, _ in found] == [f"event: {event['type']}" for event in events]
+    pairs = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
     return events
 
 
 def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_refers_to_it(client):
-    talk = [said("user", "How is the weather in Oslo?")]
+    talk = [message("user", "How is the weather in Oslo?")]
     search = {"name": "search", "input_schema": {"type": "object"}}
     first = ask(client, talk, tools=[search], tool_choice={"type": "any"}, max_tokens=80)
     reference = {"type": "tool_reference", "tool_name": "weather"}
     result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": [reference]}
-    talk += [said("assistant", first.content), said("user", [result])]
+    talk += [message("assistant", first.content), message("user", [result])]
     tools = [search, TOOLS[0] | {"defer_loading": True}]
     answer = ask(client, talk, tools=tools, tool_choice={"type": "tool", "name": "weather"}, max_tokens=80)
     n_before = n_prompt(first.usage) + first.usage.output_tokens
@@ -131,7 +129,7 @@ def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=str)
 def test_a_tool_is_called_and_its_result_read(client, choice):
-    messages = [said("user", "How is the weather in Oslo?")]
+    messages = [message("user", "How is the weather in Oslo?")]
     more = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 80}
     answer = ask(client, messages, **more)
     (call,) = answer.content
@@ -147,8 +145,8 @@ def test_a_tool_is_called_and_its_result_read(client, choice):
     result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True}
     for content in ("Rain.", [{"type": "text", "text": "Rain."}]):
         user = [result | {"content": content}, {"type": "text", "text": "So?"}]
-        asked = [*messages, said("assistant", answer.content), said("user", user)]
-        after = ask(client, asked, tools=TOOLS, tool_choice={"type": "auto"})
+        longer = [*messages, message("assistant", answer.content), message("user", user)]
+        after = ask(client, longer, tools=TOOLS, tool_choice={"type": "auto"})
         assert after.content[0].text
         assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
     counted = client.messages.count_tokens(model="x", system=SYSTEM, messages=messages, tools=TOOLS)
@@ -158,17 +156,17 @@ def test_a_tool_is_called_and_its_result_read(client, choice):
 
 
 @pytest.fixture
-def other(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
-        yield other
+def openai_client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
-def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
+def test_a_chat_is_one_whichever_interface_it_comes_through(client, openai_client):
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
-    system = said("system", "You are helpful.\n\nBe brief.")
-    first = other.chat.completions.create(
+    system = message("system", "You are helpful.\n\nBe brief.")
+    first = openai_client.chat.completions.create(
         model="x",
-        messages=[system, said("user", "Is it wet?")],
+        messages=[system, message("user", "Is it wet?")],
         tools=[tool],
         tool_choice="required",
         max_tokens=80,
@@ -178,19 +176,23 @@ def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
     use["input"] = json.loads(call.function.arguments)
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Rain."}
-    messages = [said("user", "Is it wet?"), said("assistant", [thought, use]), said("user", [result])]
+    messages = [
+        message("user", "Is it wet?"),
+        message("assistant", [thought, use]),
+        message("user", [result]),
+    ]
     tools = [{"name": "weather", "input_schema": WEATHER}]
     second = ask(client, messages, tools=tools)
     assert second.usage.cache_read_input_tokens == first.usage.total_tokens
-    third = other.chat.completions.create(
+    third = openai_client.chat.completions.create(
         model="x",
         messages=[
             system,
-            said("user", "Is it wet?"),
+            message("user", "Is it wet?"),
             first.choices[0].message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
-            said("assistant", second.content[0].text),
-            said("user", "Why?"),
+            message("assistant", second.content[0].text),
+            message("user", "Why?"),
         ],
         tools=[tool],
         max_tokens=4,
@@ -206,23 +208,23 @@ def dictated(text):
     return {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
 
 
-def test_a_call_in_a_block_is_one_through_each_interface(client, other):
+def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
     """The cache keeps the model's own tokens, whatever a client sends back."""
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
-    messages, text = [said("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
+    messages, text = [message("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
     more = {"model": "x", "max_tokens": 80, "extra_body": text}
-    first = other.chat.completions.create(messages=messages, tools=[tool], **more)
+    first = openai_client.chat.completions.create(messages=messages, tools=[tool], **more)
     reply, (call,) = first.choices[0].message, first.choices[0].message.tool_calls
     assert (first.choices[0].finish_reason, reply.content) == ("tool_calls", "I ask.")
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
     messages += [reply.model_dump(exclude_none=True), result]
-    after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
+    after = openai_client.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
     # the same with a stream
-    messages = [said("user", "And in Bergen?")]
-    pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
+    messages = [message("user", "And in Bergen?")]
+    pieces = list(openai_client.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
@@ -237,15 +239,15 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
         "weather",
         {"city": "Oslo"},
     )
-    messages += [said("assistant", answer.content)]
-    messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
+    messages += [message("assistant", answer.content)]
+    messages += [message("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
     after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
     assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
     # this reply consists only of a call
     tool = {"type": "function", **tool["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
     how = {"model": "x", "input": "And there?", "extra_body": bare}
-    (item,) = other.responses.create(tools=[tool], **how).output
+    (item,) = openai_client.responses.create(tools=[tool], **how).output
     assert (item.type, item.name, json.loads(item.arguments)) == (
         "function_call",
         "weather",
@@ -253,23 +255,23 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     )
     # the same reply is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
-        whole = json.loads(other.responses.create(**how, **more).output_text)
+        whole = json.loads(openai_client.responses.create(**how, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
 def test_a_header_that_changes_is_not_read(client, smol):
-    messages = [said("user", "What is a header?")]
+    messages = [message("user", "What is a header?")]
     first = ask(client, messages, system=[HEADER, *SYSTEM])
-    messages += [said("assistant", first.content), said("user", "And?")]
-    other = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
-    second = ask(client, messages, system=[other, *SYSTEM])
+    messages += [message("assistant", first.content), message("user", "And?")]
+    changed = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
+    second = ask(client, messages, system=[changed, *SYSTEM])
     assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
     plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
     assert plain == n_prompt(second.usage)
     options = ("--keep-headers", "--strict-model", "--temp", "0", "--budget", "256")
     with serving(smol, *options) as server, of(server) as keeps:
-        kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
-        assert kept.input_tokens > plain + 10
+        counted = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
+        assert counted.input_tokens > plain + 10
         # --strict-model refuses the names of other models
         for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
             with pytest.raises(anthropic.NotFoundError) as raised:
@@ -288,7 +290,7 @@ def test_any_model_is_that_which_runs(client):
 
 
 def test_an_answer_ends_before_a_stop_sequence(client):
-    messages = [said("user", "Stop.")]
+    messages = [message("user", "Stop.")]
     whole = ask(client, messages, max_tokens=24).content[0].text
     stop = whole[8:12]
     more = {"stop_sequences": ["@@@", stop], "extra_body": {"top_k": 1, "top_p": 1, "temperature": 1}}
@@ -304,7 +306,7 @@ def test_a_thought_is_a_block_of_its_own(tmp_path):
     options = ("--policy", "h2o", "--budget", "256", "--temp", "0")
     with serving(path, *options) as server, of(server) as client:
         more = {"max_tokens": 40, "extra_body": {"grammar": 'root ::= "Yes."', "thinking_budget": 6}}
-        messages = [said("user", "Is it?")]
+        messages = [message("user", "Is it?")]
         enabled = {"type": "enabled", "budget_tokens": 6}
         answer = ask(
             client, messages, max_tokens=40, extra_body={"grammar": 'root ::= "Yes."'}, thinking=enabled
@@ -321,6 +323,6 @@ def test_a_thought_is_a_block_of_its_own(tmp_path):
         assert re.fullmatch(r"(thinking_delta )+signature_delta (text_delta ?)+", " ".join(deltas))
         hidden = ask(client, messages, **more, thinking={"type": "disabled"})
         assert [block.type for block in hidden.content] == ["text"]
-        messages += [said("assistant", answer.content), said("user", "Sure?")]
+        messages += [message("assistant", answer.content), message("user", "Sure?")]
         after = ask(client, messages, **more)
         assert after.usage.cache_read_input_tokens > n_prompt(answer.usage) - 10

@@ -138,26 +138,26 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
     # the server sends pings while it reads a prompt, and the page then shows "reading ..."
     monkeypatch.setattr(app, "PING_S", 0.1)
 
-    async def said():
-        job, found = Job(None, ""), []
+    async def sent_events():
+        job, events = Job(None, ""), []
 
         async def read():
             # the engine's `reading` events must not delay the pings
             for n in itertools.count():
                 job.emit("reading", n_read=n, n_all=10**9)
                 await asyncio.sleep(0.02)
-                if len(found) == 2:
+                if len(events) == 2:
                     break
             job.emit("read")
             job.emit("piece", text="a")
 
         reading = asyncio.ensure_future(read())
         async for each in app._next_events(job, ("reading", "read")):
-            found.append(each)
+            events.append(each)
         await reading
-        return found
+        return events
 
-    *pings, event = asyncio.run(asyncio.wait_for(said(), PATIENCE_S))
+    *pings, event = asyncio.run(asyncio.wait_for(sent_events(), PATIENCE_S))
     assert len(pings) >= 2
     assert set(pings) == {None}
     assert event == {"kind": "piece", "text": "a"}
@@ -256,7 +256,7 @@ def test_no_text_keeps_the_page_from_going_on():
     texts = ["".join(rng.choices(signs, k=60)) for _ in range(3000)]
     texts += [sign * 20_000 for sign in signs] + [f"{sign}a " * 20_000 for sign in signs]
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
-    found = shown(*texts)
-    letters = [(text, json.dumps(each)) for text, each in zip(texts, found, strict=True)]
+    elements = shown(*texts)
+    letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
     # each \u4e16 in a text must be shown
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

@@ -37,11 +37,11 @@ def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
     with serving(chat_model, "--policy", policy, *given) as server:
         # the second answer must not depend on the first request
         for _ in range(2):
-            found = scored(server, [TOKENS], max_tokens=0)["logprobs"]
-            assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-            np.testing.assert_allclose(found["token_logprobs"][1:], -nll, atol=1e-4)
+            scores = scored(server, [TOKENS], max_tokens=0)["logprobs"]
+            assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+            np.testing.assert_allclose(scores["token_logprobs"][1:], -nll, atol=1e-4)
         after = scored(server, TOKENS, max_tokens=3)["logprobs"]
-        assert after["token_logprobs"][: len(TOKENS)] == found["token_logprobs"]
+        assert after["token_logprobs"][: len(TOKENS)] == scores["token_logprobs"]
         assert len(after["tokens"]) == len(after["text_offset"]) == len(TOKENS) + 3
 
 
@@ -50,8 +50,8 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
     with serving(path, "--policy", "full") as server:
-        asked = {"content": text}
-        tokens = httpx.post(f"{server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"]
+        body = {"content": text}
+        tokens = httpx.post(f"{server.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
         of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
         stream = {
             "prompt": text,
@@ -98,11 +98,11 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
         "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
     }
     with serving(chat_model, "--policy", "full") as server:
-        for said, body in wrong.items():
-            asked = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | body
-            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
+        for message, fields in wrong.items():
+            body = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | fields
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
             assert answer.status_code == 400
-            assert answer.json()["error"]["message"].startswith(said)
+            assert answer.json()["error"]["message"].startswith(message)
             assert answer.json()["error"]["message"].isprintable()
 
 

@@ -19,8 +19,8 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 
 
 def of_schema(schema, strict=None):
-    own = {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
-    return {"type": "json_schema", "json_schema": own}
+    shape = {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
+    return {"type": "json_schema", "json_schema": shape}
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def test_references_lead_anywhere(ask):
     listed["properties"]["b"] = {"$ref": "#/properties/a/anyOf/1"}
     listed["required"] = ["b"]
     for seed in range(6):
-        found = json.loads(ask(seed, response_format=of_schema(listed, strict=True))["message"]["content"])
-        jsonschema.validate(found, listed)
-        assert found["b"] in (1, 2)
+        value = json.loads(ask(seed, response_format=of_schema(listed, strict=True))["message"]["content"])
+        jsonschema.validate(value, listed)
+        assert value["b"] in (1, 2)
 
 
 @pytest.mark.engine
@@ -279,7 +279,7 @@ PATTERNS.append(
 
 @pytest.mark.engine
 def test_one_of_many_tools_has_a_pattern(ask):
-    found = set()
+    names = set()
     for seed in range(12):
         end = ask(seed, tools=PATTERNS, tool_choice="required")
         ((name, arguments),) = (
@@ -290,8 +290,8 @@ def test_one_of_many_tools_has_a_pattern(ask):
             json.loads(arguments),
             next(each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name),
         )
-        found.add(name)
-    assert len(found) > 3
+        names.add(name)
+    assert len(names) > 3
     end = ask(tools=PATTERNS, tool_choice={"type": "function", "function": {"name": "last"}})
     (call,) = end["message"]["tool_calls"]
     assert re.fullmatch(r'"\d{3}"', json.loads(call["function"]["arguments"])["x"])

@@ -29,7 +29,7 @@ from kvtool.serve.queue import JobQueue
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import request, said, streaming
+from tests.serve.crowd_serve import message, request, streaming
 from tests.serve.serving import serving
 
 RECALL = ["search=all"]
@@ -85,7 +85,7 @@ class Serving:
     """Queue and slots of `kvtool serve`, without HTTP. limit: number of engines for which there is memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
-        self.lock, self.jobs, self.said, self.loads = ComputeLock(), JobQueue(queue), [], []
+        self.lock, self.jobs, self.lines, self.loads = ComputeLock(), JobQueue(queue), [], []
         fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
         chats = ChatStore(folder, 10**9, {})
         load = chats.load
@@ -100,13 +100,13 @@ class Serving:
             rest = "forget", meta, False, self.batcher
             return Slot(writer, template_of(model), chats, *rest)
 
-        self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.said.append)))
+        self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.lines.append)))
         self.slots_made = []
-        self.pool = SlotPool(self.lock, slot(), slot, n, self.said.append)
+        self.pool = SlotPool(self.lock, slot(), slot, n, self.lines.append)
         self.slots_made = self.pool.slots
 
-    def put(self, *asked, **more):
-        job = Asked(*asked, **more)
+    def put(self, *arguments, **more):
+        job = Asked(*arguments, **more)
         self.jobs.put(job)
         return job
 
@@ -119,13 +119,13 @@ class Serving:
 def served(path, policy, folder, **how):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
-        found = Serving(stack, model, policy, folder, **how)
-        thread = threading.Thread(target=found.pool.run, args=(found.jobs,))
+        server = Serving(stack, model, policy, folder, **how)
+        thread = threading.Thread(target=server.pool.run, args=(server.jobs,))
         thread.start()
         try:
-            yield found
+            yield server
         finally:
-            found.jobs.close()
+            server.jobs.close()
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
@@ -137,7 +137,7 @@ def one_step(monkeypatch):
 
 
 def question(i, n=3):
-    return [said("user", f"{i}: What is a stone? " + "It is long. " * n)]
+    return [message("user", f"{i}: What is a stone? " + "It is long. " * n)]
 
 
 def test_who_waits_longest_gets_the_next_turn():
@@ -200,14 +200,14 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
 def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path, one_step, policy):
-    told, alone, jobs = [], [], []
+    steps, alone, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
             alone.append(server.put(question(i)).text)
     with served(talker, policy, tmp_path / "beside") as server:
 
         def seen(kind, i=0):
-            told.append(i)
+            steps.append(i)
             if len(jobs) == 1:
                 jobs.append(Asked(question(1), seen=partial(seen, i=1)))
                 server.jobs.put(jobs[1])
@@ -221,7 +221,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
         assert [job.text for job in jobs] == alone
         assert len(server.pool.slots) == 2
     # the two answers are computed in turns
-    assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
+    assert len([1 for one, after in itertools.pairwise(steps) if one != after]) > 30
 
 
 def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
@@ -233,7 +233,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
             for _ in range(2):
                 for i in (1, 0):
                     n = jobs[i].last["held"]["tokens"]
-                    chats[i] += [said("assistant", jobs[i].text), *question(i)]
+                    chats[i] += [message("assistant", jobs[i].text), *question(i)]
                     jobs[i] = server.put(chats[i])
                     assert n <= jobs[i].last["n_cached"] < n + 16
             assert not server.loads
@@ -245,19 +245,19 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
     # No step is as short as this target, so the long prompt is read in steps of the smallest size.
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
-        other, told = [], []
+        others, events = [], []
 
         def seen(kind):
-            told.append(f"first: {kind}")
-            if not other:
-                other.append(server.put(question(1, 0), seen=lambda kind: told.append(f"second: {kind}")))
-            if not other[0].is_over:
+            events.append(f"first: {kind}")
+            if not others:
+                others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
+            if not others[0].is_over:
                 server.someone_waits()
 
         first = server.put(question(0, 12), seen=seen)
         assert 128 < first.last["n_prompt"] < 240
-        assert other[0].text
-        assert told.index("second: read") < told.index("first: read")
+        assert others[0].text
+        assert events.index("second: read") < events.index("first: read")
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
 
@@ -309,28 +309,28 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
 def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step, policy):
     with served(talker, policy, tmp_path) as server:
         start = server.put(question(0))
-        chat, n = [*question(0), said("assistant", start.text)], start.last["held"]["tokens"]
+        chat, n = [*question(0), message("assistant", start.text)], start.last["held"]["tokens"]
         jobs = beside(server, [*chat, *question(1)], [*chat, *question(2)])
         for job in jobs:
             assert n <= job.last["n_cached"] < n + 16
         # both chats were stored, whichever ended first
         for i, job in enumerate(jobs, 1):
             n = job.last["held"]["tokens"]
-            next_one = server.put([*chat, *question(i), said("assistant", job.text), *question(3)])
+            next_one = server.put([*chat, *question(i), message("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
         # two requests ask the same question at the same time: the chat is still stored
         twins = beside(server, *[[*chat, *question(4)]] * 2)
         assert twins[0].text == twins[1].text
         for _ in range(3):
-            after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
+            after = server.put([*chat, *question(4), message("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
         # The first request continues a chat. Meanwhile the second request repeats the first question of that
         # chat, and so stores the shorter chat again. The longer chat must stay.
         start = server.put(question(6))
-        chat = [*question(6), said("assistant", start.text), *question(7)]
+        chat = [*question(6), message("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
         assert again.text == start.text
-        after = server.put([*chat, said("assistant", first.text), *question(8)])
+        after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["held"]["tokens"]
 
 
@@ -347,7 +347,7 @@ def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
         assert first.text
         assert all(job.text for job in others)
         assert server.pool.n_max == len(server.pool.slots) == 1
-    (line,) = server.said
+    (line,) = server.lines
     assert line.startswith("only 1 at once: there is none; choose a smaller --budget")
 
 
@@ -369,7 +369,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
             if kind == "piece":
                 monkeypatch.setattr(server.pool.slots[1].engine.context, "decode", broken)
 
-        def broken(*asked):
+        def broken(*arguments):
             raise error
 
         assert server.put(question(0), seen=seen, n_max=40).text == alone
@@ -398,8 +398,8 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
 
 def running(url):
     """Return the number of requests that are being answered."""
-    found = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    return int(re.search(r"^kvtool_requests_running (\d+)", found, re.MULTILINE)[1])
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    return int(re.search(r"^kvtool_requests_running (\d+)", metrics, re.MULTILINE)[1])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
@@ -424,9 +424,9 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     assert len([answer.readline() for _ in range(99)]) == 99
             until(lambda: running(server.url) == 0)
         props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
-        found = request(server.url, short, timeout=PATIENCE_S)[1]["kvtool"]
+        stats = request(server.url, short, timeout=PATIENCE_S)[1]["kvtool"]
         assert props["total_slots"] == 2
-        assert props["cache_bytes"] == 2 * found["cache_bytes"]
+        assert props["cache_bytes"] == 2 * stats["cache_bytes"]
 
 
 def test_an_archive_leaves_room_for_the_others(talker):

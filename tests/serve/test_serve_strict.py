@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.serve.http import app
 from tests import tiny
-from tests.serve.crowd_serve import said
+from tests.serve.crowd_serve import message
 from tests.serve.here import here
 from tests.serve.late import anthropic, openai
 
@@ -23,7 +23,7 @@ CITY = {
 }
 FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": CITY, "strict": False}
 NAMED = {"type": "function", **FUNCTION}
-CHAT = {"model": "m", "messages": [said("user", "Hi.")], "max_tokens": 5}
+CHAT = {"model": "m", "messages": [message("user", "Hi.")], "max_tokens": 5}
 CALLS = CHAT | {
     "max_tokens": 60,
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -100,7 +100,7 @@ def taken(server, package, call, fields):
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 
-    async def asked():
+    async def answered():
         way = httpx.ASGITransport(app.make(server.site))
         async with httpx.AsyncClient(transport=way, base_url=url) as http:
             method = kind(
@@ -108,12 +108,12 @@ def taken(server, package, call, fields):
             )
             for name in call.split("."):
                 method = getattr(method, name)
-            found = method(**fields)
-            if hasattr(found, "__await__"):
-                found = await found
-            return [each async for each in found] if hasattr(found, "__aiter__") else found
+            answer = method(**fields)
+            if hasattr(answer, "__await__"):
+                answer = await answer
+            return [each async for each in answer] if hasattr(answer, "__aiter__") else answer
 
-    return server.run(asked())
+    return server.run(answered())
 
 
 @pytest.mark.parametrize("case", OPENAI)
@@ -141,11 +141,11 @@ THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
-    asked = THOUGHT | {"max_output_tokens": n_most}
-    whole = taken(thinker, openai, "responses.create", asked)
+    fields = THOUGHT | {"max_output_tokens": n_most}
+    whole = taken(thinker, openai, "responses.create", fields)
     thought = whole.output[0]
     assert (thought.type, len(whole.output)) == ("reasoning", 2)
-    events = taken(thinker, openai, "responses.create", asked | STREAM)
+    events = taken(thinker, openai, "responses.create", fields | STREAM)
     (text,) = thought.content
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
     done = [each.item for each in events if each.type == "response.output_item.done"]
@@ -156,36 +156,36 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     assert [each.sequence_number for each in events] == [*range(len(events))]
     # the client sends the messages back unchanged, so the cache has them
     turns = [
-        said("user", "Hi."),
+        message("user", "Hi."),
         thought.model_dump(),
-        said("assistant", whole.output_text),
-        said("user", "?"),
+        message("assistant", whole.output_text),
+        message("user", "?"),
     ]
     again = taken(thinker, openai, "responses.create", THOUGHT | {"input": turns})
     assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
 
 
 def test_anthropic_takes_a_thought_as_a_block(thinker):
-    asked = CHAT | BRIEFLY | {"max_tokens": 40}
-    assert [block.type for block in taken(thinker, anthropic, "messages.create", asked).content] == [
+    fields = CHAT | BRIEFLY | {"max_tokens": 40}
+    assert [block.type for block in taken(thinker, anthropic, "messages.create", fields).content] == [
         *("thinking", "text"),
     ]
-    assert taken(thinker, anthropic, "messages.create", asked | STREAM)
-    assert taken(thinker, openai, "chat.completions.create", asked | STREAM)
+    assert taken(thinker, anthropic, "messages.create", fields | STREAM)
+    assert taken(thinker, openai, "chat.completions.create", fields | STREAM)
 
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 @pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
 def test_usage_counts_the_tokens_of_a_thought(thinker, n_most, more):
     n_thought = min(n_most, 3)
-    asked = CHAT | BRIEFLY | {"max_tokens": n_most} | more
-    asked |= {"stream_options": {"include_usage": True}} if more else {}
-    chat = taken(thinker, openai, "chat.completions.create", asked)
+    fields = CHAT | BRIEFLY | {"max_tokens": n_most} | more
+    fields |= {"stream_options": {"include_usage": True}} if more else {}
+    chat = taken(thinker, openai, "chat.completions.create", fields)
     usage = (chat[-1] if more else chat).usage
     assert usage.completion_tokens_details.reasoning_tokens == n_thought
-    asked = THOUGHT | {"max_output_tokens": n_most} | more
-    found = taken(thinker, openai, "responses.create", asked)
-    usage = (found[-1].response if more else found).usage
+    fields = THOUGHT | {"max_output_tokens": n_most} | more
+    response = taken(thinker, openai, "responses.create", fields)
+    usage = (response[-1].response if more else response).usage
     assert usage.output_tokens_details.reasoning_tokens == n_thought
     without = taken(thinker, openai, "completions.create", TEXT)
     assert without.usage.completion_tokens_details.reasoning_tokens == 0

@@ -83,11 +83,11 @@ def wish(**fields):
     ],
 )
 def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, budget):
-    found = wish(**fields)
-    assert (found.effort, found.budget) == (effort, budget)
-    left = Fields(fields)
-    thinking.check(left, ThinkingOptions())
-    assert left.left == []
+    checked = wish(**fields)
+    assert (checked.effort, checked.budget) == (effort, budget)
+    unread = Fields(fields)
+    thinking.check(unread, ThinkingOptions())
+    assert unread.left == []
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
         ({"thinking_budget": 7}, "low", 7),
         ({"thinking_budget": -1}, "low", 100),
     ):
-        found = thinking.check(Fields(fields), default)
-        assert (found.effort, found.budget) == (effort, budget)
+        checked = thinking.check(Fields(fields), default)
+        assert (checked.effort, checked.budget) == (effort, budget)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
     ],
 )
 def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
-    found = wish(**fields)
-    assert (found.effort, found.name, found.budget) == ("off", name, 0)
-    (said,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
-    assert said.startswith(f"{name}: the model's chat template cannot switch thinking off")
+    checked = wish(**fields)
+    assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
+    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
+    assert remark.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
 EMPTY = "<think>\n\n</think>\n\n"
@@ -206,8 +206,8 @@ def test_efforts_and_any_variable_reach_the_template(serve, api, more, shown):
     ],
 )
 def test_an_answer_says_what_the_template_does_not_take(serve, source, api, more, remark):
-    (said,) = serve(source)(USER, "Yes.", api, **more)["held"]["remarks"]
-    assert said.startswith(remark.replace("#", "the model's chat template"))
+    (actual,) = serve(source)(USER, "Yes.", api, **more)["held"]["remarks"]
+    assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
 def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve):
@@ -255,17 +255,17 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
     source = tiny.CHAT_TEMPLATE.removesuffix("{% endif %}") + SWITCHED[SWITCHED.index("<think>") :]
     tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
     options = ("--policy", "h2o", "--budget", "256")
-    asked = {"messages": USER, "max_tokens": 4}
+    body = {"messages": USER, "max_tokens": 4}
     with serving(path, *options, "--think", "off") as server:
         answers = [
-            httpx.post(f"{server.url}/v1/chat/completions", json=asked | more, timeout=PATIENCE_S).json()
+            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=PATIENCE_S).json()
             for more in ({}, {"enable_thinking": True})
         ]
         messages = [answer["choices"][0]["message"] for answer in answers]
         assert ["reasoning_content" in message for message in messages] == [False, True]
     with serving(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
-        said = "--think low: the model's chat template takes off and on; it is left out"
-        assert said in "".join(server.lines)
+        line = "--think low: the model's chat template takes off and on; it is left out"
+        assert line in "".join(server.lines)
     refused = pytest.raises(AssertionError, match="--think low: the model's chat template takes off and on")
     with refused, serving(path, *options, "--think", "low"):
         pass

@@ -51,15 +51,15 @@ def test_tools_come_out_with_what_templates_expect():
         tool("a", {"properties": {"x": True}}, strict=True, more=1),
         {"type": "function", "function": {"name": "b"}},
     ]
-    found = check_tools(given)
+    checked = check_tools(given)
     schema = {"type": "object", "properties": {"x": True}}
-    assert found[0]["function"] == {
+    assert checked[0]["function"] == {
         "name": "a",
         "description": "It does.",
         "parameters": schema,
         "strict": True,
     }
-    assert found[1]["function"] == {"name": "b", "parameters": {"type": "object", "properties": {}}}
+    assert checked[1]["function"] == {"name": "b", "parameters": {"type": "object", "properties": {}}}
     assert check_tools(None) == check_tools([]) == []
     # the order of a schema's keys is kept, because templates show the keys in this order
     (last,) = check_tools([tool("a", {"properties": {}, "type": "object"})])
@@ -131,20 +131,20 @@ def test_calls_and_results_come_as_clients_send_them():
     def call(arguments, **more):
         return {"function": {"name": "weather", "arguments": arguments}, **more}
 
-    def checked(*found):
-        return messages.check([{"role": "user", "content": "?"}, *found])[1:]
+    def checked(*turns):
+        return messages.check([{"role": "user", "content": "?"}, *turns])[1:]
 
     def result(content, **more):
         return {"role": "tool", "content": content, **more}
 
     now = {"function": {"name": "now"}, "id": None}
-    asked, *results = checked(
+    reply, *results = checked(
         calling(call({"city": "\u00c5rhus", "days": 2}), call('{"city": "Oslo"}', id=""), now),
         result("Noon.", name="now"),
         result("Rain."),
         result("Snow.", tool_call_id=""),
     )
-    assert asked["tool_calls"] == [
+    assert reply["tool_calls"] == [
         {
             "id": f"call_{n + 1}",
             "type": "function",
@@ -156,8 +156,8 @@ def test_calls_and_results_come_as_clients_send_them():
     ]
     assert [each["tool_call_id"] for each in results] == ["call_3", "call_1", "call_2"]
     # an id in the request is kept, and a later call without an id gets a new id
-    own = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
-    *_, later, last = checked(*own)
+    chat = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
+    *_, later, last = checked(*chat)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
     # in Ollama's format, a result names the tool and not the call
     _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
@@ -166,9 +166,9 @@ def test_calls_and_results_come_as_clients_send_them():
 
 def test_calls_in_another_form_are_the_same_chat():
     def digest(call, **result):
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-        found = messages.check([asked, {"role": "tool", "content": "Rain.", **result}])
-        return History(None, [], found).now
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        checked = messages.check([reply, {"role": "tool", "content": "Rain.", **result}])
+        return History(None, [], checked).now
 
     whole = {"id": "1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
     short = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -250,9 +250,9 @@ PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 def test_a_template_says_whether_it_shows_tools_and_calls():
     fails = "{% if tools %}{{ raise_exception('no') }}{% endif %}"
     listed = "{{ tools | tojson }}" + PLAIN
-    found = [Template(source, "", "") for source in (SHOWS, PLAIN, listed, fails)]
-    assert [template.has_tools for template in found] == [True, False, True, False]
-    assert [template.has_calls for template in found] == [True, False, False, False]
+    templates = [Template(source, "", "") for source in (SHOWS, PLAIN, listed, fails)]
+    assert [template.has_tools for template in templates] == [True, False, True, False]
+    assert [template.has_calls for template in templates] == [True, False, False, False]
 
 
 def test_tools_are_shown_as_models_know_them():
@@ -279,15 +279,15 @@ CHAT = [
 
 def test_messages_reach_templates_with_objects_and_short_ids():
     before = json.dumps(CHAT)
-    found = for_template(CHAT)
+    rewritten = for_template(CHAT)
     assert json.dumps(CHAT) == before
-    assert [message["content"] for message in found] == ["?", "", "rain", "noon", "Noon."]
-    calls = found[1]["tool_calls"]
+    assert [message["content"] for message in rewritten] == ["?", "", "rain", "noon", "Noon."]
+    calls = rewritten[1]["tool_calls"]
     assert [call["function"]["arguments"] for call in calls] == [{}, {"city": "Ü"}]
     ids = [call["id"] for call in calls]
-    assert ids == [found[3]["tool_call_id"], found[2]["tool_call_id"]]
+    assert ids == [rewritten[3]["tool_call_id"], rewritten[2]["tool_call_id"]]
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
-    assert "tool_calls" not in found[4]
+    assert "tool_calls" not in rewritten[4]
     for text in ("{", "[1]", "two"):
         call = {"id": "a23456789", "function": {"name": "now", "arguments": text}}
         (message,) = for_template([{"role": "assistant", "tool_calls": [call]}])
@@ -295,26 +295,26 @@ def test_messages_reach_templates_with_objects_and_short_ids():
 
 
 def test_a_template_that_shows_no_tools_gets_calls_and_results_as_text():
-    found = for_template(CHAT, Template(PLAIN, "", ""))
-    assert [message["role"] for message in found] == ["user", "assistant", "user", "assistant"]
-    assert found[1]["content"] == (
+    rewritten = for_template(CHAT, Template(PLAIN, "", ""))
+    assert [message["role"] for message in rewritten] == ["user", "assistant", "user", "assistant"]
+    assert rewritten[1]["content"] == (
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü"}}\n</tool_call>'
     )
-    assert found[2]["content"] == (
+    assert rewritten[2]["content"] == (
         "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
     )
-    assert all("tool_calls" not in message for message in found)
+    assert all("tool_calls" not in message for message in rewritten)
     assert for_template(CHAT, Template(SHOWS, "", "")) == for_template(CHAT)
 
 
 def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     template = Template("{{ tools }} <|tool_call_start|>" + PLAIN, "", "")
-    said = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:]]
-    found = for_template(said, template)
+    chat = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:]]
+    rewritten = for_template(chat, template)
     text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
-    assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
-    assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
+    assert rewritten[1] == {"role": "assistant", "content": f"So:\n{text}"}
+    assert [message["role"] for message in rewritten[2:]] == ["tool", "tool", "assistant"]
     # In LFM2's syntax, arguments must be an object. Other arguments are written as JSON in a tag.
     calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
     (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
@@ -323,14 +323,14 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
 
 def test_a_template_that_takes_one_call_a_reply_gets_a_reply_for_each():
     template = Template(SHOWS.replace("tool_call>", "x>") + "<|python_tag|>", "", "")
-    said = [CHAT[0], {**CHAT[1], "content": "So:", "reasoning_content": "Hm."}, *CHAT[2:4]]
-    found = for_template(
-        [*said, {"role": "tool", "tool_call_id": "other", "content": "?"}, CHAT[4]], template
+    chat = [CHAT[0], {**CHAT[1], "content": "So:", "reasoning_content": "Hm."}, *CHAT[2:4]]
+    rewritten = for_template(
+        [*chat, {"role": "tool", "tool_call_id": "other", "content": "?"}, CHAT[4]], template
     )
-    names = [[call["function"]["name"] for call in message.get("tool_calls", [])] for message in found]
+    names = [[call["function"]["name"] for call in message.get("tool_calls", [])] for message in rewritten]
     assert names == [[], ["now"], [], ["weather"], [], [], []]
-    assert [message["content"] for message in found] == ["?", "So:", "noon", "", "rain", "?", "Noon."]
-    assert [message.get("reasoning_content") for message in found[1:4:2]] == ["Hm.", ""]
+    assert [message["content"] for message in rewritten] == ["?", "So:", "noon", "", "rain", "?", "Noon."]
+    assert [message.get("reasoning_content") for message in rewritten[1:4:2]] == ["Hm.", ""]
 
 
 def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():

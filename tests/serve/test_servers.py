@@ -16,9 +16,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket 
 @linux
 @pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
 def test_a_server_can_listen_on_a_reserved_port_and_others_do_not_get_it(option):
-    with reserved_port() as port, socket.socket() as other, socket.socket() as server:
+    with reserved_port() as port, socket.socket() as intruder, socket.socket() as server:
         with pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
+            intruder.bind(("127.0.0.1", port))
         server.setsockopt(socket.SOL_SOCKET, option, 1)
         server.bind(("127.0.0.1", port))
         server.listen()

@@ -79,8 +79,8 @@ def main() -> None:
         checks = (full,) if read(path).architecture in ONLY_FULL else CHECKS
         results = {check.__name__: _result(check, path, args.verbose) for check in checks}
         n_failed += any(result not in ("ok", "-") for result in results.values())
-        said = ", ".join(f"{name} {result}" for name, result in results.items())
-        print(f"{path.stem:24} {said}", flush=True)
+        outcomes = ", ".join(f"{name} {result}" for name, result in results.items())
+        print(f"{path.stem:24} {outcomes}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -187,16 +187,16 @@ def ragged(path: Path) -> str:
     def evict(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, kept in enumerate(chosen(context))
-            for dst, src in enumerate(kept.tolist())
+            for row, cells in enumerate(chosen(context))
+            for dst, src in enumerate(cells.tolist())
         ]
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
 
     def hide(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, kept in enumerate(chosen(context))
-            for dst, src in enumerate([*kept.tolist(), *np.setdiff1d(np.arange(n), kept).tolist()])
+            for row, cells in enumerate(chosen(context))
+            for dst, src in enumerate([*cells.tolist(), *np.setdiff1d(np.arange(n), cells).tolist()])
         ]
         n_keep_row = np.full(context.n_row, n_keep, np.int32)
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
@@ -246,12 +246,12 @@ def saved(path: Path) -> str:
     with open_engine(path, policy) as engine:
         tokens = text(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
-        there = {name: array.copy() for name, array in engine.save()}
+        state = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[100:])
-    with open_engine(path, policy) as other:
-        perplexity.stream(other, tokens[20:60])
-        other.restore(there)
-        got = perplexity.stream(other, tokens[100:])
+    with open_engine(path, policy) as restored:
+        perplexity.stream(restored, tokens[20:60])
+        restored.restore(state)
+        got = perplexity.stream(restored, tokens[100:])
     return _same(got, want)
 
 
@@ -270,17 +270,17 @@ def drafts(path: Path) -> str:
     model.close()
     if not can_drop:
         return "-"
-    found = []
+    logits = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:
             tokens = text(150, n_vocab=engine.model.n_vocab)
-            found.append(np.array([*told(engine, tokens, rng)]))
-    return _same(found[1], found[0], ORDER)
+            logits.append(np.array([*told(engine, tokens, rng)]))
+    return _same(logits[1], logits[0], ORDER)
 
 
 def rewound(path: Path) -> str:
     n, n_more = 90, 20
-    found = []
+    logits = []
     for n_later in (0, 60):
         with open_engine(path, policies.fit("full", 200, None)) as engine:
             tokens = text(n + n_later, n_vocab=engine.model.n_vocab)
@@ -289,8 +289,8 @@ def rewound(path: Path) -> str:
             engine.read(tokens[n:])
             if n_later:
                 assert engine.rewind(n) == n
-            found.append(np.array([*told(engine, text(n_more, seed=2, n_vocab=engine.model.n_vocab))]))
-    return _same(found[1], found[0], ORDER)
+            logits.append(np.array([*told(engine, text(n_more, seed=2, n_vocab=engine.model.n_vocab))]))
+    return _same(logits[1], logits[0], ORDER)
 
 
 CHECKS = (full, alike, permuted, ragged, graph, saved, drafts, rewound, endless)

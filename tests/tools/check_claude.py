@@ -38,9 +38,13 @@ class User:
         self.work, home = folder / "work", folder / "home"
         self.work.mkdir()
         home.mkdir()
-        own = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
-        own |= {"ANTHROPIC_BASE_URL": proxy.url, "ANTHROPIC_API_KEY": "sk-none", **dict.fromkeys(QUIET, "1")}
-        self.how = {"cwd": self.work, "env": own, "text": True}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
+        environment |= {
+            "ANTHROPIC_BASE_URL": proxy.url,
+            "ANTHROPIC_API_KEY": "sk-none",
+            **dict.fromkeys(QUIET, "1"),
+        }
+        self.how = {"cwd": self.work, "env": environment, "text": True}
 
     def asks(self, prompt, *options, replies):
         """Ask Claude Code, whose model gives these replies.
@@ -65,14 +69,14 @@ class User:
 
     def answered(self, n):
         """Return all requests after the first n. Each of them must have been answered."""
-        found = self.proxy.asked[n:]
-        assert found
-        assert all(each["status"] == 200 for each in found), [each["answer"] for each in found]
-        return found
+        requests = self.proxy.asked[n:]
+        assert requests
+        assert all(each["status"] == 200 for each in requests), [each["answer"] for each in requests]
+        return requests
 
-    def goes_on(self, asked):
+    def goes_on(self, requests):
         """Check that each request except the first of a chat reads only new tokens."""
-        for before, after in zip(asked, asked[1:], strict=False):
+        for before, after in zip(requests, requests[1:], strict=False):
             was, now = usage(before), usage(after)
             assert now["cache_read_input_tokens"] >= was["n_all"], (was, now)
 
@@ -82,10 +86,10 @@ def usage(noted):
 
     If the answer was stopped, its last usage has only the counts of the prompt.
     """
-    told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
-    events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
-    found = [event["usage"] for event in events if "usage" in event][-1]
-    return found | {"n_all": sum(found.values())}
+    data = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
+    events = [event.get("message", event) for event in map(json.loads, filter(None, data))]
+    counts = [event["usage"] for event in events if "usage" in event][-1]
+    return counts | {"n_all": sum(counts.values())}
 
 
 def results(noted):
@@ -101,21 +105,23 @@ def edits(user):
     # In later requests, Claude Code shows this call with all default arguments. The model must write the
     # same, so it writes replace_all.
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
-    end, asked = user.asks(
+    end, requests = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]
     )
     assert end["result"] == "It adds now."
     assert path.read_text() == "def add(x, y):\n    return x + y\n"
-    user.goes_on(asked)
+    user.goes_on(requests)
 
 
 def fails(user):
     """The model learns that a tool failed, and continues."""
     gone = {"file_path": str(user.work / "gone.py")}
-    end, asked = user.asks("Look.", replies=[("Read", gone), ("Bash", {"command": "exit 3"}), "It is gone."])
+    end, requests = user.asks(
+        "Look.", replies=[("Read", gone), ("Bash", {"command": "exit 3"}), "It is gone."]
+    )
     assert end["result"] == "It is gone."
-    assert [result["is_error"] for each in asked[1:] for result in results(each)] == [True, True]
-    user.goes_on(asked)
+    assert [result["is_error"] for each in requests[1:] for result in results(each)] == [True, True]
+    user.goes_on(requests)
 
 
 def resumed(user):
@@ -133,9 +139,9 @@ def compacted(user):
     user.asks("I write games.", "--continue", replies=["I see."])
     text = "<analysis>\nShort.\n</analysis>\n\n<summary>\nThe user is called Ada.\n</summary>"
     user.asks("/compact", "--continue", replies=[text])
-    end, asked = user.asks("Who am I?", "--continue", replies=["You are Ada."])
+    end, requests = user.asks("Who am I?", "--continue", replies=["You are Ada."])
     assert end["result"] == "You are Ada."
-    assert "The user is called Ada." in json.dumps(asked[-1]["body"]["messages"])
+    assert "The user is called Ada." in json.dumps(requests[-1]["body"]["messages"])
 
 
 def interrupted(user):
@@ -162,7 +168,7 @@ def interrupted(user):
                 break
         say("Stop it.")
         process.stdin.close()
-        ends = [found for line in process.stdout if (found := json.loads(line))["type"] == "result"]
+        ends = [event for line in process.stdout if (event := json.loads(line))["type"] == "result"]
     assert [end["result"] for end in ends] == ["Well."]
     stopped, last = user.answered(n)
     assert stopped["gone"]
@@ -177,28 +183,28 @@ def main():
     parser.add_argument("claude", type=lambda path: str(Path(path).absolute()), help="Claude Code's program")
     parser.add_argument("--only", default="", help="names of checks, separated by commas")
     parser.add_argument("--record", type=Path, help="write the requests to this file")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     failed, noted = 0, []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "smollm2-135m.gguf"
         tiny.write_like(resolve("smollm2-135m"), model)
         with serving(model, "--budget", "1024") as server:
             for check in CHECKS:
-                if asked.only and check.__name__ not in asked.only.split(","):
+                if args.only and check.__name__ not in args.only.split(","):
                     continue
-                own = Path(folder) / check.__name__
-                own.mkdir()
+                place = Path(folder) / check.__name__
+                place.mkdir()
                 with dictating(server.url) as proxy:
                     try:
-                        check(User(asked.claude, proxy, own))
-                        said = "ok"
+                        check(User(args.claude, proxy, place))
+                        outcome = "ok"
                     except Exception:  # noqa: BLE001
                         failed += 1
-                        said = f"FAILED\n{traceback.format_exc()}"
+                        outcome = f"FAILED\n{traceback.format_exc()}"
                     noted += [{"check": check.__name__, **each} for each in proxy.asked]
-                print(f"{check.__name__:12} {check.__doc__} {said}", flush=True)
-    if asked.record:
-        asked.record.write_text("".join(json.dumps(each, default=bytes.decode) + "\n" for each in noted))
+                print(f"{check.__name__:12} {check.__doc__} {outcome}", flush=True)
+    if args.record:
+        args.record.write_text("".join(json.dumps(each, default=bytes.decode) + "\n" for each in noted))
     sys.exit(bool(failed))
 
 

@@ -43,8 +43,8 @@ class Place:
         self.env = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
         self.env |= {"PATH": str(folder / "bin"), "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         self.env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "80"}
-        found = [name for name in COMPILERS if shutil.which(name, path=self.env["PATH"])]
-        assert not found, f"{found} on {self.env['PATH']}"
+        compilers = [name for name in COMPILERS if shutil.which(name, path=self.env["PATH"])]
+        assert not compilers, f"{compilers} on {self.env['PATH']}"
 
     def run(self, *words: object, stdin: str = "", env: dict[str, str] | None = None) -> str:
         """Run a command that must succeed. Return its stdout."""
@@ -76,9 +76,9 @@ def check(place: Place, kvtool: list[object], model: str, expected: dict[str, fl
     assert library["portable"], library
     assert library["digest"] == library["digest_wanted"], library
     for policy, value in expected.items():
-        found = nll(place, kvtool, model, policy)
+        actual = nll(place, kvtool, model, policy)
         # kernels for another kind of CPU add numbers in a different order
-        assert math.isclose(found, value, rel_tol=0.01), f"{policy}: {found}, not {value}"
+        assert math.isclose(actual, value, rel_tol=0.01), f"{policy}: {actual}, not {value}"
     reply = place.run(*kvtool, "chat", "-m", model, "-t", 1, "-n", 8, "--temp", 0, stdin="Hello!\n")
     assert reply.strip(), "no reply"
 
@@ -158,17 +158,17 @@ def variants(place: Place, kvtool: list[object], model: str, expected: dict[str,
             if other != part:
                 other.rename(away / other.name)
         try:
-            found = "does not run here"
-            if said := json.loads(doctor(place, kvtool))["library"]:
-                assert [device["type"] for device in said["devices"]] == ["cpu"], said
+            outcome = "does not run here"
+            if library := json.loads(doctor(place, kvtool))["library"]:
+                assert [device["type"] for device in library["devices"]] == ["cpu"], library
                 value = nll(place, kvtool, model, "full")
                 assert math.isclose(value, expected["full"], rel_tol=0.01), f"{part.name}: {value}"
-                found = f"{value:.4f}"
+                outcome = f"{value:.4f}"
         finally:
             for other in away.iterdir():
                 other.rename(installed / other.name)
             away.rmdir()
-        print(f"    {part.name}: {found}", flush=True)
+        print(f"    {part.name}: {outcome}", flush=True)
 
 
 def main() -> None:
@@ -178,21 +178,21 @@ def main() -> None:
     parser.add_argument(
         "--with", dest="stages", default=",".join([*STAGES, "variants"]), help="default: %(default)s"
     )
-    asked = parser.parse_args()
-    wheels = sorted(asked.folder.absolute().glob("*.whl"))
+    args = parser.parse_args()
+    wheels = sorted(args.folder.absolute().glob("*.whl"))
     names = [wheel.name.partition("-")[0] for wheel in wheels]
     if names != ["kvtool", "kvtool_llama"]:
-        parser.error(f"{asked.folder} must hold the two wheels of `make dist`, and has {names}")
-    own: list[object] = [sys.executable, "-m", "kvtool"]
+        parser.error(f"{args.folder} must hold the two wheels of `make dist`, and has {names}")
+    checkout: list[object] = [sys.executable, "-m", "kvtool"]
     from kvtool.models.resolve import resolve
 
-    model = asked.model or str(resolve(None))
-    stages = asked.stages.split(",")
+    model = args.model or str(resolve(None))
+    stages = args.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
         # to get the expected values, run the checkout's library in the user's own environment
-        here = Place(Path(folder, "here"))
-        here.env = dict(os.environ)
-        expected = {policy: nll(here, own, model, policy) for policy in ("full", "h2o", "recall")}
+        user_place = Place(Path(folder, "here"))
+        user_place.env = dict(os.environ)
+        expected = {policy: nll(user_place, checkout, model, policy) for policy in ("full", "h2o", "recall")}
         print(f"this checkout: {expected}", flush=True)
         for name, stage in STAGES.items():
             if name not in stages and not (name == "pip" and "variants" in stages):

@@ -80,11 +80,11 @@ def stop(visit: Visitor) -> None:
         expect(page.locator(".assistant .body")).to_have_text(re.compile(r".{40}", re.S))
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".assistant .foot")).to_have_text("Stopped")
-        said = page.locator(".assistant .body").inner_text()
+        text = page.locator(".assistant .body").inner_text()
         began = time.monotonic()
         assert answer(visit.site, "Hello")
         assert time.monotonic() - began < 30
-        assert page.locator(".assistant .body").inner_text() == said
+        assert page.locator(".assistant .body").inner_text() == text
         # the Escape key does the same as Stop
         send(page, "Go on", wait=False)
         expect(page.locator(".assistant .body").last).to_have_text(re.compile(r".{20}", re.S))
@@ -101,8 +101,8 @@ def edit(visit: Visitor) -> None:
     with visit.page() as page:
         for text in ("My name is Ann.", "I live in Oslo.", "I like tea."):
             send(page, text)
-        asked = []
-        page.on("response", lambda response: asked.append(response))
+        responses = []
+        page.on("response", lambda response: responses.append(response))
         page.get_by_label("Edit your message").nth(1).click()
         area = page.locator(".editing textarea")
         expect(area).to_be_focused()
@@ -117,10 +117,10 @@ def edit(visit: Visitor) -> None:
         done(page)
         expect(page.locator(".user .body")).to_have_text(["My name is Ann.", "I live in Rome."])
         expect(page.locator(".assistant")).to_have_count(2)
-        messages = asked[0].request.post_data_json["messages"]
+        messages = responses[0].request.post_data_json["messages"]
         assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
         assert messages[-1]["content"] == "I live in Rome."
-        assert re.search(r'"cache_n": [1-9]', asked[0].text())
+        assert re.search(r'"cache_n": [1-9]', responses[0].text())
 
 
 @check
@@ -129,10 +129,10 @@ def retry(visit: Visitor) -> None:
     with visit.page() as page:
         send(page, "Say something.")
         send(page, "And more.")
-        with page.expect_request("**/v1/chat/completions") as asked:
+        with page.expect_request("**/v1/chat/completions") as request:
             page.get_by_label("Write the reply again").last.click()
         done(page)
-        messages = asked.value.post_data_json["messages"]
+        messages = request.value.post_data_json["messages"]
         assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
         expect(page.locator("article")).to_have_count(4)
         expect(page.get_by_label("Write the reply again").first).to_be_hidden()
@@ -143,7 +143,7 @@ def chats(visit: Visitor) -> None:
     """Chats are kept and can be deleted. Each chat has its own name and its own session."""
     with visit.page() as page:
         names = []
-        page.on("request", lambda asked: names.append(asked.headers.get("x-session-id")))
+        page.on("request", lambda request: names.append(request.headers.get("x-session-id")))
         send(page, "The first of all my chats is about tea and cake")
         page.get_by_role("button", name="New chat").click()
         expect(page.locator("article")).to_have_count(0)
@@ -165,8 +165,8 @@ def chats(visit: Visitor) -> None:
         page.get_by_label("Delete the chat: The first").click()
         expect(items).to_have_text(["Second chat"])
         expect(page.locator(".user .body")).to_have_text(["Second chat"])
-        kept = page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('kvtool.chat.'))")
-        assert kept == [f"kvtool.chat.{second}"], kept
+        stored = page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('kvtool.chat.'))")
+        assert stored == [f"kvtool.chat.{second}"], stored
 
 
 @check
@@ -223,11 +223,11 @@ def archived(visit: Visitor) -> None:
         share = {"text": ["a", "b\n", "c"], "held": [0, 0, 1], "archived": [False, True, False]}
         counts = {"tokens": 2000, "held": 500, "archived": 700, "forgotten": 800, "cache_bytes": 2**20}
         piece(page, "yes", first=True)
-        own = counts | {"archive_bytes": 9, "share": share}
-        piece(page, "", end=True, kvtool=own, timings={"predicted_per_second": 9.87})
+        stats = counts | {"archive_bytes": 9, "share": share}
+        piece(page, "", end=True, kvtool=stats, timings={"predicted_per_second": 9.87})
         shares = "25.0 % in the cache, 35.0 % archived, 40.0 % forgotten"
-        said = f"2,000 tokens: {shares} · cache 1.0 MiB · 9.9 tokens/s"
-        expect(page.locator(".foot").last).to_have_text(said)
+        line = f"2,000 tokens: {shares} · cache 1.0 MiB · 9.9 tokens/s"
+        expect(page.locator(".foot").last).to_have_text(line)
         expect(page.locator("#tokens .archived")).to_have_text("b\u23ce", use_inner_text=True)
         expect(page.locator("#counts")).to_have_text(
             "The last 3 of 2,000 tokens: 1 held by every row, 0 by some, 1 archived, 1 forgotten"
@@ -334,19 +334,19 @@ def exported(visit: Visitor) -> None:
             {"role": "user", "content": question},
             {"role": "assistant", "content": "**Yes.**", "reasoning_content": "hm\nhm"},
         ]
-        found = {}
+        texts = {}
         for name in ("JSON", "Markdown"):
             page.get_by_role("button", name="Export this chat").click()
             visit.shot(page, "export")
             with page.expect_download() as saved:
                 page.get_by_role("button", name=name).click()
-            found[name] = Path(saved.value.path()).read_text(encoding="utf-8")
+            texts[name] = Path(saved.value.path()).read_text(encoding="utf-8")
             assert saved.value.suggested_filename.startswith("Tea-img-src-x"), saved.value.suggested_filename
             expect(page.get_by_role("dialog")).to_have_count(0)
-        assert json.loads(found["JSON"])["messages"] == messages
+        assert json.loads(texts["JSON"])["messages"] == messages
         body = f"## You\n\n{question}\n\n## Model\n\n> hm\n> hm\n\n**Yes.**\n"
-        assert found["Markdown"].endswith(f"\n\n## System prompt\n\nBe brief.\n\n{body}"), found["Markdown"]
-        assert found["Markdown"].startswith("# Tea? / <img")
+        assert texts["Markdown"].endswith(f"\n\n## System prompt\n\nBe brief.\n\n{body}"), texts["Markdown"]
+        assert texts["Markdown"].startswith("# Tea? / <img")
 
 
 @check
@@ -364,16 +364,16 @@ def caches(visit: Visitor) -> None:
 @check
 def html(visit: Visitor) -> None:
     """HTML from the user, the model or the server is always shown as text."""
-    said = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
-    said += f"|{BAD}|b|\n|-|-|\n|{BAD}|c|\n\n# {BAD}"
+    text = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
+    text += f"|{BAD}|b|\n|-|-|\n|{BAD}|c|\n\n# {BAD}"
     with visit.page(fake=True) as page:
         send(page, BAD, wait=False)
-        piece(page, said, first=True, end=True)
+        piece(page, text, first=True, end=True)
         expect(page.locator(".user .body")).to_have_text(BAD)
         assert page.locator(".assistant .body").text_content().count(BAD) == 9
         assert page.locator("nav li button").first.text_content() in BAD
         page.get_by_role("checkbox", name="Plain text").check()
-        assert page.locator(".assistant .body").text_content() == said
+        assert page.locator(".assistant .body").text_content() == text
         page.reload()
         expect(page.locator(".user .body")).to_have_text(BAD)
         send(page, "x", wait=False)
@@ -513,8 +513,8 @@ def narrow(visit: Visitor) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         assert page.evaluate("document.querySelector('main').offsetWidth") == 360
         rights = "(x) => x.getBoundingClientRect().right"
-        found = page.evaluate(f"[...document.querySelectorAll('main button, textarea')].map({rights})")
-        assert max(found) <= 360, found
+        edges = page.evaluate(f"[...document.querySelectorAll('main button, textarea')].map({rights})")
+        assert max(edges) <= 360, edges
         menu = page.get_by_role("button", name="Chats")
         expect(page.get_by_role("button", name="New chat")).to_be_hidden()
         menu.press("Enter")
@@ -585,11 +585,11 @@ def main() -> int:
             began = time.monotonic()
             try:
                 CHECKS[name](visit)
-                said = "ok"
+                outcome = "ok"
             except Exception:  # noqa: BLE001
                 failed += 1
-                said = f"FAILED\n{traceback.format_exc()}"
-            print(f"{name:18} {time.monotonic() - began:5.1f} s  {said}", flush=True)
+                outcome = f"FAILED\n{traceback.format_exc()}"
+            print(f"{name:18} {time.monotonic() - began:5.1f} s  {outcome}", flush=True)
         visit.browser.close()
     return failed > 0
 

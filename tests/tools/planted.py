@@ -636,12 +636,12 @@ PLANTED = {
 
 def main() -> int:
     parts = sys.argv[1:] or list(PLANTED)
-    missed = [part for part in parts if not found(part, PLANTED[part])]
+    missed = [part for part in parts if not is_found(part, PLANTED[part])]
     print(f"{len(parts) - len(missed)} of {len(parts)} planted faults found", *missed, sep="\n  missed: ")
     return bool(missed)
 
 
-def found(part: str, fault: Fault) -> bool:
+def is_found(part: str, fault: Fault) -> bool:
     """Plant a fault and run its tests. Return True if one of them fails."""
     # the folder is always the same, so that compiled kernels can be reused
     copy = ROOT / "build" / "planted"

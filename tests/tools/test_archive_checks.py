@@ -60,9 +60,9 @@ def program(tmp_path_factory):
         subprocess.run([*command, "-o", objects[-1]], input=text, text=True, check=True, timeout=PATIENCE_S)
     libraries = Path(lib._name).resolve().parent
     link = [f"-L{libraries}", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}", "-pthread"]
-    made = folder / "archive_checks"
-    subprocess.run([COMPILER, *objects, *link, "-o", made], check=True, timeout=PATIENCE_S)
-    return made
+    path = folder / "archive_checks"
+    subprocess.run([COMPILER, *objects, *link, "-o", path], check=True, timeout=PATIENCE_S)
+    return path
 
 
 @pytest.mark.parametrize("name", NAMES)

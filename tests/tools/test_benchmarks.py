@@ -98,12 +98,12 @@ def test_a_call_is_right_if_it_does_what_was_asked_for(kind, needs, name, argume
 
 
 def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_another():
-    asked = tools.make_requests(50, seed=1)
-    assert asked == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
-    assert asked[:25] == tools.make_requests(25, seed=1)
-    assert len({each["text"] for each in asked}) == 50
-    assert all(need in each["text"] for each in asked for need in each["needs"])
-    assert {each["kind"] for each in asked} == set(tools.TASKS)
+    requests = tools.make_requests(50, seed=1)
+    assert requests == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
+    assert requests[:25] == tools.make_requests(25, seed=1)
+    assert len({each["text"] for each in requests}) == 50
+    assert all(need in each["text"] for each in requests for need in each["needs"])
+    assert {each["kind"] for each in requests} == set(tools.TASKS)
 
 
 def test_every_recorded_agent_has_tools_for_every_task():
@@ -119,20 +119,20 @@ def test_every_recorded_agent_has_tools_for_every_task():
         names = {tool.get("function", tool).get("name") for tool in body["tools"]}
         assert names & tools.SHELLS
         is_response = each["path"] == "/v1/responses"
-        asked = tools.body_of(each | {"is_response": is_response}, "Read a.py.", "required", 9)
-        messages = asked["input" if is_response else "messages"]
+        sent = tools.body_of(each | {"is_response": is_response}, "Read a.py.", "required", 9)
+        messages = sent["input" if is_response else "messages"]
         assert messages[-1]["role"] == "user"
         assert "Read a.py." in json.dumps(messages[-1])
         assert messages[:-1] == body["input" if is_response else "messages"][:-1]
-        assert asked["tools"] == body["tools"]
+        assert sent["tools"] == body["tools"]
 
 
 def test_an_answer_of_either_api_is_read():
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens": 3}
     calls = [{"function": {"name": "read", "arguments": '{"path": "a"}'}}, {"function": {"name": "no"}}]
     chat = {"choices": [{"message": {"content": None, "tool_calls": calls}}], "usage": usage}
-    found = tools.answer_of(chat | {"kvtool": {"forgotten": 2}})
-    assert found == {
+    answer = tools.answer_of(chat | {"kvtool": {"forgotten": 2}})
+    assert answer == {
         "name": "read", "arguments": '{"path": "a"}', "calls": 2, "said": "",
         "prompt": 9, "cached": 4, "written": 3, "forgotten": 2,
     }  # fmt: skip
@@ -141,8 +141,8 @@ def test_an_answer_of_either_api_is_read():
     response = {"output": [call], "usage": usage, "kvtool": {"forgotten": 0}}
     assert tools.answer_of(response)["name"] == "team__wait"
     text = {"type": "message", "content": [{"type": "output_text", "text": "No."}]}
-    found = tools.answer_of(response | {"output": [text]})
-    assert (found["name"], found["calls"], found["said"]) == (None, 0, "No.")
+    answer = tools.answer_of(response | {"output": [text]})
+    assert (answer["name"], answer["calls"], answer["said"]) == (None, 0, "No.")
 
 
 def test_the_table_counts_what_all_settings_have_answered():
@@ -164,10 +164,10 @@ def test_the_table_counts_what_all_settings_have_answered():
 
 
 def test_a_budget_may_be_beyond_what_is_pinned():
-    found = [
+    arguments = [
         tools.Kvtool(None, 0, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")
     ]
-    assert found == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
+    assert arguments == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
 
 
 def test_mcnemar_is_the_exact_test():

@@ -99,8 +99,8 @@ def cmake_args(wheel):
 
 def calls(tmp_path):
     path = tmp_path / "calls"
-    found = path.read_text().splitlines() if path.exists() else []
-    return [line.split()[0] for line in found]
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split()[0] for line in lines]
 
 
 def test_builds_once(place, tmp_path):
@@ -268,11 +268,11 @@ def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys)
         def compile(self):
             pass
 
-    found = [Kernel(str(i)) for i in range(25)]
+    compiled = [Kernel(str(i)) for i in range(25)]
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
     monkeypatch.setattr(kernels, "modules", lambda: ["json"])
     monkeypatch.setattr(kernels, "stamp", lambda: tmp_path / "compiled")
-    monkeypatch.setattr("kvtool.kernels.kernel.of_module", lambda module: found)
+    monkeypatch.setattr("kvtool.kernels.kernel.of_module", lambda module: compiled)
     monkeypatch.setattr("kvtool.kernels.link.link", lambda kernels, path: None)
     kernels.compile_all()
     first, *counted = capsys.readouterr().err.splitlines()
@@ -343,11 +343,11 @@ def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
     )
     env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
     root = Path(__file__).parents[2]
-    for path, said in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
+    for path, message in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
         done = forked.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
         assert done.stderr == ""
-        assert said in done.stdout
-        assert len(done.stdout.splitlines()) == bool(said)
+        assert message in done.stdout
+        assert len(done.stdout.splitlines()) == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -391,8 +391,8 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 def kvtool_build(place, tmp_path, monkeypatch):
     """kvtool_build("--cuda", ...) runs the command. It gets made-up facts about the library."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
-    found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
-    monkeypatch.setattr(command, "_examined", lambda: found)
+    facts = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
+    monkeypatch.setattr(command, "_examined", lambda: facts)
     monkeypatch.setattr(sys, "platform", "linux")
     installed(monkeypatch, None)
     return lambda *arguments: CliRunner().invoke(app, ["build", *arguments])
@@ -457,8 +457,8 @@ def test_the_command_shows_the_errors_of_a_build_before_its_one_line(kvtool_buil
 
 def test_a_library_that_does_not_load_is_not_said_to_be_there(kvtool_build, monkeypatch):
     wrong = "llama.cpp does not load (libcuda.so.1)"
-    found = {"library": None, "problems": [{"wrong": wrong, "command": "x"}]}
-    monkeypatch.setattr(command, "_examined", lambda: found)
+    facts = {"library": None, "problems": [{"wrong": wrong, "command": "x"}]}
+    monkeypatch.setattr(command, "_examined", lambda: facts)
     done = kvtool_build("--cuda")
     assert done.exit_code == LibraryError.exit_code
     assert done.stderr.splitlines()[-1] == f"kvtool: {wrong}"

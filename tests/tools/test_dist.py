@@ -57,8 +57,8 @@ def packed(tmp_path):
 
 
 def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(packed):
-    found = [name for name in packed.namelist() if name.startswith("kvtool_llama/")]
-    assert sorted(found) == [
+    names = [name for name in packed.namelist() if name.startswith("kvtool_llama/")]
+    assert sorted(names) == [
         "kvtool_llama/__init__.py",
         "kvtool_llama/_ctypes_extensions.py",
         "kvtool_llama/lib/ggml.dll",
@@ -187,11 +187,11 @@ def portable():
 
 
 def test_the_key_of_a_wheel_for_every_cpu_is_the_same_on_every_machine(monkeypatch):
-    before, own = portable(), build.wheel_key(PATCHES, "")
+    before, native = portable(), build.wheel_key(PATCHES, "")
     monkeypatch.setattr(build, "cpu_features", lambda: "another CPU")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "9.9"))
     assert portable() == before
-    assert build.wheel_key(PATCHES, "") != own
+    assert build.wheel_key(PATCHES, "") != native
 
 
 def test_it_changes_with_the_patch_and_with_kvtools_version(monkeypatch):
@@ -264,8 +264,8 @@ def mender(machine, tmp_path, monkeypatch):
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))
-    made = put(tmp_path / "built", portable(), "linux_x86_64")
-    monkeypatch.setattr(build, "build", lambda *arguments, portable: made)
+    wheel = put(tmp_path / "built", portable(), "linux_x86_64")
+    monkeypatch.setattr(build, "build", lambda *arguments, portable: wheel)
 
 
 def test_the_wheel_to_give_away_is_mended_and_takes_the_place_of_older_ones(mender, tmp_path, capsys):

@@ -112,20 +112,20 @@ def commands() -> Iterator[tuple[str, str]]:
         # a backslash joins two lines
         for line in read(path).replace("\\\n", " ").splitlines():
             for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
-                found = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
-                if found:
-                    yield found[1], path.name
+                match = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
+                if match:
+                    yield match[1], path.name
 
 
 @pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
 def test_every_command_shown_is_one_that_kvtool_takes(command, page):
     words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
-    found = get_command(app)
-    while hasattr(found, "commands"):
-        found = found.commands[words.pop(0)]
+    called = get_command(app)
+    while hasattr(called, "commands"):
+        called = called.commands[words.pop(0)]
     # This raises for an unknown option, a missing argument or a value of the wrong type. The command does not
     # run.
-    found.make_context(found.name, words)
+    called.make_context(called.name, words)
 
 
 SHORT = {
@@ -203,11 +203,11 @@ def test_everything_in_the_tree_exists():
 
 @pytest.mark.parametrize("folder", ["kvtool", "."])
 def test_everything_of_a_folder_is_in_the_tree(folder):
-    there = set(of_the_tree())
-    made = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
+    shown = set(of_the_tree())
+    generated = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
     for path in (ROOT / folder).iterdir():
-        if path.name not in made and not path.name.startswith("."):
-            assert path in there, path.name
+        if path.name not in generated and not path.name.startswith("."):
+            assert path in shown, path.name
 
 
 def test_what_is_installed_by_hand_is_what_setup_installs():

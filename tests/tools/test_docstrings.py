@@ -26,13 +26,13 @@ def assigned(node):
 
 def members(node):
     """Return the names that a class defines, and the names that its methods assign."""
-    found = set()
+    defined = set()
     for part in ast.walk(node):
         if isinstance(part, ast.FunctionDef):
-            found.add(part.name)
+            defined.add(part.name)
         elif isinstance(part, (ast.Assign, ast.AnnAssign)):
-            found |= assigned(part)
-    return found
+            defined |= assigned(part)
+    return defined
 
 
 class Names(NamedTuple):

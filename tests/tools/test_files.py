@@ -160,14 +160,14 @@ def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
         "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     pipe = subprocess.PIPE
-    other = subprocess.Popen([sys.executable, "-c", code, lock], stdin=pipe, stdout=pipe, text=True)
-    assert other.stdout.readline() == "held\n"
+    holder = subprocess.Popen([sys.executable, "-c", code, lock], stdin=pipe, stdout=pipe, text=True)
+    assert holder.stdout.readline() == "held\n"
     with pytest.raises(BlockingIOError), files.locked(lock, wait=False):
         pass
-    other.stdin.close()
+    holder.stdin.close()
     with files.locked(lock):
-        assert other.wait(PATIENCE_S) == 0
-    other.stdout.close()
+        assert holder.wait(PATIENCE_S) == 0
+    holder.stdout.close()
     assert not lock.exists()
 
 

@@ -31,16 +31,16 @@ def popen():
     return forked.Popen
 
 
-def both(popen, code, *arguments, said=b"", **how):
+def both(popen, code, *arguments, typed=b"", **how):
     """Run code in a fork and in a new process. Return the result, which must be the same for both."""
-    found = []
+    results = []
     for start in (popen, subprocess.Popen):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
         process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
         assert getattr(process, "is_forked", None) == (True if start is popen else None)
-        found.append((*process.communicate(said, timeout=PATIENCE_S), process.returncode))
-    assert found[0] == found[1]
-    return found[0]
+        results.append((*process.communicate(typed, timeout=PATIENCE_S), process.returncode))
+    assert results[0] == results[1]
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def both(popen, code, *arguments, said=b"", **how):
     ],
 )
 def test_it_ends_as_a_process_ends(popen, code, exit_code, error):
-    _, said, code = both(popen, code)
-    assert (said, code) == (error, exit_code)
+    _, stderr, code = both(popen, code)
+    assert (stderr, code) == (error, exit_code)
 
 
 def test_an_exception_is_a_traceback(popen):
@@ -88,18 +88,18 @@ def test_it_has_what_it_was_given(popen, tmp_path):
     environment["KVTOOL_X"] = "caf\udce9"
     for in_session in (False, True):
         how = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
-        said, error, code = both(popen, GIVEN, "a", b"\xe9", said=b"typed", **how)
-        assert str(tmp_path).encode() in said
-        assert (error, code) == (b"error\n", 0)
+        stdout, stderr, code = both(popen, GIVEN, "a", b"\xe9", typed=b"typed", **how)
+        assert str(tmp_path).encode() in stdout
+        assert (stderr, code) == (b"error\n", 0)
 
 
 def test_a_module_is_run_as_one(popen, tmp_path):
     (tmp_path / "shown.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
-    said = [
+    outputs = [
         start([sys.executable, "-m", "shown", "a"], cwd=tmp_path, stdout=subprocess.PIPE).communicate()[0]
         for start in (popen, subprocess.Popen)
     ]
-    assert said[0] == said[1] != b""
+    assert outputs[0] == outputs[1] != b""
 
 
 def test_signals_and_limits_are_its_own(popen):
@@ -127,18 +127,18 @@ def test_signals_and_limits_are_its_own(popen):
 
 
 def test_a_terminal_is_one(popen):
-    own, theirs = pty.openpty()
+    master, theirs = pty.openpty()
     code = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty()); input()"
     process = popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
-    said = b""
-    while b"\n" not in said:
-        said += os.read(own, 100)
-    assert said == b"True True\r\n"
-    os.write(own, b"\n")
+    written = b""
+    while b"\n" not in written:
+        written += os.read(master, 100)
+    assert written == b"True True\r\n"
+    os.write(master, b"\n")
     assert process.wait(PATIENCE_S) == 0
     process.stderr.close()
-    os.close(own)
+    os.close(master)
 
 
 def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):

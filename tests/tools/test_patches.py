@@ -108,8 +108,8 @@ def test_the_manifest_names_every_file_of_ours_once():
 def test_no_file_of_ours_includes_itself_through_others():
     names: dict[str, set[str]] = {}  # the files that each file includes; a .h and its .cpp count as one file
     for path in SRC.glob("*/*.*"):
-        own = path.relative_to(SRC).with_suffix("").as_posix()
-        names.setdefault(own, set()).update({name.removesuffix(".h") for name in included(path)} - {own})
+        unit = path.relative_to(SRC).with_suffix("").as_posix()
+        names.setdefault(unit, set()).update({name.removesuffix(".h") for name in included(path)} - {unit})
     assert {"hooks/state", "llama-context"} <= set(TopologicalSorter(names).static_order())
 
 
@@ -117,8 +117,8 @@ def test_the_archive_needs_ggml_alone():
     """The archive's C++ tests link it only with ggml. Apart from ggml, it includes only cache/layer.h."""
     ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
     names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
-    own = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
-    assert {name for name in names - own if not re.fullmatch(ggml, name)} == {"cache/layer.h"}
+    files = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
+    assert {name for name in names - files if not re.fullmatch(ggml, name)} == {"cache/layer.h"}
     for name in ("cache/layer.h", "cache/rope.h", "cache/rope.cpp"):
         assert included(SRC / name) <= {"ggml.h", "cache/rope.h"}, name
 
@@ -280,21 +280,21 @@ def exported(archive):
 
 @needs_git
 def test_import_of_another_release_moves_the_changes_along(exported):
-    other = release(exported, a="zero\n" * 9 + BEFORE)
+    newer = release(exported, a="zero\n" * 9 + BEFORE)
     with pytest.raises(apply.PatchError, match=r"a\.cpp:\d is not what"):
-        apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "plain"))
-    said = sync.import_(exported / "work", other)
-    assert "by hand" not in said
+        apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "plain"))
+    report = sync.import_(exported / "work", newer)
+    assert "by hand" not in report
     assert read(exported / "work") == "zero\n" * 9 + AFTER
     sync.export(exported / "work")
-    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+    assert apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "again"))
 
 
 @needs_git
 def test_import_of_another_release_lists_conflicts_and_export_refuses_them(exported):
-    other = release(exported, a=BEFORE.replace("three", "3"))
-    said = sync.import_(exported / "work", other).splitlines()
-    assert said[:2] == ["src/a.cpp:3 is in conflict", "left to do by hand: 1"]
+    newer = release(exported, a=BEFORE.replace("three", "3"))
+    report = sync.import_(exported / "work", newer).splitlines()
+    assert report[:2] == ["src/a.cpp:3 is in conflict", "left to do by hand: 1"]
     assert "<<<<<<< " in read(exported / "work")
     assert "seven" in read(exported / "work")
     before = sync.PATCH.read_bytes()
@@ -303,15 +303,15 @@ def test_import_of_another_release_lists_conflicts_and_export_refuses_them(expor
     assert sync.PATCH.read_bytes() == before
     (exported / "work" / "src" / "a.cpp").write_text(AFTER.replace("THREE", "3 THREE"))
     sync.export(exported / "work")
-    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+    assert apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "again"))
 
 
 @needs_git
 def test_import_of_another_release_names_a_file_that_is_gone_with_its_changes(exported):
-    said = sync.import_(exported / "work", release(exported, b=BEFORE))
-    assert said.startswith("src/a.cpp is not in this llama.cpp; its changes:\ndiff --git a/src/a.cpp")
-    assert "\n+THREE\n" in said
-    assert "\nleft to do by hand: 1\n" in said
+    report = sync.import_(exported / "work", release(exported, b=BEFORE))
+    assert report.startswith("src/a.cpp is not in this llama.cpp; its changes:\ndiff --git a/src/a.cpp")
+    assert "\n+THREE\n" in report
+    assert "\nleft to do by hand: 1\n" in report
 
 
 @needs_git

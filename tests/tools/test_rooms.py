@@ -106,11 +106,11 @@ def test_imports_point_one_way():
     table, wrong = allowed(), []
     # kvtool/__init__.py only lists names for users. It imports a name at its first use.
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
-        own = room_of(module_of(path))
+        room = room_of(module_of(path))
         for line, module in imports(path):
             package = module.partition(".")[0]
-            is_allowed = room_of(module) in {own, "kvtool", *table[own]} if package == "kvtool" else True
-            if not is_allowed or ALONE.get(package, own) != own:
+            is_allowed = room_of(module) in {room, "kvtool", *table[room]} if package == "kvtool" else True
+            if not is_allowed or ALONE.get(package, room) != room:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert wrong == []
 

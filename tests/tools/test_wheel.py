@@ -93,16 +93,16 @@ def built(place, before):
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
         wheel.writestr(f"{name}.dist-info/{pack.RECORD_OF_BUILD}", json.dumps({"key": key}))
-    made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
-    assert place.run("-c", f"from kvtool.build.kernels import *; {made}").returncode == 0
+    code = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
+    assert place.run("-c", f"from kvtool.build.kernels import *; {code}").returncode == 0
     return place.run(place.kvtool, "build")
 
 
 def test_it_is_the_wheels(place):
-    said = place.run(
+    stdout = place.run(
         "-c", "import kvtool.system.paths; print(kvtool.__file__, kvtool.system.paths.checkout())"
     ).stdout
-    assert said == f"{place.site / 'kvtool' / '__init__.py'} None\n"
+    assert stdout == f"{place.site / 'kvtool' / '__init__.py'} None\n"
 
 
 def test_patch_files_and_models_are_in_it(place):
@@ -136,16 +136,16 @@ def test_build_installs_it_and_says_what(built):
 
 
 def test_all_is_well_then(place, built):
-    found = json.loads(place.run(place.kvtool, "doctor", "--json").stdout)
+    report = json.loads(place.run(place.kvtool, "doctor", "--json").stdout)
     (wheel,) = (place.folder / "cache" / "wheels").glob("*/*.whl")
-    library = found["library"]
+    library = report["library"]
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
     assert library["version"] == "9.9"
     # this digest is computed from the patch files in the wheel
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
     # the check ignores a different patch: the library may have been built by hand from edited files
-    assert [each for each in found["problems"] if "different patch files" not in each["wrong"]] == []
+    assert [each for each in report["problems"] if "different patch files" not in each["wrong"]] == []
 
 
 def test_a_second_build_changes_nothing(place, built):
