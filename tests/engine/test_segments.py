@@ -372,7 +372,9 @@ def test_every_bit_counts(path):
         archive_path(path).write_bytes(damaged)
         # without its first bytes, a file is not known as an archive
         is_foreign = at < len(archive_file._START)
-        words = "is not an archive of kvtool;" if is_foreign else "(is damaged|belongs to another session), and"
+        words = (
+            "is not an archive of kvtool;" if is_foreign else "(is damaged|belongs to another session), and"
+        )
         with pytest.raises(SessionError, match=f"talk.kv.archive {words}"):
             load(path)
         archive_path(path).write_bytes(whole[:at])
