@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
-from kvtool.config.report import resident_cells
 from kvtool.config.run import RunOptions
 from kvtool.units import format_bytes
 
@@ -253,6 +252,8 @@ def _shares(policy: Policy) -> bool:
 
 
 def _memory(engine: Engine) -> str:
+    from kvtool.config.report import resident_cells
+
     cells = f"{engine.context.n_cell:,} cells per row"
     if engine.policy.ragged:
         cells += " at the start, later as many as the longest row takes"
