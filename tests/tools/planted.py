@@ -235,7 +235,8 @@ PLANTED = {
     "serve, cancelled": Fault(
         "an answer that nobody waits for goes on",
         "kvtool/serve/queue.py",
-        '"""Stop the job before its next step, because the client has left."""\n        self.is_cancelled = True\n',
+        '"""Stop the job before its next step, because the client has left."""\n'
+        "        self.is_cancelled = True\n",
         '"""Stop the job before its next step, because the client has left."""\n',
         ("serve/test_serve_chats.py",),
     ),
