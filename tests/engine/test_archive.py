@@ -36,7 +36,7 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options) chats in the session chat.kvs, with 12 tokens a reply, and returns the result."""
+    """talk(turns, *options) chats in the session chat.kvs and returns the result. Replies have 12 tokens."""
 
     def run(turns, *options, **how):
         defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
