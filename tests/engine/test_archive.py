@@ -274,7 +274,8 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
-        # a new system prompt empties the archive, so it is accepted although the archive is full
+        # a new system prompt empties the archive. Therefore the prompt is accepted although the archive is
+        # full
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 

@@ -1,4 +1,4 @@
-"""Guarantees of the engine under every policy: exact steps, hard limits, and state that moves with its cells."""
+"""Guarantees of the engine under every policy: exact steps, hard limits, state that moves with cells."""
 
 from __future__ import annotations
 

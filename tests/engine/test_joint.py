@@ -263,7 +263,7 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
             is_over.set()
         thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    # the other thread gets a turn again and again, after a few joint steps each time
+    # the other thread gets a turn after every few joint steps
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
 

@@ -205,7 +205,8 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
         for token in text(30, seed=5):
             engine.step(np.array([token]))
         n_kept = engine.rewind(N_PROMPT - 40)
-        # without a checkpoint, a model with recurrent layers starts again
+        # a model with recurrent layers can only be rewound to a checkpoint. There is none, so it begins again
+        # at 0
         assert n_kept == (N_PROMPT - 40 if arch == "llama" else 0)
         engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:
