@@ -52,7 +52,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # a limit in tokens is accepted even if no memory could hold so many
+        # a limit in tokens is accepted even if no memory is large enough for so many tokens
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),

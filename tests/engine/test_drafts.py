@@ -29,9 +29,10 @@ from tests.engine.running import open_engine
 
 
 def best_place(tokens):
-    """Return (place, n) with the largest n such that the n tokens before `place` equal the last n tokens.
+    """Find the longest earlier copy of the last tokens, and return (place, n).
 
-    If several places have the largest n, return the newest place.
+    The n tokens before `place` equal the last n tokens, and n is as large as possible. If several places have
+    the largest n, return the newest place.
     """
     n, best = len(tokens), (0, 0)
     for place in range(n - 1, N_KEY - 1, -1):

@@ -213,8 +213,8 @@ def test_recall_scores_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # made=False: values are a part of the keys, as with MLA. Then steps recall tokens instead of synthetic
-    # cells
+    # with made=False, values are a part of the keys, as with MLA. Steps then recall tokens instead of
+    # synthetic cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)

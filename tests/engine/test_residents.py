@@ -144,8 +144,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # there is room for 48 means: three blocks have as many clusters. Until the archive has more clusters,
-    # steps attend to residents, so their logits differ from those of a search in host memory
+    # there is room for 48 means, one for each cluster of three blocks. Until the archive has more clusters,
+    # steps attend to residents, so the logits differ from the logits of a search in host memory
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -205,8 +205,8 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
         for token in text(30, seed=5):
             engine.step(np.array([token]))
         n_kept = engine.rewind(N_PROMPT - 40)
-        # a model with recurrent layers can only be rewound to a checkpoint. There is none, so it begins again
-        # at 0
+        # a model with recurrent layers can only be rewound to a checkpoint. Without a checkpoint, it begins
+        # again at 0
         assert n_kept == (N_PROMPT - 40 if arch == "llama" else 0)
         engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:

@@ -421,7 +421,7 @@ def queries_ago(stream, since):
     """Return IMPORTANT by the definition, i64[row, cell]: how many queries ago the key was last important.
 
     The value is 1 if the newest query found the key important. Only queries from index `since` on are used.
-    The value is 0 if none of these queries found the key important.
+    The value is 0 if the key was important to no such query.
     """
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)

@@ -66,8 +66,8 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # for 10 tokens a second, one core can read 1 GB of weights per token, and all cores together at most 3.1
-    # GB
+    # a chat should write at least 10 tokens a second. At this speed, one core can read 1 GB of weights per
+    # token, and all cores together can read at most 3.1 GB
     assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
         *("qwen3-0.6b", "qwen3.5-2b"),
         *["qwen3-4b-2507"] * 3,
@@ -80,7 +80,8 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         "qwen3-4b-2507",
         "qwen3-4b-2507",
     ]
-    # a GPU is fast enough for every model that fits in its memory. A small GPU makes no difference
+    # a GPU is fast enough for every model that fits in its memory. A GPU makes no difference if its memory is
+    # too small for a better model
     assert [best(64, gpu) for gpu in (1, 8, 24)] == ["qwen3-4b-2507", "qwen3-8b", "gpt-oss-20b"]
     assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
 
