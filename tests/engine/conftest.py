@@ -25,7 +25,10 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Compute edits on the device, not in host memory. The value is a list: each edit's number of moves."""
+    """Compute edits on the device, not in host memory.
+
+    The fixture's value is a list with the number of moves of each edit.
+    """
     apply, n_moves = Context.apply, []
 
     def on_the_device(self, moves, *args, **kwargs):

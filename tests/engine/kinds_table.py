@@ -5,7 +5,7 @@
 DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For each entry of
 the table, an engine reads a text and has to evict. Except for sessions, the text is three times as long as
 the trained context. "yes" means that all scores are finite. For sessions, "yes" means that a restored session
-continues bit for bit. After "no" follows the reason.
+continues bit for bit. The reason follows after "no".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {
     "ALiBi": "bloom-dense",
     "learned positions": "gpt2-dense",
 }
-"""For each kind, the name of a model file in DIR that is an example of it."""
+"""For each kind, an example: the name of a model file in DIR."""
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off"}
 FLASH = {"flash": "on"}

@@ -2,9 +2,9 @@
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 
-If ENDPOINT is given, the server runs `kvtool worker`'s code on the device at that endpoint. This code cannot
-access the memory of that device directly, as with a GPU. The server ends after TIME_LIMIT seconds, or earlier
-if it is killed.
+If ENDPOINT is given, the server runs `kvtool worker`'s code on the device at that endpoint. As with a GPU,
+this code cannot access the device's memory directly. The server ends after TIME_LIMIT seconds, or earlier if
+it is killed.
 """
 
 from __future__ import annotations

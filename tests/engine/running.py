@@ -36,8 +36,8 @@ N_UNTIED = 64
 """Number of tokens that tests of `tova` compare on CUDA.
 
 After these tokens, two tokens of a row have scores that are nearly equal: 2.78574e-3 and 2.78573e-3. CUDA
-adds up in another order than the definition. This changes scores by more than the difference, so CUDA may
-evict the other token.
+adds numbers in another order than the definition. This can change the scores by more than their difference,
+so CUDA may evict the other token.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
@@ -126,8 +126,9 @@ def positions_of(stream):
 def assert_continues_as_defined(engine, stream, tokens, evict):
     """Decode tokens one by one with engine and reference stream; assert that their logits and rows agree.
 
-    Both must have evicted just before the call. `evict` is a function that makes the stream evict. If the
-    policy is ragged, it is called every `slack` tokens, otherwise when the rows hold `budget` entries.
+    Both must have evicted just before the call. The function `evict` makes the stream evict. It is called
+    when the engine evicts: with a ragged policy every `slack` tokens, with other policies whenever the rows
+    hold `budget` entries.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy

@@ -36,7 +36,7 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options) chats in the session chat.kvs, with 12 tokens a reply, and returns the result."""
+    """talk(turns, *options) chats in the session chat.kvs and returns the result. Replies have 12 tokens."""
 
     def run(turns, *options, **how):
         defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
@@ -52,7 +52,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # a limit in tokens is accepted even if no memory could hold so many
+        # a limit in tokens is accepted even if no memory is large enough for so many tokens
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),
@@ -274,7 +274,8 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
-        # a new system prompt empties the archive, so it is accepted although the archive is full
+        # a new system prompt empties the archive. Therefore the prompt is accepted although the archive is
+        # full
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 

@@ -50,7 +50,8 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
             assert not engine.context.has_logits
             fresh.reset()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step. The step evicts first, so `fresh` has to evict here
+            # the checkpoint was made right before a step, after the step's eviction. Therefore `fresh` has to
+            # evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
@@ -203,8 +204,8 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
         places = [each.n_past for each in engine.checkpoints]
         assert len(places) == 3
         for n in (480, 300):
-            # read on beyond the checkpoint, first several tokens a step and then one by one, so that the
-            # policy forgets more
+            # read more text, first in steps of several tokens and then one by one. This makes the policy
+            # forget more
             logits(engine, text(60, seed=3))
             n_kept = engine.n_kept(n)
             assert n - SPACING - 16 < n_kept <= n
@@ -212,7 +213,8 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
             assert not engine.context.has_logits
             fresh.empty()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step. The step evicts first, so `fresh` has to evict here
+            # the checkpoint was made right before a step, after the step's eviction. Therefore `fresh` has to
+            # evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = arrays_of(engine), arrays_of(fresh)

@@ -10,7 +10,10 @@ from kvtool.engine.chunk_size import ChunkSize
 from tests.engine.running import TOLERANCE, open_engine, text
 
 SLOW = 1e-9
-"""Time limit, in seconds, that every part exceeds, so that all parts have the minimum size, 32 tokens."""
+"""Time in seconds that a part should take.
+
+Every part takes longer, so all parts have the minimum size, 32 tokens.
+"""
 
 
 def sizes(parts):
@@ -22,8 +25,8 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # the time of a last part is used, even if the part is longer than n (60 > 32). The time of a single token
-    # is not used
+    # a last part may be longer than n (60 > 32). Its time is used. The time of a single token is ignored,
+    # because a token is a shorter part than n
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32

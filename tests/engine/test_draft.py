@@ -110,7 +110,7 @@ def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
         engine.drop_drafts(2)
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
             engine.drop_drafts(1)
-        # the next step overwrites the states that were kept for dropping draft tokens
+        # states were kept in case draft tokens are dropped. The next step overwrites these states
         engine.draft(tokens[4:7])
         engine.step(tokens[7:8])
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):

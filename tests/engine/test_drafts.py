@@ -29,9 +29,10 @@ from tests.engine.running import open_engine
 
 
 def best_place(tokens):
-    """Return (place, n) with the largest n such that the n tokens before `place` equal the last n tokens.
+    """Find the longest earlier copy of the last tokens, and return (place, n).
 
-    If several places have the largest n, return the newest place.
+    The n tokens before `place` equal the last n tokens, and n is as large as possible. If several places have
+    the largest n, return the newest place.
     """
     n, best = len(tokens), (0, 0)
     for place in range(n - 1, N_KEY - 1, -1):
@@ -76,7 +77,7 @@ def test_a_lookup_grows_with_its_stream():
 def timed(slope):
     """Return a DraftLength with measured times.
 
-    A step of one token takes 0.01 s. Each further token adds `slope` times as much.
+    A step of one token takes 0.01 s. Each further token adds `slope` * 0.01 s.
     """
     length = DraftLength()
     for n in range(1, MOST + 2):
@@ -121,8 +122,8 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # the draft tokens always had the supports 3, 4, 5, ..., and only the first was accepted. Therefore tokens
-    # with support 3 are drafted, and tokens with support 4 are not
+    # in each step, the draft tokens had the supports 3, 4, 5, ..., and only the first was accepted. Therefore
+    # a token with support 3 is drafted, but a token with support 4 is not
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -161,8 +162,8 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # lookups with support 3 are always wrong, so they are not used. This must not change when tokens of the
-    # draft model are correct
+    # lookups with support 3 were always wrong, so the draft model is used instead. Its correct tokens must
+    # not make lookups with support 3 seem better
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -247,7 +248,8 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after the n_piece pieces. Draft tokens that followed them are not in it
+            # the next text continues after these n_piece pieces. It does not contain the draft tokens that
+            # came after them
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole

@@ -1,4 +1,4 @@
-"""Guarantees of the engine under every policy: steps are exact, caps are hard, state moves with its cells."""
+"""Guarantees of the engine under every policy: exact steps, hard limits, state that moves with cells."""
 
 from __future__ import annotations
 
@@ -287,7 +287,10 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
-    """Keep the newest tokens and sum attention. A plan pops one of `fails` and calls it if it is not None."""
+    """Keep the newest tokens and sum attention.
+
+    Each plan removes the last entry of `fails`. If the entry is a function, the plan returns its result.
+    """
 
     budget: int
     slack: int

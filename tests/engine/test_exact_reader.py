@@ -1,4 +1,4 @@
-"""Texts that are read in chunks which attend to the archive on the device (`--prefill exact`)."""
+"""Texts that are read in chunks (`--prefill exact`). Each chunk attends to the archive on the device."""
 
 from __future__ import annotations
 

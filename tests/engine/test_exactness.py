@@ -206,15 +206,15 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token occurs twice, because rounding would choose between two distant copies. They could have the
-    # same score: distances above 65, half of the context, count as 65
+    # no token occurs twice. Distances above 65, half of the context, are treated as 65. Therefore two distant
+    # copies of a token could have the same score, and rounding would choose between them
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # made=False: values are a part of the keys, as with MLA. Then steps recall tokens instead of synthetic
-    # cells
+    # with made=False, values are a part of the keys, as with MLA. Steps then recall tokens instead of
+    # synthetic cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -324,8 +324,8 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_mod
 
 
 # Flash attention adds up in f16. Measured errors of the NLL have a median of 0.002 and a maximum of 0.015.
-# FLASH_MAX is much larger than the maximum. If two tokens have nearly the same score, rounding may change
-# which of them a KV head keeps, and all later scores depend on that.
+# FLASH_MAX is much larger, because larger errors are possible: if two tokens have nearly the same score,
+# rounding may change which token a KV head keeps. Then all later scores change.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 

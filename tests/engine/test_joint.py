@@ -197,7 +197,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
 
 
 class Broken(Counting):
-    """StepBatcher whose first joint step fails, and then every third step."""
+    """StepBatcher that lets every third joint step fail, beginning with the first."""
 
     def _decode_joint(self, parts):
         if len(self.sizes) % 3 == 0:
@@ -263,7 +263,7 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
             is_over.set()
         thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    # after each slice of a few joint steps the other thread gets a turn
+    # the other thread gets a turn after every few joint steps
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
 

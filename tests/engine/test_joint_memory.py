@@ -1,4 +1,6 @@
-"""Joint steps that run out of memory: whichever allocation fails, the streams continue as without the step.
+"""Joint steps that run out of memory: the streams continue as if the failed step had not begun.
+
+This must be true for every allocation that can fail.
 
 The test runs this file as a module in another process, in which failing_new.cpp is preloaded.
 """

@@ -142,8 +142,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # `join` has closed the gaps between segments. Later evictions leave gaps again, so `in_cache` is turned
-    # off
+    # `join` has turned `in_cache` on, so this eviction has closed all gaps. Later evictions leave gaps, so
+    # turn `in_cache` off
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])

@@ -98,17 +98,20 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
 
 
 def shrink(monkeypatch, n_row):
-    """Let the MTP layers' cache hold n_row tokens, of which the first 4 and the newest 16 stay."""
+    """Limit the MTP layers' cache to n_row tokens.
+
+    If there are more tokens, only the first 4 and the newest 16 stay.
+    """
     monkeypatch.setattr(mtp, "_N_ROW", n_row)
     monkeypatch.setattr(mtp, "_N_FIRST", 4)
     monkeypatch.setattr(mtp, "_N_NEWEST", 16)
 
 
 def guesses_by_definition(path, tokens, kept):
-    """Return the draft tokens that follow a stream i32[n], whose last token is not decoded yet.
+    """Return the draft tokens that follow a stream i32[n].
 
-    The other tokens are read one by one. kept: positions of the tokens whose hidden states the MTP layer
-    reads.
+    The stream's last token is not decoded yet. The tokens before it are read one by one. kept: positions of
+    the tokens whose hidden states the MTP layer reads.
     """
     how = {"n_output": 1, "mtp": True}
     with (
@@ -138,7 +141,7 @@ def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_
         source.add(stream)
         n_compared = 0
         for turn in range(40):
-            # `stream` has all decoded tokens and the next token, as a writer passes it before a step
+            # `stream` has all decoded tokens and the next token. A writer passes the same before a step
             if turn % 6 in (0, 3, 5):
                 engine.checkpoints.take()
                 more = text(int(rng.integers(5, 25)), seed=turn)

@@ -90,8 +90,8 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         off = np.abs(ours - theirs)
         # a GPU multiplies in half precision if it can. Results of llvmpipe differ by up to 0.008
         if not has_gpu():
-            # with flash attention the tolerance is 1e-3. It rounds to half precision, so the order in which a
-            # merge adds up can change an NLL
+            # with flash attention the tolerance is 1e-3. Flash attention rounds to half precision, so an NLL
+            # depends on the order in which a merge adds values
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):

@@ -284,7 +284,10 @@ def test_another_stream_starts_with_the_small_cache(tiny_model):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Policy):
-    """Policy that reads prompts whole and keeps the newest tokens. A plan pops and calls one of `fails`."""
+    """Policy that reads prompts whole and keeps the newest tokens.
+
+    Each plan removes the last function from `fails` and calls it.
+    """
 
     budget: int
     slack: int
@@ -328,9 +331,9 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # if a query finds a key important, the key's value of IMPORTANT is the number of tokens that the query
-    # has seen. In each segment, the newest query finds some key important, so the maximum is the segment's
-    # end
+    # a key's value of IMPORTANT belongs to the last query that found the key important: it is the number of
+    # tokens that this query has seen. In each segment, the newest query finds some key important. Therefore
+    # the maximum of a segment is its end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)

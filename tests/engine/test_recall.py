@@ -297,11 +297,12 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
-            # in the first table the archive begins after its end; in the second it ends after the stream
+            # the archive of the first table begins after its own end. The archive of the second table ends
+            # after the end of the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # the next three tables: far tokens end after the archive; a frame begins after the archive; no
-            # frame has token 0
+            # in the next three tables, the far tokens end after the archive, a frame begins after the
+            # archive, and the first frame does not begin at token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -496,7 +497,8 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
         # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # n_max is the largest possible limit, because n_max + 1 tokens may touch one slab more
+        # n_max tokens always fit into the slabs. n_max + 1 tokens may touch one slab more, so n_max is the
+        # largest possible limit
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -509,7 +511,8 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         engine.read(text(3 * n // 2))
         before, taken = rss_bytes(), engine.archive_bytes
         engine.read(text(share_of(4000, 6000)))
-        # since then, at least 4,000 tokens were read, but memory grew by less than the size of 1,000 tokens
+        # after `before` was measured, at least 4,000 tokens were read, but memory grew by less than the size
+        # of 1,000 tokens
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
         # the first token may be anywhere in its slab, so the archive may touch one slab more or fewer
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
@@ -693,7 +696,8 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # listing the folder opens a descriptor. It is in the list, but closed by now
+        # listing the folder opens a descriptor for the folder. This descriptor is in the list, but it is
+        # closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

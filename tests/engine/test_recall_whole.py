@@ -142,7 +142,8 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         needed = engine.whole_reader.n_bytes(300)
         beside_gpu(monkeypatch, 2 * needed)
         assert engine.reads_whole(300)
-        # cells are allocated 256 at a time: these tokens need the next larger cache
+        # cells are allocated 256 at a time, so these tokens need a larger cache, for which the GPU has no
+        # room
         assert not engine.reads_whole(300 + 256)
         # a text within the budget needs no archive, so it is not read whole
         assert not engine.reads_whole(48)

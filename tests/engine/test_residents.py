@@ -36,7 +36,10 @@ def fit(budget=64):
 
 @pytest.fixture
 def always_repeated(monkeypatch):
-    """Repeat each step that misses a cluster on the device, so that with ALL residents attention is exact."""
+    """Repeat each step that needed a cluster without residents.
+
+    With ALL residents, attention is then exact.
+    """
     monkeypatch.setattr(residents, "_MISSED", 0.0)
 
 
@@ -141,8 +144,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # there is room for 48 means, the clusters of three blocks. As long as the archive has no more clusters,
-    # steps attend to residents, so results differ from a search
+    # there is room for 48 means, one for each cluster of three blocks. Until the archive has more clusters,
+    # steps attend to residents, so the logits differ from the logits of a search in host memory
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -166,7 +169,8 @@ def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
         np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
 
 
-# an 8B model has 128 KiB of f16 in the cells of all rows: 672 and 1,376 MiB
+# in an 8B model with an f16 cache, one cell of every row takes 128 KiB together. Here the cells would take
+# 672 and 1,376 MiB
 @pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
 def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
     settings = HALF | {"resident": 2048, "archive": n_archived}
@@ -183,8 +187,8 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
         engine.step(text(1))
         archive = engine.context.archive
         n_cell = (engine.cache_bytes - n_before) // (n_before // engine.context.n_cell)
-        # 256 cells for means, 384 for tokens without clusters, and 64 for residents. 64 more make it a
-        # multiple of 256
+        # 256 cells are for means, 384 for tokens without clusters, and 64 for residents. 64 cells are added,
+        # so that the sum is a multiple of 256
         assert n_cell == 256 + 384 + 64 + 64
         assert archive.reside(0, 0) == 0
         assert engine.cache_bytes == n_before
@@ -201,7 +205,8 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
         for token in text(30, seed=5):
             engine.step(np.array([token]))
         n_kept = engine.rewind(N_PROMPT - 40)
-        # without a checkpoint, a model with recurrent layers starts again
+        # a model with recurrent layers can only be rewound to a checkpoint. Without a checkpoint, it begins
+        # again at 0
         assert n_kept == (N_PROMPT - 40 if arch == "llama" else 0)
         engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:

@@ -91,7 +91,7 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 
 
 def signals(path, n_gpu_layers=None):
-    """Return [RECENT of each query, IMPORTANT] at three times: after some batches, an edit, and a write."""
+    """Return [RECENT of each query, IMPORTANT] after some batches, after an edit, and after a write."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
     request = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, request, type_k="f32", type_v="f32", flash="off")

@@ -128,7 +128,8 @@ def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
         other.restore(saved)
         assert len(other.checkpoints) == 0
         assert other.n_past == 100
-        # the next turn replaces the archive. If it may belong to another chat, it is moved away instead
+        # the next turn writes a new archive file. The old file is replaced, or moved away if it may belong to
+        # another chat
         other.read(text(100, seed=2))
         engine.read(text(100, seed=2))
         with closing(ArchiveFile(path)) as file:

@@ -74,7 +74,7 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
         ({name: array for name, array in saved.items() if name not in names}, True),
         # other bytes are valid too, but they assign tokens to other clusters
         (saved | other, False),
-        # clusters of near blocks that are listed as far, and the reverse, are not used
+        # this table lists near blocks as far, and far blocks as near. The clusters in it are not used
         (
             saved
             | other
@@ -104,8 +104,9 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
-        # a thread takes two of the four rows at a time, and progress is reported while rows are left. One
-        # thread reports after its first two rows. Three threads take all rows at once, so they report nothing
+        # a thread takes two of the four rows at a time. Progress is reported only if rows are left. A single
+        # thread reports once, after its first two rows. With three threads, two threads take all rows at
+        # once, so they report nothing
         assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 

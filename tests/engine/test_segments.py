@@ -237,7 +237,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 @with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
-    # /undo keeps files open like this, while later turns store other tokens at the same positions
+    # /undo keeps files open in the same way. Meanwhile, later turns store other tokens at the same positions
     archive = Archive(1, 40)
     save(path, archive, store)
     with path.open("rb") as file, store.reopen() as shared:
@@ -370,7 +370,7 @@ def test_every_bit_counts(path):
         damaged = bytearray(whole)
         damaged[at] ^= 1
         archive_path(path).write_bytes(damaged)
-        # without its first bytes, a file is not known as an archive
+        # if the first bytes are damaged, the file is not recognized as an archive
         is_foreign = at < len(archive_file._START)
         words = (
             "is not an archive of kvtool;" if is_foreign else "(is damaged|belongs to another session), and"
@@ -492,9 +492,9 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 
 
 class Steps:
-    """Let n calls change a file, then end the process at the next one, as kill -9 does.
+    """Count the calls that change a file, and end the process at call n + 1, as kill -9 does.
 
-    If that call writes data, half of the data is written first.
+    If the last call writes data, half of the data is written first.
     """
 
     def __init__(self, n):

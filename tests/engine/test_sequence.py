@@ -32,7 +32,7 @@ UNPATCHED = (
 
 @dataclass(frozen=True, slots=True)
 class Alike(Random):
-    """Random policy that keeps the first row's choice in every row."""
+    """Random policy whose choice for the first row is used in every row."""
 
     def plan(self, view, state):
         keep = super(Alike, self).plan(view, state).keep

@@ -147,8 +147,8 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
                 engine.restore(saved | {name: array})
             assert engine.n_past == 20
         if arch == "gemma3":
-            # only llama.cpp can check its own table. When it does, the rest is restored already, so `restore`
-            # empties the engine
+            # only llama.cpp can check its own table, and this check comes after everything else was restored.
+            # If the check fails, `restore` empties the engine
             table = saved["window"].copy()
             table[0] = 2**20
             with pytest.raises(SessionError, match="does not fit"):
@@ -176,8 +176,8 @@ def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
     # sessions have always stored the steps of IMPORTANT as f32, counted from the last edit
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
-        # a plan is due before these 37 tokens. The next plan is due 40 tokens later, so it does not happen
-        # here
+        # a plan is made before these 37 tokens are read. The next plan is due 40 tokens later, so it is not
+        # made here
         engine.read(text(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101

@@ -40,8 +40,8 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# numbers of tokens: read as the prompt, then decoded one by one, then decoded one by one while bytes are
-# counted
+# first N_READ tokens are read as the prompt, then N_BEFORE tokens are decoded one by one. Then N_COUNTED
+# tokens are decoded one by one, and bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""

@@ -1,6 +1,6 @@
-"""One stream reads a prompt whole, and others copy it.
+"""One stream reads a prompt whole, and other streams use its cache.
 
-They keep the same tokens as if they had read the prompt.
+Each of these streams keeps the same tokens as if it had read the prompt itself.
 """
 
 from __future__ import annotations

@@ -274,8 +274,8 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
 # rotation
 
 
-# the tolerances allow for rounding to f16 or q8_0: a rotated key is rounded twice, the key that it is
-# compared with only once
+# the tolerances allow for rounding to f16 or q8_0. A rotated key is rounded twice, but the expected key only
+# once
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize(
     ("type_k", "flash", "tolerance"),
@@ -326,7 +326,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
         got = look(context)
     for layer in range(2):
         turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
-        # upstream's shift multiplies keys by YaRN's magnitude again; kvtool's does not
+        # llama.cpp's own shift multiplies keys by YaRN's magnitude a second time. kvtool's shift does not
         again = 1 + 0.1 * np.log(yarn) if yarn else 1
         assert np.abs(turned - shifted / again).max() < 1e-4
         size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
@@ -338,8 +338,8 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
 # signals
 
 FIRST_LAYER = slice(0, 2)
-# tolerance of sums of attention, which are up to 20. Flash attention rounds the inputs of the next layer to
-# f16
+# tolerance of sums of attention. The sums are up to 20, and flash attention rounds the inputs of the next
+# layer to f16
 F16_ROUNDING = 1e-2
 # largest share of (row, cell) pairs that may differ: near the threshold of a hit, rounding decides
 AT_THE_EDGE = 0.02
@@ -352,7 +352,7 @@ def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, b
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
     with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
         at, text = 0, tokens(sum(batches))
-        for n in batches:  # [64] * 6: beyond 256 tokens, llama.cpp's attention covers more cells
+        for n in batches:  # beyond 256 tokens ([64] * 6), attention covers more cells
             context.decode(text[at : at + n], at, 1)
             at += n
         attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
@@ -386,7 +386,7 @@ def test_the_signals_are_those_of_the_definition_after_each_step(tiny_model, rop
 @pytest.mark.parametrize("n_keep", [0, 5])
 def test_an_edit_clears_the_signals(tiny_model, n_keep):
     with opened(tiny_model(**SHAPE), signals=BOTH) as context:
-        for read_before in (True, False):  # signals already copied to the host, or still on their way
+        for read_before in (True, False):  # with and without a copy of the signals in host memory
             fill(context, 9)
             if read_before:
                 assert context.read(Signal.ATTENTION, 9).any()
@@ -420,7 +420,8 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
 def queries_ago(stream, since):
     """Return IMPORTANT by the definition, i64[row, cell]: how many queries ago the key was last important.
 
-    The value is 1 if the newest query found the key important, and 0 if no query from index `since` on did.
+    The value is 1 if the newest query found the key important. Only queries from index `since` on are used.
+    The value is 0 if the key was important to no such query.
     """
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
@@ -823,8 +824,9 @@ def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "before"),
-    # `before` is the number of allocations that succeed first. The order is: cells, compute buffers, compute
-    # buffers again. With RECENT, memory for recent attention is allocated before the second compute buffers
+    # `before` is the number of allocations that succeed before two allocations fail. Cells are allocated
+    # first, then compute buffers, then compute buffers again. With RECENT, memory for recent attention is
+    # allocated before the second compute buffers
     [(Signal.NONE, 0), (Signal.NONE, 1), (Signal.NONE, 2), (Signal.RECENT, 2), (Signal.RECENT, 3)],
 )
 def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):

@@ -49,9 +49,9 @@ OF_TWO = {
     "tensor-split 1,4": {"tensor_split": "1,4"},
     "split-mode none": {"split_mode": "none", "main_gpu": 1},
 }
-# --gpu-layers auto on devices that hold a part of the weights and of the cache
+# --gpu-layers auto. Each value is the share of the weights and of the cache for which the devices have room
 LIMITED = {"room for 0.3": 0.3, "room for 0.8": 0.8}
-# the same for a model with an MTP layer. The layer is loaded (on) or not (off)
+# the same for a model with an MTP layer. With on, the layer is loaded. With off, it is not loaded
 MTP = {f"MTP {on}, room for {share}": (on == "on", share) for on in ("on", "off") for share in (0.3, 0.9, 1)}
 WRONG = {
     "buffer": {"override_tensor": ("exps=CUDA7",)},
@@ -166,7 +166,8 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
         ups = {f"blk.{i}.ffn_up_exps.{end}" for i in layers for end in ("weight", "bias")}
         keys = {f"blk.{i}.attn_k.{end}" for i in layers for end in ("weight", "bias")}
         wanted[run] = ups | keys
-    # a GPU may have a type of buffer in host memory from which it copies faster, such as CUDA_Host
+    # buffers that are not on a GPU are in host memory. Their names differ: for example, CUDA copies faster
+    # from its own type of host memory, CUDA_Host
     assert {name for buffer in tensors if buffer not in on_gpu for name in tensors[buffer]} == wanted[run]
     own_mib = device_mib(logs[run], on_gpu)
     assert own_mib < device_mib(logs["plain"], on_gpu) if wanted[run] else own_mib > 0
@@ -182,7 +183,7 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     _, on_gpu, results, logs = placed
     held, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
-    # the room that is left is smaller than a layer. If experts of other layers are in host memory, it is
+    # the unused room is smaller than a layer. If some experts are in host memory, the unused room is even
     # smaller than a layer without its experts
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
@@ -309,7 +310,8 @@ def test_shares_stand_between_commas_or_slashes():
 
 
 def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
-    # for example, a later Python may bring a new feature of patterns
+    # options with such patterns are refused earlier, but a later Python may have new patterns, which kvtool
+    # does not refuse yet
     with pytest.raises(ModelError, match="cannot load .*regular expression"):
         Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
     assert placement.SPLIT_MODES.index("row") == 2

@@ -139,8 +139,8 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # the text ends with a:b. Earlier, c followed a:b, so c is penalized. With the breaker, only b is a
-        # repetition, and it is too short for a penalty
+        # the text ends with a:b, and c came after the earlier a:b, so c is penalized. With the breaker, only
+        # b is a repetition, which is too short for a penalty
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -254,8 +254,8 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # c was written about 120 tokens ago. For DRY, it followed a and b there, and the text now ends with a and
-    # b again
+    # c was written about 120 tokens ago. For DRY, c came after a and b, and the text now ends with a and b
+    # again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
@@ -418,7 +418,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             passed += finder.feed(piece)
             if finder.found:
                 break
-            # text is only kept back while it may be the start of a stop string
+            # the finder keeps text back only if this text may be the start of a stop string
             begun = [n for stop in stops for n in range(1, len(stop)) if fed.endswith(stop[:n])]
             assert passed == fed[: len(fed) - max(begun, default=0)]
         assert passed + finder.rest() == (text[: min(ends)[1]] if ends else text)
@@ -429,7 +429,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
 
 @pytest.fixture
 def scripted(engine, monkeypatch):
-    """scripted(text, *stop) returns a writer whose sampler gives the bytes of the text, a token for each."""
+    """scripted(text, *stop) returns a writer. Its sampler gives the text, one token per byte."""
 
     def make(text, *stop):
         writer = Writer(engine, Sampler(engine.model, Sampling(stop=stop)))

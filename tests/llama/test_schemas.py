@@ -148,7 +148,7 @@ def test_values_that_each_option_lists_tell_many_options_apart():
     complement = Complement({})
     assert complement.near(kinds, ALL_TYPES) == [[]] * 400
     assert complement.near([*kinds, kinds[3]], ALL_TYPES) is None
-    # values that are not objects fit all of these
+    # without a type, these schemas are fit by all values that are not objects
     loose = [{key: value for key, value in kind.items() if key != "type"} for kind in kinds[:3]]
     assert complement.near(loose, ALL_TYPES) == [[1, 2], [0, 2], [0, 1]]
     assert complement.near(loose, frozenset({"object"})) == [[]] * 3
@@ -291,7 +291,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # few schemas are refused, and each of these only because no value fits it
+    # few schemas are refused. The only reason is that no value fits the schema
     assert len(refused) < 40
     assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40

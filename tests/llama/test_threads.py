@@ -15,7 +15,7 @@ from tests.engine.running import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
-    """Record n_step steps that take seconds(n) with n threads each.
+    """Record n_step steps. A step with n threads takes seconds(n).
 
     Return the share of steps with each number of threads.
     """
@@ -59,7 +59,8 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
         ({1, 3, 5}, TWO_EACH, "1", 2),
         ({6}, TWO_EACH, "1", 1),
         (range(8), "01234567", "0", 8),
-        # Linux does not tell which CPUs share a core. In the last case, it does not even tell if any CPUs do
+        # in the next three cases, Linux does not tell which CPUs share a core. In the last case, Linux also
+        # does not tell whether any CPUs share a core
         (range(8), [], "1", 4),
         ({6}, [], "1", 1),
         (range(8), [], None, 8),
@@ -115,7 +116,7 @@ def test_steps_of_other_lengths_are_not_compared():
     threads = Threads(2)
     # ten steps of 1 ms are over before a trial is due
     assert run(threads, lambda n: 0.001, 10) == {2: 1.0}
-    # steps of more tokens are slower, which is no reason for a trial
+    # steps of more tokens are slower, but this must not start a trial
     assert run(threads, lambda n: 0.01, 20, n_tokens=256) == {2: 1.0}
 
 

@@ -86,8 +86,8 @@ def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
     assert small.swa_bytes(256) == 768 * 256
     assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
     assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
-    # a batch may have a quarter of the cache (64 tokens), but this does not fit here. The largest batch that
-    # fits has 12 tokens
+    # a batch of 64 tokens, a quarter of the cache, does not fit here. The largest batch that fits has 12
+    # tokens
     tight = replace(HYBRID, n_swa=500)
     assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
     assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)

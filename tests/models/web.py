@@ -73,7 +73,7 @@ def serving():
     redirects: (status, headers) by path.
     errors: (status, headers, body) by path.
     requests: (method, path, Range header, Authorization header) of each request so far.
-    breaks_after: number of bytes of its body after which the next answer breaks off; None if it does not.
+    breaks_after: the next answer breaks off after this number of bytes of its body; None to send all bytes.
     knows_ranges: False if the server ignores Range headers.
     says_length: False if answers have no Content-Length.
     etag: ETag of all files, or None if their digests are used.

@@ -1,4 +1,4 @@
-"""Stand-in for the engine's cache. It shuffles cells, makes up attention with many ties, applies plans."""
+"""Stand-in for the engine's cache. It shuffles cells, invents attention with many ties, and applies plans."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 
 The text in TOKENS.npy is read whole, and scores f32[press, row, n] are written to OUT.npy. The model is one
 of tests/tiny.py with rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press
-with the parameters "keep" and "alpha_safeguard" is wrapped in an AdaKVPress. This keeps `keep` tokens per row
-on average, and always the newest token. Its scores are 1 for kept tokens and 0 for masked tokens.
+with the parameters "keep" and "alpha_safeguard" is wrapped in an AdaKVPress. The AdaKVPress keeps `keep`
+tokens per row on average. It always keeps the newest token. Its scores are 1 for kept tokens and 0 for masked
+tokens.
 """
 
 import json

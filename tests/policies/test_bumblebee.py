@@ -240,7 +240,7 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # replace the keys that `grow` has made up. This happens before the tokens are recorded
+        # `grow` has made up keys. Replace them before the tokens are recorded
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 

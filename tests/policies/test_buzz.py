@@ -114,7 +114,7 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     policy = policies.fit("buzz", 60, None, options)
     around = policy.sinks + policy.window
     stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
-    # the first round always thins the whole middle, so fewer than 60 tokens of a short prompt may be left
+    # the first round always thins the whole middle. Therefore a short prompt may keep fewer than 60 tokens
     for n in range(61, 2400, 83):
         sampled = around + -(-(n - around) // stride)
         assert policy.compress(positions(range(n), n)).keep.sum() == min(60, sampled), n

@@ -63,8 +63,8 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
 
 def test_may_compare_with_the_tokens_that_the_value_is_added_to():
     n_row = 4000
-    # token 1 has an attention of 1. The mean of its two targets is 4, so it is merged with probability 1/4.
-    # The mean of all later tokens is 3
+    # token 1 has an attention of 1. Its two targets have a mean attention of 4, so token 1 is merged with
+    # probability 1/4. If the mean of all later tokens were used, which is 3, the probability would be 1/3
     policy = CaM(7, 1, sinks=1, merge=2, denominator="targets")
     result = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
     n_drawn = len(set(result.merge.row.tolist()))

@@ -34,8 +34,8 @@ def test_the_prompt_keeps_what_was_attended_to_most():
 def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
     policy = KVzip.fit(5, 2, **PLAIN)
     state = policy.start(1, 6, 4)
-    # token 3 got no attention, but its score must not be 0, because 0 marks a token without a score. It gets
-    # the smallest score instead
+    # token 3 got no attention. Its score must not be 0, because 0 marks a token without a score. Therefore
+    # token 3 gets the smallest score instead
     policy.adopt(view_of(4, highest=[4, 8, 6, 0]), state)
     view = view_of(6, highest=[0] * 6)
     policy.observe(view, state)

@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""For each number of query heads per KV head: n_head_kv of a model with 4 heads."""
+"""Number of query heads per KV head: n_head_kv, for a model with 4 query heads."""
 
 
 @pytest.fixture(scope="module")

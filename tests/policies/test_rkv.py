@@ -49,11 +49,11 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # a token's cosine with the newest token that is similar to it is ignored. This applies to the cosines of
-    # 0 and 2 with 4, and to the cosine of 4 with 2. Two cosines are left that make 0 redundant, one is left
-    # for 2, and no cosine is left for 4
+    # each token ignores its cosine with the newest token that is similar to it. Tokens 0 and 2 ignore their
+    # cosines with 4, and token 4 ignores its cosine with 2. After that, two high cosines make token 0
+    # redundant, one makes token 2 redundant, and none makes token 4 redundant
     assert stay(5) == [1, 2, 3, 4, 5]
-    # token 4 is then no more redundant than 1 and 3. On ties, the newer token stays
+    # therefore token 4 is not more redundant than tokens 1 and 3. On ties, the newer token stays
     assert stay(3) == [3, 4, 5]
     # with similar=2, every token's cosines with both similar tokens are ignored, so all tokens tie
     assert stay(3, similar=2) == [3, 4, 5]
@@ -81,8 +81,8 @@ def test_importance_is_the_highest_of_the_neighbours_before_the_window():
 def test_redundancy_is_that_of_the_published_code():
     """Compare with the published code.
 
-    It sets the diagonal to zero, and in each row the newest cosine above the threshold. Then it takes the
-    mean of each column.
+    It sets the diagonal to zero. In each row, it also sets the newest cosine above the threshold to zero.
+    Then it takes the mean of each column.
     """
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3

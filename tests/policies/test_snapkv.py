@@ -32,7 +32,8 @@ def test_the_window_is_nobodys_neighbour():
 
 
 def test_pooling_of_the_twin_is_that_of_the_published_code():
-    # torch.nn.functional.avg_pool1d (times 5) and max_pool1d, kernel_size=5, padding=2, stride=1
+    # the expected values are results of torch.nn.functional.avg_pool1d, times 5, and of max_pool1d, with
+    # kernel_size=5, padding=2 and stride=1
     values = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert pooled(values, 5, "avg") == [7, 15, 31, 62, 60, 56]
     assert pooled(values, 5, "max") == [4, 8, 16, 32, 32, 32]

@@ -15,7 +15,7 @@ rows
     mass   sum of all attention in `seen`
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
-    old    for buzz: True for a token that an eviction has kept when it was between sinks and window
+    old    for buzz: True if an eviction has kept the token while it was between sinks and window
     row    index of the row among the rows of all layers
     notes  a dict, empty at first, for values that the twin needs in the next plan
 next

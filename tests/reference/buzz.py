@@ -47,7 +47,10 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the smallest n such that n old and threshold + 1 - n new tokens are thinned to at most n."""
+    """Return the smallest n for which an eviction leaves at most n tokens of the middle.
+
+    Before the eviction, the middle has n old tokens and threshold + 1 - n new tokens.
+    """
 
     def left(n):
         return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)
@@ -66,8 +69,8 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
     sample = local_max_sample if local_max else interval_sample
     middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
-        # a middle of one token cannot be thinned, because interval_sample keeps the first token, so it is
-        # dropped
+        # if the middle has only one token, this token is evicted here, because interval_sample always keeps
+        # the first token
         if len(middle) > 1:
             n_spare = len(head) + len(middle) + len(tail) - n_max if kept else len(middle)
             middle = interval_sample(old_stride, middle, n_spare)

@@ -1,4 +1,4 @@
-"""Clusters of archived keys by definition, and attention to an archive that is exact for some clusters."""
+"""Clusters of archived keys by definition, and attention that uses these clusters."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ exact, so twin and policy find the same ties between scores.
 
 import math
 
-# scores are float32, as in the policy, because scores that are equal there must be equal here
+# scores are float32, because scores that are equal in the policy must also be equal in the twin
 import numpy as np
 
 from . import ends, keep_ranked

@@ -6,7 +6,7 @@ exact, so twin and policy find the same ties between scores.
 
 import math
 
-# scores are float32, as in the policy, because scores that are equal there must be equal here
+# scores are float32, because scores that are equal in the policy must also be equal in the twin
 import numpy as np
 
 from . import ends, keep_ranked
@@ -85,6 +85,6 @@ def softmax(values):
     weights = [math.exp(value) for value in values]
     total = 0.0
     for weight in weights:
-        # a loop, because sum() of Python 3.12 corrects rounding errors, which the policy does not
+        # this is a loop, because sum() of Python 3.12 corrects rounding errors and the policy does not
         total += weight
     return [weight / total for weight in weights]

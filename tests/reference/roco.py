@@ -3,7 +3,7 @@
 Tokens with the highest deviations are not evicted.
 """
 
-# scores are float32, as in the policy, because scores that are equal there must be equal here
+# scores are float32, because scores that are equal in the policy must also be equal in the twin
 import numpy as np
 
 CASES = [

@@ -31,6 +31,6 @@ def pooled(values, kernel, pool):
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding
     windows = [padded[i : i + kernel] for i in range(len(values))]
-    # like the policy, "avg" does not divide sums. This does not change their order, and sums are exact in the
-    # tests
+    # with "avg", the policy compares sums instead of means, and so does the twin. Sums have the same order as
+    # means, and they are exact in the tests
     return [sum(window) if pool == "avg" else max(window) for window in windows]

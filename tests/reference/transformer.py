@@ -137,7 +137,7 @@ class Stream:
     t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
     observe: a twin's function, or None.
-    recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
+    recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
     far: evicted entries before this position are placed at distance n_near from the step's first token. An
     eviction sets `far` to the position that is n_near before the next token.
     n_block: if set, entries become far in whole blocks of n_block tokens. In rows with a higher number this

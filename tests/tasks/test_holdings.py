@@ -65,7 +65,8 @@ def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks)
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
     assert watched.share().tolist() == want.tolist()
-    # after 30 tokens, nothing was evicted. After 40 tokens, the last eviction was at 32
+    # share(2) is the state after 30 tokens, when nothing had been evicted. share(3) is the state after 40
+    # tokens. The last eviction before that was at 32 tokens
     assert watched.share(2).tolist() == [1.0] * 30 + [0.0] * 70
     assert np.flatnonzero(watched.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
 

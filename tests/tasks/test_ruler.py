@@ -114,8 +114,8 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # one more line, sentence or word would not fit (cwe lists each word 3 times). The tasks of qa have
-        # too few documents for that
+        # another line, sentence or word would not fit (cwe lists each word 3 times). The tasks of qa may
+        # leave more room, because they have too few documents to fill it
         assert room < 100 or name.startswith("qa")
 
 
@@ -145,7 +145,8 @@ def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
     def around(name):
         (item,) = items_of(name)
         text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
-        # if a needle is removed, a second blank or line end is left. It is removed as well
+        # removing a needle leaves two blanks or two line ends in a row. Replace them by a single blank or
+        # line end
         return NEEDLE.sub("", text).replace("  ", " ").replace("\n\n", "\n").strip()
 
     assert set(around("niah_single_1").split("\n")) == {FILLER}
@@ -318,7 +319,8 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 def test_too_short_a_length_is_refused_with_the_least(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
-    # the least length is inexact, because samples that are drawn for another length differ by some tokens
+    # the message gives the least length only approximately, because samples for different lengths differ by
+    # some tokens
     least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):

@@ -89,7 +89,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     for name in SCORES[task]:
         mean = np.mean([record["scores"][name] for record in scored])
         assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
-    # if a task also shows its scores by the values of a field, the output names each value
+    # some tasks show their scores separately for each value of a field. Then the output names each value
     for name in kind.by:
         for value in {str(record[name]) for record in results}:
             assert f"\n{value} " in done.stdout
@@ -168,7 +168,8 @@ def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     for n, comment in enumerate("aba", 1):
         policy.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
-        # the third file equals the first file, whose record is still valid
+        # the policy file of the third run equals the file of the first run. Therefore the first run's record
+        # is still valid
         assert len(records_of(out)) == min(n, 2)
 
 
@@ -267,8 +268,8 @@ class FakeReader:
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     task = tasks.make("choice", [])
     right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
-    # "a pond" is right and has -6 for 6 bytes. "a clock" is less likely with -6.5, but has 7 bytes, so it is
-    # likelier per byte
+    # "a pond" is the right answer. Its log-probability is -6, for 6 bytes. "a clock" has a lower
+    # log-probability, -6.5, but it has 7 bytes. Therefore "a clock" has the higher log-probability per byte
     logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
     answer = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
     assert answer.output == "a pond"
