@@ -174,7 +174,7 @@ class Template:
     @cached_property
     def reads(self) -> frozenset[str]:
         """Names of the variables that the template may read, including some that it sets itself."""
-        # parsed again, because Jinja changes the tree that it searches
+        # do not search `syntax`, because Jinja changes the tree that it searches: parse the source again
         return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
