@@ -7,8 +7,9 @@ looking for markers. Templates can trim and compare marked texts, and write them
 
 The model's replies are marked in the same way. The tags of a thought at the beginning of a reply are not
 marked, because the template reads them. Some markers are ordinary words of the vocabulary, such as <think> in
-most models. These markers are not marked in messages, because prompts use them. But in a tool's result, such
-a marker is marked if the template uses it. Otherwise a </tool_response> in a result would end the result.
+most models. These markers keep their tokens in any message, because prompts use them. But in a tool's result,
+such a marker is marked if the template uses it. Otherwise a </tool_response> in a result would end the
+result.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters to escape if JSON must be ASCII: all other characters, but no single marks (`chats.marks`)."""
+"""Characters to escape in JSON that must be ASCII. Single marks (see `chats.marks`) are not escaped."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")

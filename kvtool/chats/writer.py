@@ -47,7 +47,7 @@ class Writer:
     before_reading
         Called before a text is read, with its number of tokens.
     after_sampling
-        Called with each sampled token. The context then still has the logits from which it was sampled.
+        Called with each sampled token. At this time the context still has the logits that gave the token.
     while_reading
         Called before each step with two numbers: tokens read so far, and all tokens of the text.
     drafter

@@ -196,7 +196,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """Logits f32[n_vocab] to sample from: the last output, or the output that `sample_from` has chosen."""
+        """Logits f32[n_vocab] to sample from: the last output, or the output that `sample_from` chose."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 
