@@ -214,8 +214,7 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # In most architectures a window of 0 means that no layer slides. Here layers slide, and their tokens
-            # would see no token
+            # in most architectures a window of 0 means that no layer slides: it would mask every token
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
