@@ -4,8 +4,9 @@ Order of writing
 ----------------
 `kvtool chat` and `kvtool serve` write the same files, with `Conversation.save_to`, in this order:
 
-1. The new segments are appended to FILE.archive, and the file is synced. If another session shares that file,
-   or if most of it is no longer in use, all segments are written to FILE.archive.next instead.
+1. The new segments are appended to FILE.archive, and the file is synced. All segments are written to
+   FILE.archive.next instead if another session shares FILE.archive, or if most of FILE.archive is not in use
+   any more.
 2. The session is written to a temporary file, synced, and renamed to FILE.
 3. FILE.archive.next, if there is one, is renamed to FILE.archive.
 
@@ -25,11 +26,11 @@ turn, because clients may edit any message.
 Some engines cannot be rewound to every token. Such an engine goes back to the newest checkpoint before the
 token, or is emptied if there is no checkpoint. Then it reads the following tokens of the stream again.
 Checkpoints are parts of FILE.archive. If the policy forgets, a checkpoint is a copy of the whole cache. Such
-a copy is as large as the session, and the file is rewritten when less than half of it is in use. Therefore a
-session of a large cache keeps only three checkpoints. The present state is always in FILE itself: if nothing
-is archived, a chat can continue from FILE without FILE.archive.
+a copy is as large as the session, and FILE.archive is rewritten when less than half of FILE.archive is in
+use. Therefore a session of a large cache keeps only three checkpoints. The present state is always in FILE
+itself: if nothing is archived, a chat can continue from FILE without FILE.archive.
 
-To undo a command that replaces the chat, an `undo.Copy` is needed: an open session file without a name.
-Copies form a stack. They are lost when the process ends, because the system then removes the files, even
-after kill -9.
+A command that replaces the chat can be undone only with an `undo.Copy`, which is an open session file without
+a name. Copies form a stack. They are lost when the process ends, because the system then removes the files,
+even after kill -9.
 """

@@ -71,7 +71,7 @@ class AfterThought(Constraint):
         self._place = self._first
         # last bytes of the text so far, which may be the beginning of a tag
         self._held = b""
-        # in position START: True if the inner constraint allows the text so far as an answer
+        # used only in position START: True if the text so far is an answer that the inner constraint allows
         self._fits = True
         self._n_thought = self._n_break = 0
         self._forced: list[int] = []
@@ -109,7 +109,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # it is not known yet whether a thought or an answer begins, so no token is sure to fit
+            # a thought or an answer may begin here, so it is not certain that any of the tokens fits
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -159,10 +159,10 @@ class AfterThought(Constraint):
 
     @property
     def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
-        """Tags with which a reply may begin, each with the position that follows it."""
+        """Tags with which a reply may begin, each with the position after the tag."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # any thought would be empty, so allow only the tag of a reply without a thought
+            # the budget allows no tokens of a thought, so allow only the tag of a reply without a thought
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -199,7 +199,7 @@ class AfterThought(Constraint):
         return True
 
     def _add(self, text: bytes) -> bool:
-        """Accept text of the thought. If it completes the end tag, the rest of the text begins the answer."""
+        """Accept text of the thought. If the text completes the end tag, the answer begins after the tag."""
         end, text = self._tags.end.encode(), self._held + text
         at = text.find(end)
         if at >= 0:
@@ -208,7 +208,7 @@ class AfterThought(Constraint):
         return True
 
     def _answer(self, text: bytes) -> bool:
-        """Begin the answer with a text or with "". Return False if the constraint forbids the text."""
+        """Begin the answer with this text, possibly "". Return False if the constraint forbids the text."""
         answer = text.lstrip(b"\n")
         if self._inner and not self._can_begin(self._inner, answer):
             return False
@@ -250,7 +250,7 @@ class AfterThought(Constraint):
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
-        """Return a mask of these tokens and of the tokens that `inner` allows; None if it allows all."""
+        """Return a mask of these tokens and the tokens that `inner` allows; None if `inner` allows all."""
         mask = inner.mask()
         return None if mask is None else mask | self._vocabulary.mask_of(tokens)
 

@@ -5,9 +5,9 @@ tokens, and then replaces the session file. If the process dies in between, the 
 old parts, and the next turn overwrites the unlisted end of the file.
 
 There are three kinds of parts: keys and values of archived tokens, clusters of some blocks, and checkpoints.
-Clusters are saved so that a restored archive need not be clustered again. All tokens of a far block count as
-equally distant, which changes its clusters. Therefore a block gets new clusters when it becomes far, and its
-old clusters are no longer listed.
+Clusters are saved so that a restored archive need not be clustered again. A block gets new clusters when it
+becomes far, because all tokens of a far block are treated as equally distant. The block's old clusters are
+then no longer listed.
 
 The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
 file, FILE.archive.next, if another session shares the old file or if less than half of the old file would be
@@ -138,7 +138,7 @@ class ArchiveFile:
         parts = contents.parts(old.offsets if old else {})
         file = old if old and old.suits(parts, contents.token_bytes) else None
         if parts and not file:
-            # list the parts again for the new file, which cannot have tokens that the archive has forgotten
+            # list the parts again: the new file cannot get tokens that the archive has already deleted
             file, parts = self._begin(), contents.parts({})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -170,8 +170,8 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
-            # keep the list: it may have the id of a file whose checkpoints are damaged. `_set_other_aside`
-            # must not treat that file as another chat's
+            # Keep the list: if only checkpoints are damaged, it has the id of this chat's file. By this id,
+            # `_set_other_aside` sees that the file does not belong to another chat
             self._listed = saved
             return
         both = _, following = archive_paths(self._session)
@@ -212,10 +212,10 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Open the same archive file a second time, and return it; None if the session lists no parts.
+        """Open the archive file a second time and return the new file. None if the session lists no parts.
 
-        A copy for `undo` reads the present parts from it, even after a turn has replaced the archive.
-        Raises OSError.
+        A copy for `undo` reads the present parts from the new file, even after a turn has replaced the
+        archive. Raises OSError.
         """
         if not self._file:
             is_listed = bool(listed_parts(self._listed))
@@ -231,7 +231,7 @@ class ArchiveFile:
         self._file, self._listed = None, {}
 
     def _begin(self) -> _PartFile:
-        """Create an empty file. Call `_keep` to make it the current file, or `_drop` to delete it."""
+        """Create an empty file. The caller must then call `_keep`, or `_drop` to delete the file."""
         if not self._session:
             return _PartFile.new(cast(FileIO, temporary(buffering=0)))
         check_place(self._session)
@@ -251,7 +251,7 @@ class ArchiveFile:
         if file is not self._file:
             self.close()
             self._file = file
-            # if the rename fails now, the next `open` tries it again
+            # if this rename fails, the next `open` renames the file
             with suppress(OSError):
                 self.finish_rename()
         if not file and self._session:
@@ -344,7 +344,7 @@ class _PartFile:
     def cut(self, end: int) -> None:
         """Cut off the parts that were appended at or after this offset."""
         if self.is_shared:
-            # nothing was appended: a shared file gets no new parts
+            # parts are never appended to a shared file, so there is nothing to cut off
             return
         self.end, self.offsets = end, {part: offset for part, offset in self.offsets.items() if offset < end}
         with suppress(OSError):
@@ -491,7 +491,10 @@ def id_of(file: FileIO) -> bytes | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if a file is an archive. An empty file may be one: a process was killed before its first write."""
+    """True if a file is an archive, or empty.
+
+    A process that is killed before its first write leaves an empty archive.
+    """
     if path.is_dir():
         return False
     with path.open("rb") as file:
@@ -526,7 +529,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
             **{clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))},
             **{checkpoint_name(i): part for i, part in enumerate(listed_checkpoints(arrays))},
         }
-        # without this table, all parts are checkpoints
+        # if there is no table, there are no archived tokens: all parts are checkpoints
         self._begin, end = span(arrays) if TABLE in arrays else (0, 0)
         if not self._parts:
             self._data = np.empty(0, np.uint8)

@@ -80,8 +80,8 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Function that opens the session and archive files if they hold the present chat, so that `remember`
-        need not write a copy. Otherwise it returns None.
+        Function that opens the session file and the archive file if they hold the present chat. Then
+        `remember` uses these files and does not write a copy. Otherwise the function returns None.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -107,7 +107,7 @@ class Conversation:
         self.undoable = undoable
         self.undo_stack = UndoStack()
         self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # holds the archived tokens and checkpoints of copies that `_copy` makes
+        # file for the archived tokens and the checkpoints of the copies that `_copy` makes
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
@@ -243,17 +243,20 @@ class Conversation:
     def reply(self, text: str, n_max: int | None = None) -> Generator[str, None, None]:
         """Yield the model's answer piece by piece.
 
-        If a turn is stopped while it is read, it stays in the chat, and the next turn reads its rest first.
+        If the user stops the reading of a turn, the turn stays in the chat. The next turn then begins by
+        reading the tokens that were not read.
+
         Raises the errors of `Writer.write`, `Engine.pin` and `Template`.
         """
         if self.read_turn(text):
             yield from self.answer(n_max)
 
     def read_turn(self, text: str) -> bool:
-        """Read a turn of the user; return False if stopped before its end. Raises the errors of `reply`."""
+        """Read a turn of the user. Return False if reading was stopped. Raises the errors of `reply`."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        # pushed even if not undoable: the session saves the mark, and a later process can use it to undo
+        # Push the mark even if `undoable` is False. The session saves the mark, so that a later process can
+        # undo the turn
         self.undo_stack.push(self.mark())
         self.version += 1
         self.messages.append({"role": "user", "content": text})
@@ -266,10 +269,10 @@ class Conversation:
         return is_read
 
     def read_prompt(self, tokens: np.ndarray) -> bool:
-        """Read i32[n] tokens that end with the reply header; return False if stopped before the end.
+        """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
-        The end of the header is not read here, because `write` reads it. It consists of the part that the
-        template omits from earlier replies, and of the reply's beginning if a client gave one.
+        The last part of the header is not read here, because `write` reads it: the text that the template
+        omits from earlier replies, and the reply's beginning if a client gave a beginning.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
@@ -295,14 +298,15 @@ class Conversation:
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
         """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
 
-        Call `finish_reply` afterwards. may_change: True if `start` in that call may be a text, which changes
-        the reply in the cache.
+        Call `finish_reply` afterwards. may_change: True if that call may change the reply in the cache. This
+        is the case if its argument `start` may be a text.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
         self.start_sampling()
         self.n_reply += 1
-        # if the engine cannot be rewound, a change would read the whole chat again, so there is no change
+        # If the engine cannot be rewound, a change would require reading the whole chat again. Then do not
+        # change the reply
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
         self._before_reply = self.mark() if can_change else None
         if self.writer.read(self._opening):
@@ -329,9 +333,10 @@ class Conversation:
         """Replace the reply in the cache by the form in which the template renders earlier replies.
 
         start: text that the template writes between `header.kept` and the answer of an earlier reply, for
-        example a thought. None if the reply stays unchanged. If the cache holds another text at this place,
-        the cache is rewound to the end of `header.kept`, and `start` and the answer are read. No other tokens
-        are read again.
+        example a thought. None to leave the reply unchanged.
+
+        If the cache already holds `start` at this place, nothing is read. Otherwise the cache is rewound to
+        the end of `header.kept`, and only `start` and the answer are read.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
@@ -391,11 +396,11 @@ class Conversation:
 
     @property
     def archive(self) -> Archive | None:
-        """The policy's archive, or None. `save` does not return its tokens."""
+        """The policy's archive, or None. The arrays of `save` do not include the archived tokens."""
         return self.writer.engine.context.archive
 
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """Return the whole chat: its values for JSON, and an iterator over its arrays.
+        """Return two parts that hold the whole chat: values for JSON, and an iterator over arrays.
 
         listed: the arrays that list the parts in the archive file, from `ArchiveFile.write`.
         """
@@ -454,7 +459,7 @@ class Conversation:
     # undo
 
     def mark(self) -> Mark:
-        """Return a mark at the present end of the chat. Make a checkpoint if rewinding needs one."""
+        """Return a mark at the present end of the chat. Make a checkpoint if rewinding needs a checkpoint."""
         self.writer.engine.checkpoints.take()
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
@@ -473,8 +478,8 @@ class Conversation:
     def remember(self, command: str) -> bool:
         """Push the copy that `undo` needs to take back a command.
 
-        Returns False if nothing was pushed. The chat is not undoable then, or the disk has no room for a copy
-        even after older copies were dropped.
+        Returns False if nothing was pushed. There are two possible reasons: the chat is not undoable, or the
+        disk has no room for the copy, even after all older copies were dropped.
         """
         if not self.undoable:
             self.undo_stack.close()
@@ -483,7 +488,7 @@ class Conversation:
             try:
                 self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy())))
             except OSError:
-                # undo cannot skip a missing copy, so older copies are useless: drop them to make room
+                # If this copy is missing, undo cannot reach older copies: drop older copies to make room
                 if not len(self.undo_stack):
                     self._archive_file.close()
                     return False
@@ -522,7 +527,7 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # the damaged copy held the stream before the command: drop the marks of that lost stream
+                # the stream before the command is lost with the copy, so drop the marks in that stream
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

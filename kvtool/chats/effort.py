@@ -39,7 +39,7 @@ _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""If the template copies any text for a level into the prompt, it is assumed to take these levels."""
+"""Levels that a template is assumed to take if it copies any text for a level into the prompt."""
 
 _MADE_UP = "kvtool-made-up"
 
@@ -88,10 +88,11 @@ class Efforts:
     def variables(self, effort: str, budget: int | None = None) -> tuple[Variables, str | None]:
         """Return the variables for an effort. Also return a remark if the template does not take the effort.
 
-        effort: "on", "off" or one of `LEVELS`. budget: maximum tokens of a thought; None for no limit. If the
-        template does not take the effort, the variables set another effort: usually the highest level below
-        it, or "on" if the template takes no lower level. The remark is the end of a sentence about the
-        template, for example "takes off and on; on was used for low".
+        effort: "on", "off" or one of `LEVELS`. budget: maximum tokens of a thought; None for no limit.
+
+        If the template does not take the effort, the variables set another effort. Usually this is the next
+        lower level that the template takes, or "on" if the template takes no lower level. The remark is the
+        end of a sentence whose subject is the template, for example "takes off and on; on was used for low".
         """
         variables, remark = self._of(effort)
         if self.takes_budget and budget is not None and effort != OFF:
@@ -151,7 +152,7 @@ def _levels(template: Template, on: Variables) -> Iterator[tuple[str, Variables]
 
 
 def _compared(template: Template, name: str) -> set[str]:
-    """Texts with which the template's source compares a variable, or which it assigns to the variable."""
+    """Texts that the template's source compares with a variable or assigns to the variable."""
     texts: set[str] = set()
     for node in template.syntax.find_all((jinja2.nodes.Compare, jinja2.nodes.Assign)):
         if any(variable.name == name for variable in node.find_all(jinja2.nodes.Name)):

@@ -16,7 +16,7 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""Number of tokens at the end of `kept` that `ends` compares, in addition to all tokens after `kept`."""
+"""`Header.ends` compares all tokens after `kept`, and this many tokens at the end of `kept`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Header:
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
         """Return the text that the template puts between `kept` and the answer of an earlier reply.
 
-        before: the messages before the reply. The reply is rendered as if the chat went on after it.
+        before: the messages before the reply. The reply is rendered with another message after it.
         """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
         _, is_there, start = (text or "").rpartition(self.kept or "\0")
@@ -120,8 +120,9 @@ class Header:
         return self.n_left_out + self.n_begun
 
     def ends(self, prompt: np.ndarray) -> bool:
-        """True if a prompt i32[n] ends with the header. It may end differently after a tool's result."""
-        # the header's first token is not compared: in the prompt, it may begin with text before the header
+        """True if a prompt i32[n] ends with the header. A prompt with a tool's result may end differently."""
+        # The header's first token is not compared. In the prompt, this token may begin with text before the
+        # header
         n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
 

@@ -28,7 +28,7 @@ def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, 
 
 
 def unknown(model: Model, token: int) -> dict[str, Any]:
-    """Return the record of a text's first token. It has no probability: the model does not predict it."""
+    """Return the record of a text's first token, without a probability: the model does not predict it."""
     return {**_record(model, token, None), "top_logprobs": None}
 
 

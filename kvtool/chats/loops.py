@@ -1,8 +1,8 @@
 """Loops: replies that repeat one block of tokens without end.
 
 A reply loops if its newest tokens are one block of at most `MOST_BLOCK` tokens, which is repeated at least
-`LEAST_TIMES` times. All repetitions together must have at least `LEAST_TOKENS` tokens. If the block has no
-letters, they must have at least `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is
+`LEAST_TIMES` times. All repetitions together must have at least `LEAST_TOKENS` tokens. For a block without
+letters the limit is higher, `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is
 strict, so that lists, tables and code do not match it.
 """
 

@@ -7,8 +7,9 @@ looking for markers. Templates can trim and compare marked texts, and write them
 
 The model's replies are marked in the same way. The tags of a thought at the beginning of a reply are not
 marked, because the template reads them. Some markers are ordinary words of the vocabulary, such as <think> in
-most models. They keep their tokens in any text, because prompts use them. In the results of tools, such a
-word is marked if the template uses it. Otherwise a </tool_response> in a result would end the result.
+most models. These markers keep their tokens in any message, because prompts use them. But in a tool's result,
+such a marker is marked if the template uses it. Otherwise a </tool_response> in a result would end the
+result.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def escaped(text: str) -> str:
 
 
 def marked(markers: Markers | None, value: Any) -> Any:
-    """Return a value of JSON with marks in all its texts. markers: None for a template without a model."""
+    """Return a JSON value with marks in all its strings. markers: None for a template without a model."""
     if isinstance(value, dict):
         return {marked(markers, key): marked(markers, part) for key, part in value.items()}
     if isinstance(value, list):
@@ -53,7 +54,7 @@ def marked(markers: Markers | None, value: Any) -> Any:
 def _marked(markers: Markers | None, text: str) -> str:
     if not (markers and markers.may_be_in(text)):
         return text
-    # mark also the start of a marker at the end of this text: the template's next text may complete it
+    # if this text ends with the start of a marker, mark that start: text of the template may complete it
     marks = {at + 1: JOINT for at in markers.begun(text)}
     marks |= {at + 1: CUT if markers.is_word(marker) else JOINT for at, marker in markers.find(text)}
     if not marks:
@@ -81,8 +82,8 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found.append(model.tokenize(text[plain:at], special=True))
             first, *others = _parts(model.markers.between(before, fragment, marker))
             found.append(model.tokenize(first))
-            # some tokenizers put a space before a text: prevent that by a line break before it, whose tokens
-            # are cut off again
+            # Some tokenizers put a space before a text. A line break before the text prevents that. The
+            # tokens of the line break are cut off again
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)

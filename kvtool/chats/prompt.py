@@ -16,7 +16,7 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two texts that begin differently, so that any other text begins like at most one of them."""
+"""Two texts with different first characters: any other text shares its first character with at most one."""
 
 
 def template_of(model: Model) -> Template:
@@ -73,11 +73,11 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 
 
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
-    """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
+    """Number of characters of `whole` up to the end of `text`. 0 if the end cannot be found.
 
-    The template may change `text`, so `whole` is not searched for it. Instead, the chat is rendered with
-    other texts. If a mark is appended to `text`, the chat first differs from `whole` at the end of `text`. If
-    a mark replaces `text`, the chat first differs from `whole` at the start of `text`.
+    Searching `whole` for `text` would not work, because the template may change `text`. Instead, the chat is
+    rendered with other texts. If a mark is appended to `text`, the chat first differs from `whole` at the end
+    of `text`. If a mark replaces `text`, the chat first differs from `whole` at the start of `text`.
 
     render: returns the same chat with another text in the place of `text`.
     """
@@ -92,7 +92,7 @@ def _common(*texts: str) -> int:
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
-    """Tokenize a rendered chat, pin the tokens of its first `n_pinned` characters, and return all i32[n].
+    """Return the tokens i32[n] of a rendered chat. Pin the tokens of its first `n_pinned` characters.
 
     Raises the errors of `Engine.pin`.
     """

@@ -39,7 +39,7 @@ SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
 """Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
-"""For the name of an array: format number that a session with this array needs."""
+"""Names of arrays, each with the format number of a session that has this array."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -81,7 +81,7 @@ def lock_of(path: Path) -> Path:
 
 @contextmanager
 def _as_session_error(what: str, path: Path) -> Iterator[None]:
-    """Raise an OSError or a ValueError of the context as a SessionError."""
+    """Convert an OSError or a ValueError that is raised inside the context to a SessionError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -241,7 +241,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
             _, dtype, shape = data[at : max(end, at)].decode().split()
             at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
         except (ValueError, TypeError):
-            # a line without a line break was cut off; any other line here is damaged
+            # if the line has no line break, the file was cut off inside the line. A complete line is damaged
             return end < 0
     return at > len(data)
 

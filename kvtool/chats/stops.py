@@ -40,5 +40,5 @@ class Stops:
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Return how many characters at the end of the text are a beginning of `mark`, but not all of `mark`."""
+    """Return the largest n below len(mark) for which the text ends with the first n characters of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters to escape in JSON that must be ASCII: all beyond ASCII, except single marks (`chats.marks`)."""
+"""Characters to escape in JSON that must be ASCII. Single marks (see `chats.marks`) are not escaped."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -138,7 +138,7 @@ class Template:
 
     @cached_property
     def of_marked(self) -> Template:
-        """The same template for messages and tools that are already marked."""
+        """The same template, which takes messages and tools whose texts are already marked."""
         other = self._copy()
         other._marks = False
         return other
@@ -174,7 +174,7 @@ class Template:
     @cached_property
     def reads(self) -> frozenset[str]:
         """Names of the variables that the template may read, including some that it sets itself."""
-        # parsed again, because Jinja changes the tree that it searches
+        # do not search `syntax`, because Jinja changes the tree that it searches: parse the source again
         return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Template:
 
     @cached_property
     def has_thoughts(self) -> bool:
-        """True if the template names the tags of a thought: its model may think."""
+        """True if the template contains the tags of a thought, so that the model may think."""
         start, end, _ = self.tags
         return start in self.source or end in self.source or self.tags != THINK
 
@@ -238,7 +238,7 @@ class Template:
         except Exception as error:
             # a template is an untrusted program: it may raise anything
             with suppress(Exception):
-                # some templates loop over the tools: this fails for None, but not for an undefined variable
+                # some templates loop over `tools`: the loop fails for None, but not for an undefined variable
                 if tools is None:
                     return self._template.render({**self.variables, **chat})
             raise _failed(error) from error
@@ -302,7 +302,10 @@ class Template:
 
     @cached_property
     def opening(self) -> str:
-        """End of the reply header, from the tag that opens a thought on; "" if it opens no thought."""
+        """The tag that opens a thought in the reply header, with the text after the tag.
+
+        "" if the header opens no thought.
+        """
         header = self.reply_start()
         at = header.rfind(self.tags.start)
         return header[at:] if at >= 0 and self.tags.end not in header[at:] else ""
@@ -323,7 +326,8 @@ class Template:
         try:
             text = self.render([_USER, reply, _USER])
         except ModelError:
-            # the template refuses a thought in a message: assume that it drops thoughts if it has a plain tag
+            # The template refuses a message with a thought. If there is a tag for replies without a thought,
+            # assume that the template drops thoughts
             return bool(self.tags.plain)
         return _STAND_IN in text and _THOUGHT not in text
 

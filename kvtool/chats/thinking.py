@@ -142,7 +142,7 @@ class Splitter:
 
 
 def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
-    """Return the control tokens of the tags: a writer hides their text unless they are in `Writer.shown`."""
+    """Return the control tokens in the tags. `Writer.write` yields their text only if `shown` has them."""
     tokens = {token for tag in tags if tag for token in model.tokenize(tag, special=True).tolist()}
     return frozenset(token for token in tokens if model.piece(token) != model.piece(token, special=True))
 

@@ -14,7 +14,10 @@ MOST = 10
 """Maximum number of copies."""
 
 MOST_BYTES = 512 * 2**20
-"""Maximum bytes of all copies. The newest copy is always kept, and the size of its archive is not added."""
+"""Maximum bytes of all copies, without the archive of the newest copy.
+
+The newest copy is always kept, even if it is larger.
+"""
 
 
 def turn_label(text: str) -> str:
@@ -25,7 +28,7 @@ def turn_label(text: str) -> str:
 
 
 class Copy(NamedTuple):
-    """Copy of a chat as it was before a command. The owner must close it.
+    """Copy of the chat before a command. The owner must close the copy.
 
     Attributes
     ----------
@@ -107,7 +110,10 @@ class UndoStack:
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes of each archive that no session uses, by its inode. Several copies may share an archive."""
+        """Bytes of each archive that no session uses.
+
+        The keys are the inodes of the archives, because several copies may share an archive.
+        """
         stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
         return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
 

@@ -47,7 +47,7 @@ class Writer:
     before_reading
         Called before a text is read, with its number of tokens.
     after_sampling
-        Called with each sampled token, while the context still has the logits of that token's sampling.
+        Called with each sampled token. At this time the context still has the logits that gave the token.
     while_reading
         Called before each step with two numbers: tokens read so far, and all tokens of the text.
     drafter
@@ -93,7 +93,7 @@ class Writer:
         self._forget()
 
     def postpone(self, tokens: np.ndarray) -> None:
-        """Empty the cache. These tokens i32[n] are read later, together with the next text."""
+        """Empty the cache, and store tokens i32[n] that are read later, before the next text."""
         self.reset()
         self._unread = tokens
 
@@ -102,8 +102,8 @@ class Writer:
             self.drafter.cut(0)
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # draft tokens of the last step that are not compared with sampled tokens yet, and the number of draft
-        # tokens that were sampled
+        # `_drafts`: draft tokens of the last step that were not compared with sampled tokens yet.
+        # `_n_sampled`: number of draft tokens of the last step that were sampled
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
@@ -158,7 +158,7 @@ class Writer:
     ) -> bool:
         """Rewind to the first n tokens.
 
-        If the engine cannot keep all of them, it reads the missing tokens again before the next text.
+        If the engine cannot keep all n tokens, it reads the missing tokens again before the next text.
 
         saved: the state that `save` returned after n tokens. seed: seed that replaces the saved seed.
         again: what to do if the archive has dropped tokens that rewinding needs. If True, the cache is
@@ -166,7 +166,7 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # a stop has interrupted a second reading of the stream, so some of its first n tokens are unread
+            # the stream was being read again when it was stopped, so some of the first n tokens are unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -182,10 +182,10 @@ class Writer:
         return True
 
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Decode i32[n] tokens; return False if stopped before the end.
+        """Decode i32[n] tokens. Return False if reading was stopped.
 
-        after_step: called after each step with the slice of the tokens that the step decoded. If it is given,
-        text is read in the way in which perplexity is measured: all tokens give logits, and the policy plans
+        after_step: called after each step with the slice of the tokens that the step decoded. If `after_step`
+        is given, tokens are read as for measuring perplexity: all tokens give logits, and the policy plans
         whenever a plan is due.
         """
         self._drop_drafts()
@@ -195,8 +195,8 @@ class Writer:
         return self._read_unread(after_step)
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Read the unread tokens into the engine; return False if stopped before the end."""
-        # False if the engine has read tokens that this writer does not know: it cannot read these again
+        """Read the unread tokens into the engine. Return False if reading was stopped."""
+        # False if the engine has read tokens that this writer does not know and so could not read again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
@@ -256,7 +256,7 @@ class Writer:
                 break
             self.n_written += 1
             self.after_sampling(token)
-            # if the caller takes no more pieces, the next `write` decodes this token
+            # if the caller takes no further pieces, this token stays unread, and the next `write` decodes it
             self._unread = np.array([token], np.int32)
             text = model.piece(token, special=token in self.shown)
             if piece := stops.feed(decoder.decode(text)):

@@ -43,8 +43,8 @@ class Archive:
     n_layer
         Number of layers that have rows.
     n_max, max_bytes
-        Maximum tokens or bytes. Default: a quarter of the free memory, or for a file half of the disk's free
-        space.
+        Maximum tokens or bytes. Default: a quarter of the free memory if the archive is in memory, and half
+        of the disk's free space if it is in a file.
     file
         Path at which to create the file. None to keep the archive in memory.
 
@@ -88,7 +88,7 @@ class Archive:
         check(self.slab_bytes)
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
-            # rounded up, so that an archive of the printed size is accepted
+            # round up, so that an archive of the printed size is accepted
             least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
                 f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "
@@ -116,9 +116,9 @@ class Archive:
         return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
     def share(self, n: int) -> int:
-        """Divide the bytes into n equal parts, and lower the limit to one part. Other archives get the rest.
+        """Divide the bytes equally among n archives, and lower this archive's limit to one part.
 
-        Return n. If a part would be smaller than two slabs, there are fewer parts; then return their number.
+        Return the number of parts. It is less than n if n parts would be smaller than two slabs.
         """
         n_slab = self.max_bytes // self.slab_bytes
         if (n := min(n, max(n_slab // 2, 1))) > 1:
@@ -147,8 +147,9 @@ class Archive:
     def stage(self, n: int) -> int:
         """Let steps attend to all archived tokens on each layer's device, which needs memory for n tokens.
 
-        n = 0 ends this. Return the bytes used on the devices. Raises LibraryError if a device lacks memory or
-        the model does not support it.
+        If n is 0, steps no longer do so. Return the bytes used on the devices.
+
+        Raises LibraryError if a device lacks memory or if the model does not support such steps.
         """
         n_bytes: int = lib.llama_kvtool_stage(self._owner.handle, n)
         check(n_bytes)
@@ -175,7 +176,10 @@ class Archive:
         return n_bytes
 
     def resident_bytes(self, n_mean: int, n_token: int) -> int:
-        """Return the bytes of the cells that `reside` would add. Raises LibraryError where `reside` does."""
+        """Return the bytes of the cells that `reside` would add.
+
+        Raises LibraryError if the model, its cache or the policy does not support residents.
+        """
         n_bytes: int = lib.llama_kvtool_resident_bytes(self._owner.handle, n_mean, n_token)
         check(n_bytes)
         return n_bytes
@@ -183,9 +187,10 @@ class Archive:
     def missed(self) -> float:
         """Choose the residents of the next step, and return how much the last step missed.
 
-        The last step missed the clusters that are chosen now but were not resident then. Each query gave them
-        a share of its attention; the result is the largest share. It is 0 if the last step had no residents.
-        Attention to tokens without a cluster and to live tokens after the last eviction is not counted.
+        The last step missed the clusters that are chosen now but were not resident then. The result is the
+        largest share of its attention that a query gave to these clusters. It is 0 if the last step had no
+        residents. Attention to two kinds of tokens is not counted: tokens without a cluster, and live tokens
+        after the last eviction.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))
@@ -203,7 +208,7 @@ class Archive:
             keys.
         next_pos
             Position that the stream's next token had when the newest remaining token was archived. Tokens
-            that are more than n_near positions before it count as far.
+            that are more than n_near positions before this position are far.
         """
         check(lib.llama_kvtool_rewind(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -309,7 +314,7 @@ class Archive:
         return data
 
     def save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield those arrays of `save` that hold clusters. If there are no clusters, yield nothing."""
+        """Yield only the arrays of `save` that hold clusters. Yield nothing if there are no clusters."""
         table, arrays = [], []
         for is_far in (True, False):
             if blocks := [first for first, far in self.clustered if far == is_far]:
@@ -337,7 +342,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # number of rows: a block's clusters take half a byte for each row and token
+            # the clusters of a block take half a byte for each row and token, which gives the number of rows
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)

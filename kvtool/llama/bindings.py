@@ -29,7 +29,7 @@ def _load() -> Any:
         try:
             return import_module(f"{package}.llama_cpp")
         except (ImportError, OSError, RuntimeError) as error:
-            # only a package that is not installed is skipped
+            # skip a package only if it is not installed; report any other failure
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
             # ggml's CUDA library needs NVIDIA's driver, libcuda
@@ -40,9 +40,9 @@ def _load() -> Any:
 
 
 class Parts:
-    """Several libraries that can be used like one.
+    """Several libraries that can be used as if they were a single library.
 
-    Windows needs this, because a library does not export the functions of its dependencies there.
+    This is for Windows, where a library does not export the functions of the libraries that it depends on.
     """
 
     def __init__(self, *parts: Any) -> None:

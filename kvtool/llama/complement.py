@@ -49,7 +49,7 @@ class Complement:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # number of schemas that may still be visited, as nested schemas can take exponential time
+        # number of schemas that may still be visited: visiting all nested schemas can take exponential time
         self._n_left = _MOST_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
@@ -72,7 +72,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield schemas whose values at least one keyword rejects. The whole schema then rejects them."""
+        """Yield schemas. At least one keyword of the given schema rejects all values of a yielded schema."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -114,7 +114,7 @@ class Complement:
         return schema
 
     def near(self, options: Sequence[Any], within: frozenset[str]) -> list[list[int]] | None:
-        """Return for each option the indices of other options that may share a value with it.
+        """Return a list for each option: the indices of the other options that may accept the same value.
 
         within: types of the values. Returns None if there are too many options.
         """
@@ -130,9 +130,9 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if the options list their values, and no value is in two lists.
+        """Return True if each option lists its values, and no value is in the lists of two options.
 
-        If all options are objects, they may list the values of a required property instead.
+        If all options are objects, it is enough that they list the values of a property that all require.
         """
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
@@ -247,7 +247,7 @@ def _type(value: object) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    """Return True if two JSON values are equal: true does not equal 1."""
+    """Return True if two JSON values are equal. In JSON, unlike in Python, true does not equal 1."""
     return _type(one) == _type(other) and one == other
 
 

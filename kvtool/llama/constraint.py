@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 
 _STACK_BYTES = 256 * 2**20
-"""Stack of the thread that compiles a grammar: llguidance recurses, and an overflow ends the process."""
+"""Stack size of the thread that compiles a grammar.
+
+It is large because llguidance recurses, and a stack overflow would end the process.
+"""
 
 _stack_size_lock = threading.Lock()
 
@@ -68,7 +71,8 @@ class Vocabulary:
     def tokens_of(self, data: bytes) -> list[int]:
         """Tokenize bytes with the model's tokenizer.
 
-        If that changes the text, tokenize greedily by the longest tokens.
+        If the tokenizer's tokens do not have exactly these bytes, take the longest token that fits at each
+        place instead.
         """
         model = self._model()
         if model is None or not data:
@@ -95,7 +99,8 @@ class Vocabulary:
         """llguidance's trie of the vocabulary."""
         import llguidance
 
-        # if a model has no end-of-generation token, add a token for this, which is never sampled
+        # llguidance needs an end-of-generation token. If the model has none, add an empty token, which is
+        # never sampled
         none = [] if self.ends else [b""]
         tokenizer = _Tokenizer(self, [*self.pieces, *none], [*self.ends, self.n][0])
         slices = llguidance.LLTokenizer.json_slices()
@@ -175,7 +180,7 @@ class Constraint(Protocol):
         """Return how many of these tokens fit one after another, without advancing."""
 
     def forced(self) -> Sequence[int]:
-        """Return the next tokens, as long as only one token fits at each place."""
+        """Return the tokens that must come next, up to the first place where several tokens fit."""
 
     def restart(self) -> None:
         """Return to the start of the text."""
@@ -240,7 +245,8 @@ class Matcher(Constraint):
 def limits() -> llguidance.LLParserLimits:
     """Return limits for llguidance.
 
-    They allow 200 MB. On a slow core they allow about 0.5 s for a token, and a few seconds for the start.
+    llguidance may then take up to 200 MB. On a slow core it may take up to about 0.5 s for a token, and a few
+    seconds for the start.
     """
     import llguidance
 
@@ -264,7 +270,7 @@ def with_large_stack(call: Callable[[], _Result]) -> _Result:
             errors.append(error)
 
     thread = threading.Thread(target=run)
-    # the size applies to all new threads of the process, so only one caller at a time may change it
+    # the stack size applies to all new threads of the process, so only one caller at a time may set it
     with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:

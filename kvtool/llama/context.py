@@ -43,7 +43,8 @@ class Context(Decoder):
     n_draft
         Maximum tokens that `drop` can remove.
     repeats
-        True if steps with residents may be decoded again: `drop` can then remove one more of their tokens.
+        True if steps with residents may be decoded again. `drop` can then remove all tokens of the step,
+        which may be n_draft + 1.
     n_defer
         Maximum queries that steps store, so that signals of several steps are computed together. This needs
         flash attention. If 0, each step computes its own signals.
@@ -195,7 +196,7 @@ class Context(Decoder):
     def see(self, n_seen: int) -> None:
         """Set the number of tokens before the first query of the next decode.
 
-        The t in 1 / t and log t is computed from this number.
+        For signals that use 1 / t or log t, t is computed from this number.
         """
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
@@ -213,7 +214,7 @@ class Context(Decoder):
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
         """Return the values of a signal that `write` restores.
 
-        They are f32[row, n_kv], or for RECENT f32[query, row, n_kv], oldest query first.
+        The values are f32[row, n_kv]. For RECENT they are f32[query, row, n_kv], oldest query first.
         """
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
@@ -272,8 +273,8 @@ class Context(Decoder):
     ) -> None:
         """Edit the cache: first merge values, then move cells. Afterwards cells 0 .. n_keep - 1 are live.
 
-        All signals are cleared except RECENT. Its values move along with the cells, but they are also cleared
-        if cells are hidden.
+        All signals are cleared except RECENT. The values of RECENT move along with the cells. If cells are
+        hidden, RECENT is also cleared.
 
         Parameters
         ----------
@@ -281,9 +282,9 @@ class Context(Decoder):
             i32[n, 4]: (row, dst, src, delta). Cell dst gets the content of cell src, and the key is rotated
             by delta positions.
         n_keep, pos_0
-            In llama.cpp's table, the last live cell gets position pos_0 + n_keep - 1, and the next token must
-            have position pos_0 + n_keep. If this changes the position of the newest token, the positions in
-            sliding layers change by the same amount. Sliding layers drop tokens whose position becomes
+            In llama.cpp's table, the last live cell gets position pos_0 + n_keep - 1. The next token must
+            therefore have position pos_0 + n_keep. If the newest token gets another position, the positions
+            in sliding layers change by the same amount. Sliding layers drop tokens whose position becomes
             negative.
         merge
             New values for cells that stay.
@@ -317,8 +318,8 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        In that decode each token chooses for itself which archived tokens it attends to: tokens do not share
-        clusters.
+        In that decode each token chooses the archived tokens that it attends to. The tokens do not share a
+        common choice of clusters.
         """
         check(lib.llama_kvtool_mark_drafts(self._context, n))
 

@@ -78,7 +78,7 @@ def lost_worker() -> LibraryError | None:
 
 def _expect_no_memory() -> None:
     if no_memory():
-        # after a failed allocation ggml aborts: the message of that crash is set here
+        # ggml aborts after a failed allocation, so set the message of that crash now
         _announce(OutOfMemory())
 
 

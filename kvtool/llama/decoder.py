@@ -38,7 +38,8 @@ class Decoder:
     n_output
         Maximum tokens of a decode that give logits.
     n_earlier
-        Number of earlier recurrent states that llama.cpp keeps, so that as many tokens can be removed.
+        Number of earlier recurrent states that llama.cpp keeps. With n_earlier states, the last n_earlier
+        tokens can be removed.
     type_k, type_v
         Types of keys and values, by their names in `CACHE_TYPES`.
     flash
@@ -85,7 +86,7 @@ class Decoder:
         self.types = type_k, type_v
         params = api.llama_context_default_params()
         params.ctx_type = context_type
-        # n_ctx limits the sliding layers' cache, which must hold their window and the tokens of a step
+        # n_ctx limits the cache of sliding layers, which must have room for the window and a step's tokens
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
         params.offload_kqv = kv_offload
@@ -102,8 +103,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # Adapt the number of threads only if results do not depend on it. With flash attention and a float
-        # cache they do, because there each thread sums one part of the cache
+        # Adapt the number of threads only if results do not depend on this number. Results depend on it with
+        # flash attention and a float cache, because then each thread sums one part of the cache
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -195,7 +196,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """Logits f32[n_vocab] to sample from: the last output, unless `sample_from` chose another output."""
+        """Logits f32[n_vocab] to sample from: the last output, or the output that `sample_from` chose."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 

@@ -11,7 +11,7 @@ from kvtool.llama.log import start_backends
 from kvtool.system.memory import free_bytes
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
-"""ggml's device types, indexed by number."""
+"""Names of ggml's device types. The index is ggml's number of the type."""
 
 
 def devices() -> list[dict[str, Any]]:
@@ -69,7 +69,10 @@ def has_gpu() -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the devices that get layers, in llama.cpp's order: first of workers, then of this machine."""
+    """Return the devices that get layers, in llama.cpp's order.
+
+    The devices of workers come first, then the devices of this machine.
+    """
     available = devices()
     discrete = [device for device in available if device["type"] == "gpu"]
     workers = [device for device in discrete if _is_worker(device)]

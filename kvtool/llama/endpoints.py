@@ -21,7 +21,7 @@ PROTOCOL = (7, 0)
 """Major and minor version of the RPC protocol in the llama.cpp of patches/UPSTREAM."""
 
 ANSWER_S = 5.0
-"""Seconds that a worker has to accept a connection, and the same again to answer."""
+"""Seconds that a worker has to accept a connection. After that, it has as many seconds to answer."""
 
 _HELLO, _N_CAPS = 14, 24
 

@@ -54,11 +54,11 @@ class FixedState:
         return is_shaped and table.dtype == np.int32 and data.dtype == np.uint8
 
     def can_cut(self, table: np.ndarray, pos: int) -> bool:
-        """True if the state can be cut before this position: the state of all earlier tokens is known.
+        """True if the state can be cut so that the next token has this position.
 
-        Sliding layers hold the window of the next token and some tokens before that window. The window of the
-        token at this position must be among them. A recurrent layer has only its newest state, so the result
-        is False for models with recurrent layers.
+        Sliding layers must then hold the whole window of this token. They hold the window of the present
+        next token, and some earlier tokens. A recurrent layer has only its newest state, so the result is
+        False for models with recurrent layers.
         """
         layers = self._context.model.layers
         if layers.of(Kind.RECURRENT):

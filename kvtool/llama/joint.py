@@ -79,7 +79,7 @@ class JointContext:
             self._context = None
 
     def decode(self, parts: list[Part]) -> None:
-        """Decode each part as its context's `decode` would. Raises LibraryError, with nothing decoded."""
+        """Decode each part as its context's `decode` would. Raises LibraryError; then no part is decoded."""
         batch = self._batch
         batch.clear()
         for i, part in enumerate(parts):

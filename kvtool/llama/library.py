@@ -19,7 +19,7 @@ ABI = 24
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
-"""Status of a C API call if memory or disk is too small for the archive."""
+"""Status that C API calls return if memory or disk has no room for the archive."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"

@@ -20,9 +20,9 @@ _BLANKS = " \t\n\v\f\r"
 class Markers:
     """Search for markers in texts.
 
-    Control tokens are markers. User-defined tokens, such as <think> in most vocabularies, are words, which
-    llama.cpp finds in any text. But if a user-defined token begins with <| or ends with |>, it is a marker,
-    because some model files wrongly declare markers as user-defined.
+    Control tokens are markers. User-defined tokens, such as <think> in most vocabularies, are ordinary words:
+    llama.cpp finds them in any text. There is an exception, because some model files wrongly declare markers
+    as user-defined: a user-defined token that begins with <| or ends with |> is a marker.
 
     Parameters
     ----------

@@ -97,7 +97,7 @@ class Model:
         params.load_mtp = mtp
         if no_weights:
             params.no_alloc = True
-            # nothing reads the weights, so the file need not be mapped into memory
+            # do not map the file into memory, because nothing reads the weights
             params.load_mode = api.LLAMA_LOAD_MODE_NONE
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
@@ -105,7 +105,7 @@ class Model:
         self.adapters = adapters
         self._n_gpu_layers = n_gpu_layers
         self._placement = placement or Placement()
-        # keep them alive: llama.cpp's parameters point to them
+        # keep these objects alive, because llama.cpp's parameters point to them
         self._placed = self._placement.apply(params)
         if local and (devices := local_gpus()):
             params.devices = ctypes.addressof(devices)
@@ -214,7 +214,7 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # a window of 0 would mask every token; in most architectures it means that no layer slides
+            # in most architectures a window of 0 means that no layer slides: it would mask every token
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
@@ -267,7 +267,7 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            # llama.cpp first reads the vocabulary here, so it crashes here if the vocabulary is damaged
+            # this is the first call that reads the vocabulary, so llama.cpp crashes here if that is damaged
             with crash_means(damaged(self.path)):
                 n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:

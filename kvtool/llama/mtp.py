@@ -21,7 +21,7 @@ def output_hidden(decoder: Decoder, *, every: bool) -> None:
 
 
 def read_hidden(decoder: Decoder, first: int, out: np.ndarray) -> None:
-    """Write hidden states of the last decode to `out` f32[n, n_hidden], from its token `first` on."""
+    """Copy n hidden states of the last decode, starting at its token `first`, to `out` f32[n, n_hidden]."""
     check(lib.llama_kvtool_get_hidden(decoder.handle, first, len(out), out.ctypes.data))
 
 

@@ -28,7 +28,7 @@ _OVERRIDE = re.compile("(.+?)=([^=,]+)(?:,|$)")
 
 
 _PYTHON_ONLY = re.compile(r"(?<!\\)\(\?[^:=!]")
-"""Start of a group that Python supports, but not llama.cpp, whose regular expressions are ECMAScript's."""
+"""Start of a group that only Python supports. llama.cpp's regular expressions have ECMAScript's syntax."""
 
 
 class _Override(ctypes.Structure):

@@ -91,8 +91,9 @@ class _Writer:
     shared
         Targets of each "$ref" that stands next to other keywords. These keywords restrict the same value as
         the target, and may name properties that the target does not name. Objects at the target must
-        therefore allow unnamed properties. The constructor takes the targets that are known so far, and this
-        set collects all targets.
+        therefore allow unnamed properties. A schema is rewritten several times, until no new targets are
+        found. The constructor takes the targets that are known so far, and this set has the targets that are
+        found this time.
     left_out
         Keywords that are not enforced.
     """
@@ -144,7 +145,7 @@ class _Writer:
         if self._draft < _SINCE.get(key, 0):
             return False
         if key in ("maxLength", "maxItems", "maxProperties"):
-            # such a limit has no effect, because nothing is that long. llguidance counts in 32 bits
+            # drop limits of 2**31 or more: llguidance counts in 32 bits, and nothing is that long
             return not (isinstance(value, int) and value >= 2**31)
         if key == "$schema":
             return isinstance(value, str) and _DRAFT.fullmatch(value) is not None

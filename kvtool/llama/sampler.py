@@ -21,7 +21,7 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
 
 Around = Callable[[Matcher | None], Constraint | None]
-"""Function that makes a text's constraint from the constraint of the settings."""
+"""Function that takes the constraint of the settings, and returns the constraint for a text."""
 
 
 def _unchanged(constraint: Matcher | None) -> Constraint | None:
@@ -31,7 +31,7 @@ def _unchanged(constraint: Matcher | None) -> Constraint | None:
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _MANY = 0.75
-"""If a larger share of the tokens fits, excluding tokens is faster than listing the tokens that fit."""
+"""If more than this share of all tokens fits, excluding tokens is faster than listing tokens that fit."""
 
 _N_MIROSTAT = 100
 """Mirostat 1 estimates from this many top tokens how fast probabilities fall. The paper does the same."""
@@ -224,7 +224,7 @@ class Sampler:
         return not sums_logs and bool(np.count_nonzero(fits) > _MANY * len(fits))
 
     def _sample_all(self, cache: Decoder, fits: np.ndarray | None) -> int:
-        """Sample from llama.cpp's logits. Meanwhile the logits of tokens that do not fit are set to -inf."""
+        """Sample from llama.cpp's logits. During sampling the logits of tokens that do not fit are -inf."""
         logits = cache.next_logits
         excluded = np.empty(0, np.int64) if fits is None else np.flatnonzero(~fits)
         before = logits[excluded]

@@ -59,8 +59,10 @@ def _bias(text: str) -> tuple[int, float]:
 def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None, str], str | None]:
     """Return a function that reads an option's value.
 
-    If `is_text` accepts the value, it is the text itself. Otherwise it is the name of a file with the text.
-    An empty value becomes None. kind: description of the text and of its beginning, for error messages.
+    If `is_text` accepts the value, the value is the text itself. Otherwise the value is the name of a file
+    with the text. An empty value becomes None.
+
+    kind: description of the text and of its beginning, for error messages.
     """
 
     def read(raw: str | None, flag: str) -> str | None:
@@ -81,7 +83,7 @@ _option = partial(option, group=SAMPLING, in_session=True)
 def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
     """Declare a numeric option with its range.
 
-    In requests of clients it has the option's name, unless `request` gives other names.
+    In clients' requests, the field has the same name as the option, unless `request` gives other names.
     """
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
     return _option(usage, default, help, **{"request": (name,), **allowed, **more})

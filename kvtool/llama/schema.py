@@ -56,7 +56,7 @@ class Enforced(NamedTuple):
 def json_texts(schema: Mapping[str, Any]) -> str:
     """Return the Lark expression for JSON texts that fit a schema.
 
-    schema: the schema of an `Enforced` object, or a part of such a schema.
+    schema: the schema of an `Enforced` object, or a part of that schema.
     """
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 

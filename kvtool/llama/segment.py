@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 TABLE = "archive"
-"""Name of an archive's table. It holds begin, end, end of the far tokens, and for each frame (a run of tokens
-whose keys have the same base) the first position and the base.
+"""Name of an archive's table. The table holds begin, end and the end of the far tokens. Then follow two
+numbers for each frame, which is a run of tokens whose keys have the same base: the first position, the base.
 """
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
-"""Names of two arrays of segments: i64[n, 3] (begin, end, offset in the file), and SHA-256 u8[n, 32]."""
+"""Names of two arrays for n segments: i64[n, 3] (begin, end, offset in the file), and SHA-256 u8[n, 32]."""
 
 CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
 """Names of two arrays of clusters: i64[n, 5] (begin, end, is far, bytes, offset), and SHA-256 u8[n, 32]."""
@@ -23,9 +23,10 @@ CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
 N_CLUSTERS = 5
 
 CHECKPOINTS, CHECKPOINT_DIGESTS = "checkpoints", "checkpoints.sha256"
-"""Names of two arrays of checkpoints.
+"""Names of two arrays for n checkpoints.
 
-They are i64[n, 6] with the numbers in `SavedCheckpoint` and the offset in the file, and SHA-256 u8[n, 32].
+The first is i64[n, 6], with the numbers in `SavedCheckpoint` and the offset in the file. The second has the
+SHA-256 digests u8[n, 32].
 """
 
 
@@ -127,7 +128,7 @@ def layer_name(layer: int) -> str:
 
 
 def pieces(saved: Mapping[str, np.ndarray], layer: int) -> list[tuple[int, np.ndarray]]:
-    """Return (first position, bytes) of each piece in which a layer's tokens are stored.
+    """Return (first position, bytes) of each stored piece of a layer's tokens.
 
     Pieces are not joined, because copying them would double the time of restoring an archive. Raises KeyError
     for a layer without pieces.

@@ -1,7 +1,8 @@
 """A cache that is edited by llama.cpp's sequence calls.
 
-It is used without the patch, and for models that can only run with the policy `full`. A sequence call removes
-or shifts whole tokens, in all layers and heads at once. A policy therefore sees a cache of one row.
+This cache is used if llama.cpp has no patch, and for models that can only run with the policy `full`. A
+sequence call removes or shifts whole tokens, in all layers and heads at once. A policy therefore sees a cache
+of one row.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SequenceContext(Decoder):
         self.n_head = np.full(1, sum(read(model.path).n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
-        # each cell's position in llama.cpp now, and its position at the next decode
+        # `_at`: each cell's present position in llama.cpp. `_pos_of`: its position at the next decode
         self._at = self._pos_of = np.empty(0, np.int32)
 
     def signal_bytes(self, _n_cell: np.ndarray) -> int:
@@ -95,7 +96,7 @@ class SequenceContext(Decoder):
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise LibraryError: this call needs the patch. The engine refuses policies that need such calls."""
+        """Raise LibraryError: this call needs the patch. The engine refuses policies that need the call."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse
@@ -156,7 +157,7 @@ def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
     starts = np.flatnonzero(np.diff(delta, prepend=0))
     ends = np.append(starts, len(delta))[1:]
     groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
-    # upward shifts begin with the highest group, and downward shifts with the lowest, so that no group of
-    # cells overwrites another
+    # Yield upward shifts from the highest group down, and downward shifts from the lowest group up. Then no
+    # group of cells overwrites another group
     yield from (group for group in reversed(groups) if group[2] > 0)
     yield from (group for group in groups if group[2] < 0)

@@ -24,7 +24,7 @@ _GAIN = 0.96
 """A trial is faster if its steps take at most this share of the usual time."""
 
 _SLOWER = 1.4
-"""If steps become slower than after the last trial by this factor, another trial starts at once."""
+"""If steps take more than this many times as long as after the last trial, a trial starts at once."""
 
 _HOPELESS = 2.0
 """If a step of a trial takes this many times as long as usual, the trial ends early."""
@@ -33,8 +33,8 @@ _HOPELESS = 2.0
 class Threads:
     """Choose the number of threads for the next step from the times of earlier steps.
 
-    From time to time there is a trial: a few steps run with fewer or more threads. If they are faster, later
-    steps use this number of threads.
+    From time to time there is a trial: a few steps run with fewer or more threads. If the trial is faster,
+    later steps use its number of threads.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # the trial ends: there is no usual time for steps of this length, so the trial cannot be judged
+            # end the trial without a gain: the usual time of steps with as many tokens is not known
             is_faster = False
         if is_faster:
             self._home = self._at

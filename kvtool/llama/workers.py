@@ -33,7 +33,8 @@ def add_rpc(*endpoints: str) -> None:
     answer.
     """
     with reached(endpoints) as addresses:
-        # all workers have answered. If one had not, llama.cpp would wait forever or end the process here
+        # All workers have answered. If a worker did not answer, this call would wait forever or end the
+        # process
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):
@@ -66,8 +67,8 @@ def _register(server: int) -> None:
 def served(memory: int | None = None) -> list[dict[str, object]]:
     """Return the devices that `server` serves: the GPUs, or the CPU if there are no GPUs. See `devices`.
 
-    memory: maximum bytes that all these devices together report. Such a limit needs the patch: raises
-    LibraryError without it.
+    memory: maximum bytes that all these devices together report. A maximum needs the patch: if `memory` is
+    given, raises LibraryError for a library without the patch.
     """
     local = _served()
     if memory is not None:
@@ -93,7 +94,7 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
     if hasattr(lib, "llama_kvtool_spare"):
-        # ggml's server caches one graph per device. Two spares for each device cache the patch's two graphs
+        # ggml's server caches one graph per device. The patch has two graphs, so each device gets two spares
         bind("llama_kvtool_spare", pointer, pointer)
         handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
