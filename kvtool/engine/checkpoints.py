@@ -173,7 +173,7 @@ class Checkpoints:
         return self._cache.rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
-        """Make a checkpoint of the current state, unless the newest checkpoint has as many tokens."""
+        """Make a checkpoint of the current state, unless it would be at the same token as the newest one."""
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
