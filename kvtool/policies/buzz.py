@@ -218,7 +218,7 @@ def _n_left(threshold: int, stride: int, old_stride: int) -> int:
 
 
 def _best_window(rest: int, stride: int) -> int:
-    """Return the window, if window + threshold is `rest`, and threshold / window follows equation 6."""
+    """Return the window if `rest` tokens are divided between window and threshold by equation 6."""
     if stride % 2:
         return max(rest * (stride + 1) // (stride * stride + stride + 2), 1)
     return max(rest // max(stride, 1), 1)
