@@ -10,7 +10,7 @@ import numpy as np
 from kvtool.kernels.kernel import kernel
 
 N_KEY = 3
-"""Minimum length of a match: number of tokens before a place."""
+"""Minimum length of a match, and number of tokens that are hashed together."""
 
 N_BIT = 14
 """Number of bits of a hash."""
