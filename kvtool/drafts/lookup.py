@@ -46,7 +46,7 @@ class Lookup:
         self.n = n
 
     def look(self) -> int:
-        """Find an earlier place of the stream with the same tokens as the stream's end. Return their number.
+        """Find an earlier place that matches the end of the stream. Return how many tokens match.
 
         The place with the longest match is used. Among equally long matches, the newest place is used.
         Returns 0 if fewer than N_KEY tokens match.

@@ -80,7 +80,7 @@ class ModelDraft:
         self._ahead.append(token)
 
     def _begin(self) -> None:
-        """Empty the cache. Mark as many of the newest tokens as unread as the cache can hold."""
+        """Empty the cache, and mark the newest tokens as unread: as many tokens as the cache can hold."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
