@@ -12,7 +12,7 @@ _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
 """Initial counts of accepted draft tokens and of all draft tokens. Their ratio makes drafting start."""
 
 _DECAY = 0.97
-"""Factor by which each draft token reduces the older counts of its group."""
+"""Factor by which the counts of a group are multiplied before a new draft token is counted."""
 
 _N_TIME = 9
 """Number of recent step times that are kept for each step length. Their median is used."""
@@ -21,10 +21,10 @@ _SLOPE = 0.1
 """Assumed cost of one more token in a step, as a share of a one-token step. Used until it is measured."""
 
 _GAIN = 1.05
-"""Minimum estimated speedup of draft tokens; above 1, because costs and acceptance are estimates."""
+"""Minimum estimated speedup for which tokens are drafted. Above 1, because it depends on estimates."""
 
 _TRY_EVERY = 32
-"""Number of steps after which a few tokens are drafted although drafting seems not to pay off."""
+"""Number of steps without draft tokens, after which a few tokens are drafted in any case."""
 
 
 class DraftLength:

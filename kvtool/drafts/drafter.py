@@ -35,14 +35,14 @@ class Searched(Source, Protocol):
     """Source that finds draft tokens by a fast search. It can return any requested number of tokens."""
 
     def look(self) -> int:
-        """Number of matching tokens before the tokens that `guess` would return; 0 if there are none."""
+        """Number of matching tokens before the tokens that `guess` would return; 0 without a match."""
 
 
 class Drafter:
     """Draft tokens for a stream.
 
-    They are copied from the stream itself, as many as pay off. If no draft tokens are found there, a draft
-    model guesses them.
+    Draft tokens are copied from the stream itself, as many as pay off. If the stream gives no draft tokens, a
+    draft model guesses them.
 
     Attributes
     ----------
@@ -55,13 +55,13 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = DraftLength()
-        # support and number of the last draft tokens; the support is 0 if they are not from the lookup
+        # support and number of the last draft tokens. The support is 0 if the tokens are not from the lookup
         self._support = self._n = 0
         self._started = 0.0
 
     @property
     def n(self) -> int:
-        """Number of the stream's tokens that the source holds."""
+        """Number of the stream's tokens that the sources hold."""
         return self._lookup.n
 
     def cut(self, n: int) -> None:
@@ -93,7 +93,8 @@ class Drafter:
         if constraint and len(found):
             found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
-        # if there is no room for draft tokens, several streams may share the step: do not use its time
+        # Without room for draft tokens, the time of the step is not used, because several streams may share
+        # this step
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
 

@@ -24,8 +24,8 @@ class Lookup:
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # for each hash, its newest place; for each place, the previous place with the same hash. -1 if there
-        # is no such place
+        # `_newest` has the newest place with each hash. For each place, `_before` has the previous place with
+        # the same hash. -1 means that there is no such place
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 
@@ -46,7 +46,7 @@ class Lookup:
         self.n = n
 
     def look(self) -> int:
-        """Find where the stream's last tokens also stand earlier. Return how many tokens match.
+        """Find an earlier place that matches the end of the stream. Return how many tokens match.
 
         The place with the longest match is used. Among equally long matches, the newest place is used.
         Returns 0 if fewer than N_KEY tokens match.
@@ -57,6 +57,9 @@ class Lookup:
         return int(n_same)
 
     def guess(self, n: int) -> np.ndarray:
-        """Return the n tokens i32[n] that follow the match. If fewer than n follow, they are repeated."""
+        """Return the n tokens i32[n] that follow the match.
+
+        If fewer than n tokens follow the match, these tokens are repeated.
+        """
         tokens: np.ndarray = self._tokens[self._at + np.arange(n) % (self.n - self._at)]
         return tokens

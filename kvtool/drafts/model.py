@@ -24,8 +24,9 @@ A rewind cannot go back to a place before an eviction.
 _GOES_ON, _LEAST = 0.5, 0.25
 """Minimum joint probability of all tokens of a draft.
 
-_LEAST is the minimum to keep the last token, and _GOES_ON the minimum to draft one more token. _GOES_ON is
-higher, because a step of the draft model costs more than one more token in the verifying step.
+If the probability falls below _LEAST, the newest token is dropped from the draft. If it falls below _GOES_ON,
+no more tokens are drafted. _GOES_ON is higher, because a step of the draft model costs more than one more
+token in the verifying step.
 """
 
 
@@ -34,7 +35,7 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        # recurrent layers cannot drop the tokens of several steps, so the cache goes back to a copy of itself
+        # recurrent layers cannot drop the tokens of several steps. Instead, a copy of the cache is restored
         self._has_copy = model.layers.recurrent_bytes > 0
         n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
@@ -42,7 +43,7 @@ class ModelDraft:
         # only `_read_draft` makes copies
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
-        # number of tokens of the stream that were read, and the draft tokens that were read after these
+        # number of the stream's tokens that were read, and the draft tokens that were read after the stream
         self._at = 0
         self._ahead: list[int] = []
 
@@ -79,7 +80,7 @@ class ModelDraft:
         self._ahead.append(token)
 
     def _begin(self) -> None:
-        """Empty the cache, and mark the newest tokens as unread, as many as the cache can hold."""
+        """Empty the cache, and mark the newest tokens as unread: as many tokens as the cache can hold."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
@@ -93,7 +94,7 @@ class ModelDraft:
         if self._has_copy and n < len(self._ahead):
             n = 0
             if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
-                # there is no copy, because memory was short: start over
+                # start over, because memory was short and there is no copy
                 self._begin()
         else:
             self._engine.drop_drafts(len(self._ahead) - n)

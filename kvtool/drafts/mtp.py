@@ -17,7 +17,7 @@ N_CELL = 512
 
 _N_ROW = N_CELL - MOST
 _N_FIRST, _N_NEWEST = 4, 256
-"""There are at most `_N_ROW` rows. If there are more, this many of the first and of the newest rows stay."""
+"""Number of first rows and number of newest rows that stay when there are already `_N_ROW` rows."""
 
 _N_BATCH = 128
 """Maximum number of tokens that the MTP layers read at once."""
@@ -26,10 +26,10 @@ _N_BATCH = 128
 class MtpDraft:
     """Draft tokens for an engine from MTP layers, which read the engine's hidden states. A `Source`.
 
-    A row is the hidden state of a token of the stream, and the token after it. Rows are kept for the stream's
-    first and newest tokens. Cell i of the MTP layers' cache is for row i. If tokens of the stream are
-    dropped, the rows and cells from there on are dropped. If there are too many rows, the rows in the middle
-    are dropped, and the rows after them are read again.
+    A row has two parts: the hidden state of a token of the stream, and the token after it. Rows are kept for
+    the stream's first and newest tokens. Cell i of the MTP layers' cache is for row i. If tokens of the
+    stream are dropped, their rows and cells are also dropped. If there are too many rows, the rows in the
+    middle are dropped, and the newest rows are read again.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,7 +58,7 @@ class MtpDraft:
         """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         self._keep(n)
-        # a row is read together with the token after it: the last row must be read again, with another token
+        # the last row must be read again: a row is read together with the next token, which has changed
         self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
 
     def add(self, tokens: np.ndarray) -> None:

@@ -1,1 +1,1 @@
-"""The engine: one loop (decode, observe, plan, apply) over a cache under a policy."""
+"""The engine: decode tokens into a cache, let a policy observe the signals, and apply its plans."""

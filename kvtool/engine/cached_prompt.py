@@ -1,4 +1,7 @@
-"""Copy of a prompt that an engine has read without evictions. Engines with other policies can use it."""
+"""Copy of a prompt that an engine has read without evictions.
+
+Engines with other policies can use the copy.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ class CachedPrompt:
     def fits(self, cache: PolicyCache, tokens: np.ndarray) -> bool:
         """True if the engine would fill the same cells by decoding tokens i32[n].
 
-        False for a model with sliding or recurrent layers, because their state is not copied.
+        False for a model with sliding or recurrent layers, because the state of these layers is not copied.
+        Also False if one of the two policies scales attention logits (`logn`).
         """
         context = cache.context
         return (
@@ -82,10 +86,11 @@ class CachedPrompt:
     def put(self, cache: PolicyCache) -> int:
         """Copy the first n tokens of the prompt into an engine's empty cache, and return n.
 
-        `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
-        reads, or if a reconstruction pass follows. If the policy reads only signals of the last n_query
-        queries, or of the newest query, the tokens of these queries are not copied. In all other cases n is
-        0. The caller decodes the remaining tokens, because the policy needs the signals of their queries.
+        `fits` must be true for the cache. The caller decodes the tokens that were not copied, because the
+        policy needs the signals of their queries. There are three cases. All tokens are copied if `signals`
+        has everything that the policy reads, or if a reconstruction pass follows. If the policy reads only
+        signals of the newest query or of the last n_query queries, all tokens except the tokens of these
+        queries are copied. Otherwise n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)

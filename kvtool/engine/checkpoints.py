@@ -30,7 +30,10 @@ measurement. It assumes that a GPU reads 5,000 tokens a second and copies 6 GB a
 """
 
 _LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
-"""FILE.archive gets at least this many copies of whole caches, and more only up to this many bytes."""
+"""Limits for the copies of whole caches that are saved in FILE.archive: a number of copies, and a size.
+
+Up to this number, all copies are saved. More copies are saved only if all of them fit into this size.
+"""
 
 _NAMES = 2**14
 """Maximum bytes of the names of the arrays in a copy of a whole cache."""
@@ -39,7 +42,7 @@ _LEAST, _MOST_SHARE = 8, 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
 _SHARE = 16
-"""Default limit for checkpoints of sliding and recurrent layers, if it is higher: a 16th of the free memory.
+"""Checkpoints of sliding and recurrent layers get a 16th of the free memory if that is the higher limit.
 
 Copies of whole caches do not get this limit, because each copy is as large as the cache.
 """
@@ -54,8 +57,8 @@ class Checkpoint:
     part
         The point in the stream, and the digest of the copy once a session has saved it.
     data
-        u1[n_bytes]: the two arrays of `FixedState.save`, one after the other. In a copy of the whole cache:
-        the arrays of `snapshot.save`, in the format of `parts_of`.
+        u1[n_bytes]: the two arrays of `FixedState.save`, one after the other. A copy of the whole cache
+        instead has the arrays of `snapshot.save`, in the format of `parts_of`.
     """
 
     part: SavedCheckpoint
@@ -155,9 +158,9 @@ class Checkpoints:
         return sum(each.part.n_bytes for each in self._all)
 
     def share(self, n: int) -> None:
-        """Divide the limit by n, but not below the size of eight checkpoints.
+        """Divide the limit by n, so that the n caches of a server share the memory.
 
-        The rest is for the other caches of a server.
+        The new limit is at least the size of eight checkpoints, unless the limit was lower before.
         """
         self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _LEAST * self._most_bytes))
 
@@ -170,7 +173,7 @@ class Checkpoints:
         return self._cache.rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
-        """Make a checkpoint of the current state, unless the newest checkpoint is at the same token."""
+        """Make a checkpoint of the current state, unless it would be at the same token as the newest one."""
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
@@ -225,8 +228,9 @@ class Checkpoints:
     def best(self, n: int) -> tuple[int, Checkpoint | None]:
         """Return how many of the stream's first n tokens a rewind can keep, and the checkpoint to restore.
 
-        Without a checkpoint at n tokens, a rewind uses the next later checkpoint if the state can be cut to n
-        tokens. Otherwise it uses the last earlier checkpoint, if any.
+        The best checkpoint was made at exactly n tokens. If there is no such checkpoint, a rewind uses the
+        first checkpoint after n tokens, provided that its state can be cut to n tokens. Otherwise the rewind
+        uses the last checkpoint before n tokens, if there is one.
         """
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0
@@ -279,9 +283,9 @@ class Checkpoints:
 def _least_useful(checkpoints: list[Checkpoint], n_past: int) -> int:
     """Return the index of the checkpoint that saves the least reading, in a stream of n_past tokens.
 
-    Suppose that the checkpoint is dropped. A rewind to a token between it and the next checkpoint must then
-    start at the previous checkpoint, and read more tokens. A stream is rewound by few tokens more often than
-    by many, so older checkpoints have a lower weight.
+    If a checkpoint is dropped, a rewind to a token between this checkpoint and the next one has to start at
+    the previous checkpoint, and to read more tokens. Most rewinds go back by only a few tokens, so older
+    checkpoints have a lower weight.
     """
     places = np.array([0, *(each.n_past for each in checkpoints), n_past])
     before, after = np.diff(places)[:-1], np.diff(places)[1:]

@@ -27,8 +27,8 @@ class ChunkSize:
     def part(self, at: int, end: int) -> slice:
         """Return the slice of tokens to decode next. It begins at `at` and has about `self.n` tokens.
 
-        end: where the step ends. The slice is a little longer or shorter if the step's last part would be
-        very short otherwise.
+        end: the end of the step. Near this end, the slice may be a little longer or shorter, so that the
+        step's last part is not very short.
         """
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))

@@ -19,7 +19,7 @@ from kvtool.llama.devices import gpu_free_bytes
 _LEAST = 64
 """Minimum number of tokens to read exactly, unless the settings ask for exact reading.
 
-For fewer tokens, it is not worth the time that making the buffers takes.
+For fewer tokens, exact reading saves less time than it takes to make the buffers.
 """
 
 
@@ -60,7 +60,8 @@ class ExactReader:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""
         assert self._cache.context.archive
         layer_bytes = max(self._cache.context.archive.layer_bytes)
-        # two buffers, the same again for llama.cpp's conversion of both buffers, and a mask in half precision
+        # the device holds two buffers, llama.cpp's converted copies of these buffers, and a mask in half
+        # precision
         return n * (4 * layer_bytes + 2 * self.n_chunk)
 
     @contextmanager

@@ -159,19 +159,19 @@ class Engine:
             )
         self._prepare(n)
         self._decode(tokens, n_output)
-        # the step may have gone over the budget
+        # evict now if the step has gone over the budget
         self.evict_if_due(0)
 
     def _decode(self, tokens: np.ndarray, n_output: int, n_draft: int = 0) -> None:
-        """Decode tokens i32[n] after the live cells, without regard to the budget. All decoding is done here.
+        """Decode tokens i32[n] after the live cells, and do not check the budget.
 
-        n_draft: number of draft tokens at the end of `tokens`.
+        All other methods decode through this method. n_draft: number of draft tokens at the end of `tokens`.
         """
         rows = self.rows
         if self.checkpoints.is_due:
             self.checkpoints.take()
         if self.signals.is_observed:
-            # the policy has observed these signals and must not see them again
+            # clear these signals: the policy has observed them, and must not see them again
             self.signals.clear()
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
@@ -253,7 +253,7 @@ class Engine:
 
     def _part(self, at: int, end: int) -> slice:
         """Return the slice of a step's tokens to decode next, from `at` to at most `end`."""
-        # with an archive a step stays whole, because its tokens share the clusters that they attend to
+        # with an archive, a step is not divided: all its tokens attend to the same clusters
         return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
 
     # texts
@@ -302,7 +302,7 @@ class Engine:
         while done < len(tokens) and not stopped():
             done = next(steps).stop
         if done < len(tokens):
-            # `stopped` may have ended a step between two of its parts, when the budget was already exceeded
+            # evict if the budget is exceeded: this can happen if reading stopped between two parts of a step
             self.evict_if_due(0)
         return done
 
@@ -335,22 +335,22 @@ class Engine:
                 at = part.stop
                 self._decode(tokens[part], at - part.start if every else int(at == len(tokens)))
                 if at == end:
-                    # the step may have gone over the budget
+                    # evict now if the step has gone over the budget
                     self.evict_if_due(0)
                 yield part
 
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole and then compressed once.
 
-        If the policy asks for this but the settings do not, a text that does not fit is streamed instead,
-        unless the policy needs to read it twice. With a policy that recalls, a text is read whole if it
-        cannot be read exactly and a GPU has room for it.
+        The settings or the policy can ask for this. If only the policy asks, and the text does not fit, the
+        text is streamed instead, except if the policy has a reconstruction pass. With a policy that recalls,
+        a text is read whole if it cannot be read exactly and a GPU has room for it.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
-            # exact reading takes less memory and time, so it comes first
+            # prefer exact reading, because it takes less memory and time
             return self.n_exact(n) < n and self._gpu_has_room(n)
         has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
         return has_to or self.whole_reader.fits(n)
@@ -432,7 +432,7 @@ class Engine:
     def draft_room(self) -> int:
         """Return how many draft tokens may follow the next token in the same step without an eviction.
 
-        If the next token itself needs an eviction, evicts first. Raises the errors of `evict`.
+        If a plan is due before the next token, this method evicts first. Raises the errors of `evict`.
         """
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
@@ -468,7 +468,7 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """True if `rewind` can keep some tokens, as long as the archive has not dropped any."""
+        """True if `rewind` can keep some tokens, provided that the archive has not dropped tokens."""
         return self.rewinds_anywhere or self.checkpoints.max_bytes > 0
 
     @property
@@ -477,7 +477,7 @@ class Engine:
         return self.cache.keeps_all and not self.context.fixed_state
 
     def n_kept(self, n: int) -> int:
-        """Return how many of the first n tokens `rewind` would keep, if the archive has not dropped any."""
+        """Return how many of the first n tokens `rewind` would keep if the archive has not dropped tokens."""
         if n == self.n_past or self.rewinds_anywhere:
             return n
         return self.checkpoints.best(n)[0]
@@ -485,10 +485,10 @@ class Engine:
     def rewind(self, n: int) -> int | None:
         """Cut the stream to its first n tokens, or to fewer if no checkpoint allows that.
 
-        The newest of the archived tokens move back into the window. Returns the number of tokens that are
-        left. If this is less than n, the caller reads the missing tokens again. It is 0 if a checkpoint is
-        needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that the
-        window needs. Raises UsageError for more tokens than the stream has.
+        The newest archived tokens move back into the window. Returns the number of tokens that are left. If
+        this number is less than n, the caller reads the missing tokens again. The number is 0 if a checkpoint
+        is needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
+        the window needs. Raises UsageError if the stream has fewer than n tokens.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
@@ -525,7 +525,8 @@ class Engine:
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
-            # after an error the engine is unchanged or empty; if it is empty, this drops all checkpoints
+            # an error leaves the engine either unchanged or empty. In an empty engine, this call drops all
+            # checkpoints
             self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved, self.n_cell)
 
@@ -544,8 +545,8 @@ class Engine:
         due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
         if not settings.over_budget or policy.recall:
             return due
-        # a text is read in batches. The plan is made at the end of the batch in which it is due, or earlier
-        # if the text ends or the cells are full
+        # A text is read in batches. When the plan becomes due during a batch, it is made at the end of that
+        # batch, or earlier if the text ends or the cells are full
         n_batch = settings.n_batch
         return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 

@@ -55,15 +55,17 @@ def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """Move a kept cell from the tail of the row into each hole. Both are taken from left to right.
+    """Choose a kept cell from the tail of the row for each hole.
+
+    The first hole gets the first kept cell of the tail, the second hole the second, and so on.
 
     keep b1[row, n]
         True for cells that are kept.
     n_keep i32[row]
         Number of kept cells of each row.
     source i32[row, most]
-        Output: for each of a row's first n_keep cells, the index of the cell whose content moves there. A
-        cell that is kept has its own index, and so does every cell from n_keep on.
+        Output: for each of a row's first n_keep cells, the index of the cell whose content moves there. This
+        is the cell's own index if the cell is kept. Cells from n_keep on also have their own index.
     """
     n_row, most = source.shape
     for row in range(n_row):

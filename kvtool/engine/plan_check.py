@@ -33,10 +33,11 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 
 
 def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
-    """Return i32[row]: number of cells that a plan keeps in each row. Each must be below the budget.
+    """Return i32[row]: number of cells that a plan keeps in each row.
 
-    name: the policy's name, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the
-    rows are full and the plan keeps everything.
+    Raises PlanError if the plan breaks a rule, for example if a row keeps as many cells as the budget or
+    more. Raises StreamEnd if the rows are full and the plan keeps everything. name: the policy's name, for
+    messages.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
@@ -71,7 +72,7 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) 
 
 
 def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -> None:
-    """Raise PlanError unless all rows evict the same tokens, and these tokens come next in the archive.
+    """Raise PlanError unless all rows evict the same tokens, which must directly follow the archive's tokens.
 
     begin: position after the archive's newest token; None if the archive is empty.
     """
@@ -96,7 +97,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # the dtype of an empty list is not checked, because NumPy chose it
+    # do not check the dtype of an empty list, because the policy has not chosen this dtype
     unfit = [
         part.dtype
         for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)

@@ -118,7 +118,10 @@ class PolicyCache:
         self._n_fit += n
 
     def make_room(self, n: int) -> None:
-        """Resize the layers of ragged rows, to give each room for n more tokens, but not for many more."""
+        """Resize the layers of ragged rows, so that each layer has room for n more tokens.
+
+        A layer that has much more room than this shrinks.
+        """
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
@@ -153,10 +156,10 @@ class PolicyCache:
         return ask(self.policy, method, *args)
 
     def pinnable(self, n: int) -> int:
-        """Return how many tokens are really pinned if a caller pins the first n tokens.
+        """Return how many tokens are pinned if a caller asks to pin the first n tokens.
 
-        With an archive, this is at most half of the tokens that an eviction keeps. The other tokens are
-        archived, and the model still attends to them there.
+        Without an archive, this is n. With an archive, it is at most half of the tokens that an eviction
+        keeps. The other tokens are archived, and the model still attends to them in the archive.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
@@ -172,8 +175,8 @@ class PolicyCache:
     def pin(self, n: int) -> None:
         """Never evict the first n tokens of the stream, or only the first `pinnable(n)` of them.
 
-        Raises UsageError for too many tokens. Also raises it if tokens are archived already and the number
-        would change, because that would leave a gap in the archive.
+        Raises UsageError for too many tokens. Also raises UsageError if tokens are archived already and the
+        number of pinned tokens would change: a change would leave a gap in the archive.
         """
         self.check_pin(n)
         n = self.pinnable(n)
@@ -182,10 +185,10 @@ class PolicyCache:
         self.n_pinned = n
 
     def _budget_for(self, n: int) -> int:
-        """Return a budget in which n pinned and held tokens leave room for others."""
+        """Return a budget that has room for n pinned and held tokens and for other tokens."""
         policy = self.policy
         if policy.recall:
-            # scaled, because the cells for recalled tokens grow with the budget
+            # multiply, because the number of cells for recalled tokens grows with the budget
             return (n + 64) * policy.budget // policy.n_keep
         return n + policy.slack + 64
 
@@ -229,7 +232,10 @@ class PolicyCache:
         )
 
     def observe(self) -> View:
-        """Let the policy observe the tokens since the last edit, unless it already has. Returns the view."""
+        """Let the policy observe the tokens since the last edit, and return the view.
+
+        The policy does not observe these tokens a second time.
+        """
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
             self.ask("observe", view, self.state)
@@ -280,8 +286,8 @@ class PolicyCache:
             if self.state:
                 self.ask("move", self.state, source)
         finally:
-            # even after an error, clear the freed cells: the next tokens use them, and their state must be
-            # zero
+            # even after an error, clear the state of the freed cells: the next tokens use these cells, and
+            # need a state of zero
             self.clear_dead(n)
         return source
 

@@ -47,7 +47,7 @@ class Residents:
     n_repeated
         Number of times that a step was decoded again because it missed too much.
     obstacle
-        Reason why there can be no residents although the settings ask for them; "" without such a reason.
+        Reason why there can be no residents although the settings ask for them; "" if there is no reason.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -69,7 +69,10 @@ class Residents:
 
     @property
     def refusal(self) -> str:
-        """Why no step has had residents although the user asked for them; "" if that needs no reason."""
+        """Reason why no step has had residents although the user asked for them.
+
+        "" if steps have had residents, if nothing has been archived yet, or if the user did not ask for them.
+        """
         archive = self._cache.context.archive
         if self.obstacle or not self.n_token or self._n_mean or not (archive and archive.n):
             return self.obstacle
@@ -100,7 +103,8 @@ class Residents:
     def misses(self) -> bool:
         """Return True if the last step has to be decoded again with other residents.
 
-        Chooses these residents, unless no repetition is left.
+        The archive chooses these residents in this method. After the maximum number of repetitions, the
+        residents stay the same, and the result is False.
         """
         archive = self._cache.context.archive
         assert archive
@@ -118,14 +122,15 @@ def n_cells(n_token: int, n_archived: int) -> int:
 
 
 def _n_cluster(n_archived: int) -> int:
-    """Return how many clusters a row with n_archived tokens may have, until after the next eviction."""
-    # the first block may be cut at its start, and the next eviction may complete another block
+    """Return how many clusters a row with n_archived tokens may have now and after the next eviction."""
+    # count two more blocks: the first block may be cut at its start, and the next eviction may complete
+    # another block
     return (n_archived // _N_BLOCK + 2) * _N_CLUSTER
 
 
 def _n_mean(n_archived: int) -> int:
     """Return how many cells for means a row with n_archived tokens gets."""
-    # room for a quarter more clusters, because every enlargement copies all cells
+    # leave room for a quarter more clusters, because every enlargement copies all cells
     return min(-(-_n_cluster(n_archived) * 5 // 4 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
 
 

@@ -25,9 +25,9 @@ class _Earlier(NamedTuple):
     n_kv
         Number of live cells of each row.
     base
-        Keys of tokens from position `begin` on were rotated to their position minus `base`.
+        Shift of the keys: for p >= `begin`, the key of the token at position p was rotated to p - `base`.
     n_later
-        Number of times that the gaps between positions have been closed since then.
+        Number of times that the gaps between positions have been closed after these n tokens.
     """
 
     n_first: int
@@ -93,8 +93,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
-        # use the checkpoint's number of live cells, but not more than fit now: a row has more while a prompt
-        # is read whole
+        # Use the checkpoint's number of live cells. While a prompt is read whole, a row has more live cells
+        # than usual, so limit the number to the usual maximum
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
@@ -102,8 +102,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # the window begins at the archive's end or before, because later tokens were not evicted. `n_live` may
-    # assume that they were
+    # The window begins at the archive's end or before it, because tokens after the archive's end have never
+    # been evicted. The limit is needed because `n_live` may count more evictions than there were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
@@ -111,10 +111,10 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
         # use the checkpoint's base, because the state of sliding layers has positions with that base
         part = checkpoint.part
         return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # Find the newest frame that had already started after n tokens. Whenever gaps are closed, a frame with a
-    # new base starts. Its first token is the oldest live token at that time. Frames whose first token is
-    # before `begin` had started. A frame whose first token is `begin` had started only if n tokens did not
-    # fit in the context with the base of the frame before it
+    # Find the newest frame that had already started when the stream had n tokens. Whenever gaps are closed, a
+    # frame with a new base starts. The first token of the frame is the oldest token that was live at that
+    # time. A frame had started if its first token is before `begin`. If its first token is exactly `begin`,
+    # the frame had started only if n tokens did not fit in the context with the previous frame's base
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:
@@ -123,7 +123,7 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
 
 
 def n_live(policy: Policy, n: int) -> int:
-    """Return the live cells of a row after n tokens, if each eviction keeps as many as the policy allows."""
+    """Return the live cells of a row after n tokens, if each eviction leaves the policy's `n_keep` cells."""
     if n <= policy.n_live or not policy.slack:
         return n
     return policy.n_keep + 1 + (n - policy.n_live - 1) % policy.slack

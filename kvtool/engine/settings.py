@@ -60,10 +60,10 @@ class Settings:
         its space is free again when the process ends.
     archive_type
         Number format of the archive, such as "f16". "q5_0/q4_0" is q5_0 for keys and q4_0 for values. "plain
-        q4_1" is q4_1 without Hadamard matrices, which earlier versions of kvtool used.
+        q4_1" is q4_1 without Hadamard matrices, the format of earlier versions of kvtool.
     resident
-        With a policy that recalls: number of archived tokens of each row to keep on the device. A step of one
-        token, with or without draft tokens, then attends to them without a search on the host. 0: each step
+        With a policy that recalls: number of archived tokens of each row to keep on the device. Steps that
+        decode a token of the reply then attend to these tokens, and need no search on the host. 0: each step
         searches the archive.
     checkpoints
         Maximum bytes of all checkpoints; 0 for no checkpoints. If the policy forgets tokens, or the model has
@@ -72,7 +72,7 @@ class Settings:
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
-        CPU threads; one per core if not given.
+        Number of CPU threads. Default: one per core.
     kv_offload
         True if the cache is on the devices that compute the layers; False if it is in host memory.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""Names of the arrays in a snapshot for FUTURE: the last queries, and the positions of their rotation."""
+"""Names of the arrays for FUTURE in a snapshot: the last queries, and the positions of their rotation."""
 
 
 class Signals:
@@ -75,7 +75,10 @@ class Signals:
             yield "is_observed", np.ones(1, np.bool_)
 
     def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
-        """True if `save` could yield such arrays with n_kv cells. Raises KeyError for a missing array."""
+        """True if the arrays have the shapes that `save` yields for n_kv cells.
+
+        Raises KeyError for a missing array.
+        """
         if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
             return False
         return all(
@@ -103,5 +106,9 @@ class Signals:
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """Convert IMPORTANT from "queries ago" to a query's index in the window, or back. Both start at 1."""
+        """Convert the values of IMPORTANT from an index into an age, or from an age into an index.
+
+        The index of a query starts at 1 for the window's first query. The age starts at 1 for its newest
+        query. 0 stays 0. The values of other signals are returned unchanged.
+        """
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

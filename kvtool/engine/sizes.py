@@ -83,8 +83,8 @@ def open_context(
     """Make an empty cache that computes the signals of a policy's request.
 
     Raises UsageError if the cache needs more cells than the model's index chooses for a query
-    (`Layers.most_cells`). Raises LibraryError if the policy or the settings need the patch and the library is
-    unpatched.
+    (`Layers.most_cells`). Raises LibraryError if the library is unpatched, but the policy or the settings
+    need the patch.
     """
     n_cell = sizes.n_start
     # ragged rows begin with fewer cells than n_live, and grow
@@ -106,8 +106,8 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # includes the padding, so that no gap is left between the live cells and the cells that a step
-            # fills
+            # include the cells from rounding up: without them, there would be a gap between the live cells
+            # and the cells that a step fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),

@@ -75,8 +75,8 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
 
     n_cell: maximum number of tokens in the cache.
 
-    Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged, or
-    empty if it was llama.cpp that refused the arrays. Raises StreamEnd if there is no room for the archive;
+    Raises SessionError if the arrays do not fit this model, policy or cache. If llama.cpp refused the arrays,
+    the engine is then empty; otherwise it is unchanged. Raises StreamEnd if there is no room for the archive;
     the engine is then empty.
     """
     counters = check(cache, saved, n_cell)
@@ -104,9 +104,9 @@ def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> C
 
 
 def _check_fixed(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> None:
-    """Raise SessionError if the saved sliding layers have another number of cells.
+    """Raise SessionError if the saved sliding layers have more or fewer cells than this cache's layers.
 
-    Their number of cells depends on the batch size.
+    The number of cells of sliding layers depends on the batch size.
     """
     fixed_state = cache.context.fixed_state
     if fixed_state and saved[_FIXED[0]].shape != fixed_state.shapes[0]:

@@ -19,7 +19,10 @@ from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _LEAST = 256
-"""Minimum room, in tokens, for repeating a chunk. A prompt that leaves less room is read in segments."""
+"""Minimum room, in tokens, that a prompt must leave in the context, so that a chunk can be repeated.
+
+A prompt that leaves less room is read in segments.
+"""
 
 DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
 """Function that decodes a text i32[n] after the live cells. The last n_output tokens give logits.
@@ -54,8 +57,8 @@ class WholeReader:
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments that do not see each other."""
-        # not possible with ragged rows or an archive: earlier segments cannot be hidden there, because
-        # attention covers all cells of ragged rows, and the whole archive
+        # Earlier segments must be hidden from later segments. This is impossible with ragged rows, because
+        # attention covers all their cells, and with an archive, because attention covers the whole archive
         return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
@@ -76,7 +79,7 @@ class WholeReader:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
             n += self.reconstruction.n_before + n_chunk
         if policy.recall:
-            # cells that steps fill from the archive come after the live cells
+            # add the cells that steps fill from the archive: these come after the live cells
             n += int(cache.layer_cells.max()) - policy.n_live
         return pad(n)
 
@@ -92,9 +95,10 @@ class WholeReader:
         return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
 
     def fits(self, n: int) -> bool:
-        """True if n tokens can be read whole, as far as this depends on cells and segments.
+        """True if n tokens can be read whole.
 
-        Does not check whether original positions suffice.
+        The model must allow enough cells for them. If they do not fit into the context, it must be possible
+        to read them in segments. Does not check whether original positions suffice.
         """
         in_one = self.in_segments or self.n_segments(n) == 1
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
@@ -174,7 +178,7 @@ class WholeReader:
         """
         cache, rows = self._cache, self._cache.rows
         n = sum(map(len, segments))
-        # drop the state, which has the shape of the small cache
+        # drop the state, because its shape fits only the small cache. `_compress` makes a new state
         cache.state = ()
         # ragged rows are not resized here. They grow while the text is read, because attention also covers
         # their unused cells
@@ -201,7 +205,8 @@ class WholeReader:
                 return None
             for name, values in signals.items():
                 sums = total.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
-                # no segment sees another segment's tokens, so each value comes from a single segment
+                # adding is right for every signal: segments do not see each other, so for each token only
+                # one segment has a value that is not 0
                 sums[:, : rows.n_kv] += values
             if rows.n_past < n:
                 cache.hide()
@@ -291,7 +296,10 @@ class Reconstruction:
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a segment that can be repeated within the context; below 1 without room."""
+        """Maximum tokens of a segment that can be repeated within the context.
+
+        Below 1 if there is no room to repeat a segment.
+        """
         n_ctx = self._cache.n_ctx
         return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 

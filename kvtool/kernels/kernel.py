@@ -51,8 +51,8 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # needed if numba was imported before the variable was set. `vars` is used because mypy does not know
-    # CACHE_DIR
+    # If numba was imported before, it has not seen the variable, so set the folder here too. `vars` is used
+    # because mypy does not know CACHE_DIR
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 

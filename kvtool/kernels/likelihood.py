@@ -61,12 +61,12 @@ def divergence(logits, target, tokens, log_p, nll, kl, top):
         top[i] = best
         total, rest_p, rest_q = 0.0, 1.0, 1.0
         for j in range(k):
-            # rounded to float32 like log_p, so that equal predictions have zero divergence
+            # round to float32, because log_p is float32: equal predictions then have zero divergence
             log_q = np.float32(np.float64(logits[i, tokens[i, j]] - logits[i, best]) - log_sum)
             p = np.exp(np.float64(log_p[i, j]))
             total += p * (np.float64(log_p[i, j]) - np.float64(log_q))
             rest_p -= p
             rest_q -= np.exp(np.float64(log_q))
-        # rounding may give a negative rest
+        # rounding may make a rest 0 or negative, so replace it by a small positive number
         rest_p, rest_q = max(rest_p, 1e-12), max(rest_q, 1e-12)
         kl[i] = total + rest_p * np.log(rest_p / rest_q)

@@ -1,7 +1,7 @@
 """Link compiled kernels into a shared library. load.py opens the library; kvtool/build/kernels.py builds it.
 
 numba compiles each kernel to LLVM IR, as a function with a C signature. The IR is compiled to an object file.
-This file is linked with numba's allocator, because kernels call the allocator for local arrays.
+The object file is linked with numba's allocator, because kernels call the allocator for local arrays.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Load compiled kernels from the shared library. Without numba, a process takes 100 MiB less memory.
+"""Load compiled kernels from the shared library. A process then needs no numba, which takes 100 MiB.
 
-link.py builds the library. Without it, numba compiles each kernel at its first call.
+link.py builds the library. If there is no library, numba compiles each kernel at its first call.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtool.system.paths import kernel_library
 
-# set at import: the environment may change later
+# find the library at import, because the environment may change later
 LIBRARY = kernel_library()
 
 _C_TYPES = {

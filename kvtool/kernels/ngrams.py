@@ -10,10 +10,10 @@ import numpy as np
 from kvtool.kernels.kernel import kernel
 
 N_KEY = 3
-"""Minimum number of tokens before a place that must match."""
+"""Minimum length of a match, and number of tokens that are hashed together."""
 
 N_BIT = 14
-"""Bits of a hash."""
+"""Number of bits of a hash."""
 
 _MOST_PLACES = 64
 """Maximum number of places that are compared. The newest places are compared first."""
@@ -35,10 +35,11 @@ def key_of(tokens, end):
 def link(tokens, newest, before, first, n):
     """Add the places first + 1 .. n of a text to the chains.
 
-    tokens: i32[n], the text. A place is the index of a token that has at least N_KEY tokens before it, and
-    its hash is the hash of the N_KEY tokens before it. Place n is the next token, which is not known yet.
-    newest: i32[hash], the newest place with each hash. before: i32[n]; before[place - 1] is the previous
-    place with the same hash.
+    A place is the index of a token that has at least N_KEY tokens before it. The hash of a place is the hash
+    of the N_KEY tokens before it. Place n is the place of the next token, which is not known yet.
+
+    tokens: i32[n], the text. newest: i32[hash], the newest place with each hash. before: i32[n];
+    before[place - 1] is the previous place with the same hash.
     """
     for end in range(max(first + 1, N_KEY), n + 1):
         key = key_of(tokens, end)

@@ -19,7 +19,7 @@ def normalise(keys, first, unit):
     """Scale each key to norm 127; a zero key stays zero.
 
     keys f32[row, n_new, n_dim] -> unit i8[row, n or more, n_dim]. The keys of a row belong to n_new
-    consecutive cells, of which first i64[row] is the first.
+    consecutive cells. first i64[row]: the index of the first of these cells.
     """
     n_row, n_new, n_dim = keys.shape
     for row in range(n_row):

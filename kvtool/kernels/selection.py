@@ -15,7 +15,8 @@ def nth_lowest(values, n_value, nth):
     begin, last = 0, n_value - 1
     while begin < last:
         middle = (begin + last) // 2
-        # sort the first, middle and last value so that the lowest is first and the median, the pivot, is last
+        # reorder the first, middle and last value: the lowest comes first, and the median comes last. The
+        # median is the pivot
         if values[middle] < values[begin]:
             values[begin], values[middle] = values[middle], values[begin]
         if values[last] < values[begin]:
@@ -65,7 +66,7 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
     never = np.int64(2**63 - 1)
     keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     for row in range(n_row):
-        # without branches, which would be mispredicted because cells are in no order
+        # the loop has no branches: they would be mispredicted, because cells are in no order
         for cell in range(n):
             is_open = first <= pos[row, cell] < recent
             keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
@@ -96,7 +97,8 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
     n_row, n = pos.shape
     bits = score.view(np.int32)
     keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
-    # in each row, tokens with sort keys above `safe` stay, and tokens with sort keys up to `out` are evicted
+    # In each row, tokens with sort keys above `safe` stay, and tokens with sort keys up to `out` are evicted.
+    # The other tokens of all rows share the cells that are left
     safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
     never = np.int64(2**63 - 1)
     begin = 0

@@ -1,7 +1,7 @@
 """Find and load policies: `--policy NAME` loads POLICY from kvtool/policies/NAME.py.
 
 `--policy path/to/mine.py` loads POLICY from a user's file. Other packages add policies through entry points
-of the group "kvtool.policies", each of which names a class.
+of the group "kvtool.policies". Each entry point names a class.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def _package(entry: EntryPoint) -> tuple[str, str]:
 
 
 def file_sha256(name: str) -> str | None:
-    """Return the SHA-256 of a policy's file, because the file may change; None for built-in policies."""
+    """Return the SHA-256 of a policy's file, so that a change of the file can be noticed.
+
+    None for built-in policies.
+    """
     if name in names():
         return None
     path = name if name.endswith(".py") else sys.modules[load(name).__module__].__file__
@@ -136,7 +139,7 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
     try:
         return parameters.parse(policy, options, "-o", name, but=_COMMON)
     except NameError as error:
-        # raised by an annotation in a user's policy
+        # an annotation in a user's policy can raise this error
         raise UsageError(f"{name}: {where(error)}") from error
 
 
@@ -156,7 +159,7 @@ class PolicySpec(NamedTuple):
     params
         Parameters that the user set, with their values.
     evict_every
-        Number of tokens from one eviction to the next. None if `slack` chooses it by the budget.
+        Number of tokens from one eviction to the next. None if the number depends on the budget; see `slack`.
     """
 
     name: str
@@ -198,7 +201,7 @@ class PolicySpec(NamedTuple):
 
         on: adapts the policy to a model. Raises UsageError if no budget works.
         """
-        # if no budget works, `fit` raises the reason
+        # if no budget works, `fit` raises an error that gives the reason
         return self._smallest_budget(0, n_held, on) or self.fit(1).budget
 
     def _fitted(self, budget: int) -> Policy:

@@ -10,7 +10,7 @@ _EPSILON = 1e-5
 """To pick k of n tokens, stochastic greedy examines n / k * ln(1 / epsilon) tokens for each pick."""
 
 _ALPHA, _BETA = 1 / 25, 1.0
-"""phi=power is the inverse function of alpha * y**(1 / alpha) + beta * y, with the paper's constants."""
+"""Constants of phi=power, from the paper. phi is then the inverse of alpha * y**(1 / alpha) + beta * y."""
 
 _UNIT = 1 << 14
 """Norm of a key in the state."""
@@ -41,13 +41,17 @@ def _hash(seed, pick, draw):
 
 @kernel("f8(f8, b1)")
 def _phi(x, power):
-    """Return phi(x) for x >= 0: log(1 + x), or y with alpha * y**(1 / alpha) + beta * y = x if `power`."""
+    """Return phi(x) for x >= 0.
+
+    Without `power`, this is log(1 + x). With `power`, it is the y for which alpha * y**(1 / alpha) + beta * y
+    equals x.
+    """
     if not power:
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # start above the root: each of the two terms alone would need a larger y. The function is convex, so
-    # Newton's method descends from there to the root
+    # Start above the root: if one of the two terms were missing, y would have to be larger. The function is
+    # convex, so Newton's method descends from the start to the root
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
@@ -87,10 +91,10 @@ def _dot(one, other):
 def _similarity(dot, cosine):
     """Return the similarity, in 0.._ONE, of two keys with this dot product.
 
-    cosine: index into COSINES. For a cosine c, the similarity is ReLU(c), (1 + c) / 2 or |c|. For a key and
-    itself, rounding may give less than _ONE, so callers use _ONE instead. This kernel and `_dot` are two
-    separate kernels, so that LLVM inlines both into the loops of callers. The loops are then three times as
-    fast.
+    cosine: index into COSINES. For a cosine c, the similarity is ReLU(c), (1 + c) / 2 or |c|. The similarity
+    of a key to itself may be rounded to less than _ONE, so callers use _ONE instead. This kernel and `_dot`
+    are separate kernels, so that LLVM inlines both into the loops of callers. The loops are then three times
+    as fast.
     """
     if cosine == 1:
         # shift by one bit more, because 1 + c is up to 2
@@ -217,12 +221,16 @@ _DISCARD = (
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
 def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
-    """Evict tokens with first <= pos < recent until n_keep are left, each time the token that costs g least.
+    """Evict tokens one by one until n_keep are left, each time the token whose removal costs g least.
+
+    Only tokens with first <= pos < recent are evicted.
 
     pos: i32[row, n]. unit, mass, pairs, near, nearest: arrays of the state. Writes keep b1[row, n], and
-    updates near and nearest for the kept tokens. Two bounds save time. phi is concave, so mass times the
-    slope of phi is a lower bound of the decrease of c. near is an upper bound of the similarity to the
-    nearest neighbour. The exact decrease is computed only if these bounds do not decide.
+    updates near and nearest for the kept tokens.
+
+    Two bounds save time. phi is concave, so mass times the slope of phi is a lower bound of the decrease of
+    c. near is an upper bound of the similarity to the nearest neighbour. The exact decrease is computed only
+    if these bounds do not decide.
     """
     n_row, n = pos.shape
     alive = np.empty(n, np.int32)
@@ -346,14 +354,18 @@ def _take(unit, cosine, cell, cover):
 
 @kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, i8, b1, i8[::1], b1[:,::1])")
 def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
-    """Choose n_keep tokens: all before `first` and from `recent` on, then the tokens that raise g most.
+    """Choose n_keep tokens for the summary of each row.
+
+    The summary begins with all tokens before `first` and from `recent` on. Then the token that raises g most
+    is added, again and again, until there are n_keep tokens.
 
     pos i32[row, n], order i64[row, n] (the cells, oldest token first), keys f32[row, n, n_dim], mass f32[row,
     n], seeds i64[row] -> keep b1[row, n].
 
-    A token's gain in f never rises while the summary grows. This is exact, because gains in f are integers.
-    Mass times the slope of phi is an upper bound of a token's gain in c. A token is examined only if the sum
-    of these bounds exceeds the best gain so far. Pairs are not stored, so memory does not grow with n * n.
+    A token's gain in f never rises while the summary grows, so an earlier gain is an upper bound. Rounding
+    does not break this bound, because gains in f are integers. An upper bound of a token's gain in c is its
+    mass times the slope of phi. A token is examined only if the sum of the two bounds exceeds the best gain
+    so far. Pairs are not stored, so memory does not grow with n * n.
     """
     n_row, n = pos.shape
     unit = np.empty((n, keys.shape[2]), np.int16)

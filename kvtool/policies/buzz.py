@@ -57,8 +57,8 @@ class BUZZ(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: what the threshold leaves of the budget if a threshold is
-        given; otherwise a share by Theorem 3.1.
+        Newest tokens, never evicted. Default: a share of the budget by Theorem 3.1. If a threshold is given,
+        the default is the rest of the budget.
     threshold
         Maximum number of tokens between sinks and window.
     stride
@@ -101,7 +101,8 @@ class BUZZ(Policy):
             raise ValueError(f"stride must be 3 or more (or old tokens are never thinned), got {self.stride}")
         if self.window < 1:
             raise ValueError(f"window must be 1 or more, got {self.window}")
-        # with threshold 1, the middle may have one old and one new token, and an eviction would keep both
+        # refuse threshold 1: the middle may then have one old and one new token, and an eviction would keep
+        # both of them
         if self.threshold < 2:
             raise ValueError(
                 f"threshold must be 2 or more, got {self.threshold} (the budget of {self.budget} less "
@@ -118,7 +119,7 @@ class BUZZ(Policy):
         sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
         window, threshold = params.get("window"), params.get("threshold")
         if params.get("kept"):
-            # a stride below 3 counts as 3 here; the constructor then refuses it
+            # compute with a stride of at least 3: the constructor refuses smaller strides later
             strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
@@ -202,10 +203,10 @@ def _strides(stride: int, swap: bool) -> tuple[int, int]:
 
 
 def _threshold(n: int, stride: int, old_stride: int) -> int:
-    """Return the threshold with which an eviction leaves n middle tokens if the eviction before left n.
+    """Return the threshold for a steady state, in which each eviction leaves n middle tokens.
 
-    One in `old_stride` of the n old tokens stays. Each evicted old token must be replaced by a new token.
-    This takes `stride` new tokens, because one of them stays.
+    Before an eviction, n middle tokens are old. One in `old_stride` old tokens stays. Each evicted old token
+    must be replaced by a new token. This takes `stride` new tokens, because one of them stays.
     """
     return n - 1 + stride * (n - -(-n // old_stride))
 
@@ -217,7 +218,7 @@ def _n_left(threshold: int, stride: int, old_stride: int) -> int:
 
 
 def _best_window(rest: int, stride: int) -> int:
-    """Return the window for which window + threshold = rest and threshold / window follows equation 6."""
+    """Return the window if `rest` tokens are divided between window and threshold by equation 6."""
     if stride % 2:
         return max(rest * (stride + 1) // (stride * stride + stride + 2), 1)
     return max(rest // max(stride, 1), 1)
@@ -226,10 +227,10 @@ def _best_window(rest: int, stride: int) -> int:
 def _sizes_kept(
     n: int, window: int | None, threshold: int | None, stride: int, old_stride: int
 ) -> tuple[int, int]:
-    """Return the window and the threshold with which an eviction leaves n cells in addition to the sinks.
+    """Return a window and a threshold with which each eviction leaves n cells in addition to the sinks.
 
-    If neither is given, the window is half of n. By Theorem 3.1, it is as large as the middle's steady state.
-    Raises ValueError for sizes that do not fit together.
+    If the caller gives no window and no threshold, the window is half of n. By Theorem 3.1, the window is as
+    large as the middle in the steady state. Raises ValueError for sizes that do not fit together.
     """
     if threshold is not None:
         left = _n_left(threshold, stride, old_stride)
@@ -252,11 +253,11 @@ def _sizes_kept(
 def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, exact, old, keep):
     """Thin the middle of each row: order i64[row, n], pos i32, mass f32[row, n or more] -> keep b1[row, n].
 
-    order: the cells, oldest token first. At most n_max tokens stay. The tokens before position `first` stay,
-    and the newest `window` tokens, or fewer if there is no room. In the middle, one in `stride` new tokens
-    and one in `old_stride` old tokens stay. Old tokens come before new tokens. Sets old u1[row, n or more] to
-    1 for the middle tokens that stay. exact: if the middle has to be thinned again, begin at its oldest token
-    and stop as soon as the tokens fit.
+    order: the cells, oldest token first. At most n_max tokens stay. The tokens before position `first` stay.
+    The newest `window` tokens stay, or fewer if there is no room for all of them. In the middle, one in
+    `stride` new tokens and one in `old_stride` old tokens stay. Old tokens come before new tokens. Sets old
+    u1[row, n or more] to 1 for the middle tokens that stay. exact: if the middle has to be thinned again,
+    begin at its oldest token and stop as soon as the tokens fit.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)

@@ -103,7 +103,7 @@ class CaM(Policy):
             sampled = chance * np.maximum(*largest)[:, None] < score[:, begin:end]
         else:
             after = score[:, end:] if self.denominator == "mean" else score[:, end : end + self.merge]
-            # this is chance < score / mean, but without a possible division by zero
+            # the condition is chance < score / mean, written without a division, because the mean may be 0
             sampled = chance * after.sum(axis=1, keepdims=True) < score[:, begin:end] * after.shape[1]
         return sampled
 

@@ -103,9 +103,9 @@ def _rank(pos, step, first, recent):
 def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
     """Choose the cells to keep: pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
-    Tokens at positions before `first` (sinks) and from `recent` on (window) stay. Tokens whose step is
-    `oldest` or later also stay, up to n_max tokens in all. If there are too many of these, later steps win,
-    and among equal steps newer tokens win. If sinks and window alone are more than n_max tokens, the oldest
+    Tokens at positions before `first` (sinks) and from `recent` on (window) stay. Other tokens stay if their
+    step is `oldest` or later. If more than n_max tokens would stay, the tokens with the latest steps stay,
+    and among equal steps the newest tokens. If sinks and window alone are more than n_max tokens, the oldest
     tokens of the window are evicted.
     """
     n_row, n = pos.shape

@@ -42,7 +42,7 @@ class Knorm(RankedKeys):
 def _shortness(keys, first, score):
     """Score the new keys: keys f32[row, n_new, n_dim] -> score f32[row, n or more].
 
-    A row's new keys belong to n_new consecutive cells, of which first i64[row] is the first.
+    A row's new keys belong to n_new consecutive cells. first i64[row]: the index of the first of these cells.
     """
     n_row, n_new, _ = keys.shape
     for row in range(n_row):

@@ -7,8 +7,9 @@ head of the group. The prompt is compressed once, by these scores. The scores do
 about the prompt.
 
 Tokens after the prompt have no score. As in the paper, they are not evicted: when the budget is full again,
-the prompt's tokens with the lowest scores are evicted. Only when no token of the prompt is left, the oldest
-tokens are evicted. A prompt that fits into the budget is not repeated, and its tokens have no scores.
+the prompt's tokens with the lowest scores are evicted. Tokens after the prompt are evicted only when no token
+of the prompt is left, the oldest first. A prompt that fits into the budget is not repeated, and its tokens
+have no scores.
 
 The wording of the request and the 4 sinks come from kvpress.
 

@@ -1,7 +1,8 @@
 """Random: keep the newest tokens and a uniformly random choice of the rest.
 
-Baseline that a score must beat. Each plan draws a new choice for every row. The random numbers are hashes of
-(seed, row, token, step), so that the policy needs no state, and a repeated stream gives the same choice.
+This is a baseline: a policy's scores are useful only if they beat a random choice. Each plan draws a new
+choice for every row. The random numbers are hashes of (seed, row, token, step). Therefore the policy needs no
+state, and a repeated stream gives the same choice.
 """
 
 from dataclasses import dataclass

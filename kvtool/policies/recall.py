@@ -33,9 +33,9 @@ class Recall(Ranked):
         "clusters": a step attends exactly to the clusters that matter most, and to the rest by their means.
         "all": a step attends exactly to all archived tokens.
     exact
-        With search=clusters: number of archived tokens that a step attends to exactly. A step of several
-        tokens attends exactly to up to five times as many, and to twice that in an archive of 131,072 tokens.
-        0 or not given: 128 for each query head of a row, but at least 256 and at most 1,024 in all.
+        With search=clusters: number of archived tokens that a step attends to exactly. For a step of several
+        tokens, the number is up to five times as large; in an archive of 131,072 tokens, up to ten times. 0
+        or not given: 128 for each query head of a row, but at least 256 and at most 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")

@@ -4,21 +4,21 @@ A token's score is mixture * I - (1 - mixture) * R. The importance I is the atte
 queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
 redundancy R is the softmax of a mean: the mean cosine of the token's key with all keys of the row.
 
-If several tokens are similar, the newest must not count as redundant. Therefore some cosines are replaced by
-0. Take a key, and the tokens whose cosine with this key exceeds `threshold`. In the means of the newest
-`similar` of these tokens, the cosine with this key is 0. The paper's lambda, alpha, beta and T are our
-mixture, window, similar and threshold.
+If several tokens are similar, the newest of them must not count as redundant. Therefore some cosines are
+replaced by 0 before the means are computed. For each key k, the code finds the tokens whose cosine with k
+exceeds `threshold`. The newest `similar` of these tokens get 0 instead of their cosine with k. The paper's
+lambda, alpha, beta and T are our mixture, window, similar and threshold.
 
-The paper leaves some details open. They follow the authors' code: the defaults of `kernel` and `similar`; a
-group's attention is the maximum over its heads; the window's tokens are not ranked and not pooled, but they
-are included in the means for redundancy.
+The paper leaves some details open. Here these details follow the authors' code. `kernel` and `similar` have
+the same defaults. A group's attention is the maximum over its heads. The window's tokens are not ranked and
+not pooled, but they are included in the means for redundancy.
 
 Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128). kvtool compresses
 whenever the cache is full, also while it reads a prompt. Keys are rounded to eight bits, and compared before
 RoPE; the authors' code compares them after RoPE. The attention of the window's queries is added up, then
 divided by its sum over the tokens before the window. The authors' code instead takes the highest logit of a
 group, then normalises the attention of each query separately. If a key has no similar keys, the authors' code
-sets its cosine with the first token to 0 in that token's mean; kvtool does not.
+replaces its cosine with the first token by 0 in the first token's mean; kvtool does not.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -115,9 +115,9 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
     order i64[row, n]: the dead cells, then the live cells with the oldest token first. dead i64[row]: number
     of dead cells. likeness is in the order of `order`. unit i8[row, n or more, n_dim]: keys by cell.
 
-    For each key, some other keys are similar to it: their dot product with it exceeds the threshold. The
-    n_spared newest of the similar keys use 0 instead of this cosine in their means. Dot products are integers
-    up to about 127 * 127, so float32 holds them exactly.
+    Two keys are similar if their dot product exceeds the threshold. Some cosines are replaced by 0: for each
+    key k, the n_spared newest keys that are similar to k use 0 instead of their cosine with k. Dot products
+    are integers up to about 127 * 127, so float32 holds them exactly.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]

@@ -29,8 +29,7 @@ class RoCo(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 10, or half of the kept tokens without the sinks if that is
-        less.
+        Newest tokens, never evicted. Default: 10, but at most half of the kept tokens that are not sinks.
     keep_std
         Number of other tokens that are kept because the standard deviation of their attention is high.
         Default: three tenths of the kept tokens, minus the window.

@@ -74,7 +74,10 @@ class Scissorhands(Ranked):
         return score
 
     def _parts(self) -> tuple[int, int]:
-        """Return the number of parts of the history, at most one per plan, and the queries in each part."""
+        """Return the number of parts of the history, and the number of queries in each part.
+
+        There are at most as many parts as plans within the history.
+        """
         n_part = min(_MAX_PARTS, -(-self.history // self.slack))
         return n_part, -(-self.history // n_part)
 
@@ -83,10 +86,11 @@ class Scissorhands(Ranked):
 def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
     """Count the low scores of the last n_new queries. The newest of them is at position next_pos - 1.
 
-    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part]. The counts are added
-    to one part of the history, which has the index `part` modulo n_part. Before that, the parts that have
-    begun since the last plan are cleared: the last n_begun parts up to `part`. Counts are at most 65,535. If
-    the new queries can give more low scores than that, their counts are scaled down.
+    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part].
+
+    First, the parts that have begun since the last plan are cleared. These are the n_begun parts that end
+    with `part`. Then the counts are added to the part with the index `part` modulo n_part. Counts are at most
+    65,535. If the new queries can give more low scores than that, their counts are scaled down.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]

@@ -91,7 +91,7 @@ def _line_up(pos, keep, line):
     list then has the value n, which is not a cell, and the values of this run are lost.
     """
     n = len(pos)
-    # in each entry, the position is in the upper 32 bits and the cell in the lower 32 bits, so that the
+    # put the position into the upper 32 bits of each entry, and the cell into the lower 32 bits, so that the
     # lowest entry is the oldest token
     never = np.int64(2**63 - 1)
     goes, stays = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -104,7 +104,8 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # for each evicted token, the next kept token; not used if another evicted token is between the two
+    # Find the next kept token after each evicted token. The result is not used if another evicted token lies
+    # between the two tokens
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):

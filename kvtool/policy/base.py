@@ -45,7 +45,8 @@ class Policy:
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        Number of first tokens whose queries `Signal.FUTURE` leaves out, unless the stream has no more tokens.
+        Number of first tokens whose queries `Signal.FUTURE` leaves out. If the stream has only these tokens,
+        the newest query is used.
     group
         Reduction of attention over a group's query heads: "sum", "max" or "first" (only the first head).
     logn
@@ -146,10 +147,10 @@ class Policy:
 
     @property
     def n_asked(self) -> int:
-        """Budget that the user requested. A prompt that is read whole is compressed if it has more tokens.
+        """Budget that the user requested.
 
-        It is less than `budget` if the user requests the number of cells left by an eviction, or an average
-        over rows.
+        A prompt that is read whole is compressed if it has more tokens than this. The number is less than
+        `budget` if the user requests an average over rows, or the number of cells that an eviction leaves.
         """
         return self.budget
 
@@ -205,7 +206,8 @@ class Policy:
         Unpatched llama.cpp does not expose attention, and it can remove a token only from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # a policy whose `ragged` depends on a parameter needs the patch in any case, because it reads signals
+        # If `ragged` depends on a parameter, it is a property of the class and never True here. Such a policy
+        # reads signals, so it needs the patch in any case
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
 
@@ -228,8 +230,8 @@ class Policy:
     def split(self, pinned: int = 0) -> dict[str, int]:
         """Return the number of cells for each use of the budget. The numbers add up to the budget.
 
-        The policy chooses the tokens of `rest`. pinned: number of first tokens that are never evicted. The
-        sinks among them are not included in the result's `pinned`, because they are in `sinks`.
+        The policy chooses the tokens of `rest`. pinned: number of first tokens that are never evicted. Pinned
+        tokens that are also sinks are counted only as `sinks` in the result.
         """
         sinks, window = self.exempt
         window = window if self.has_rest else self.n_keep

@@ -7,9 +7,9 @@ import numpy as np
 
 
 def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
-    """Raise ValueError unless the budget - slack cells left by an eviction have room for sinks and window.
+    """Raise ValueError unless sinks and window fit into the cells that an eviction leaves.
 
-    least: smallest window that works.
+    An eviction leaves budget - slack cells. least: smallest window that works.
     """
     for name, value in (("budget", budget), ("slack", slack), ("sinks", sinks), ("window", window)):
         check_whole(name, value, ValueError)
@@ -37,7 +37,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_whole(name: str, value: object, error: type[Exception] = TypeError) -> None:
-    """Raise an error unless the value is an integer."""
+    """Raise the given type of error unless the value is an integer."""
     if type(value) is int:
         return
     try:

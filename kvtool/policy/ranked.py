@@ -45,8 +45,8 @@ class Ranked(Policy):
 
     The dataclass's fields `sinks` and `window` are the numbers of sinks and of window tokens. Without such a
     field, the number is 0. If a policy has the fields `heads` and `floor`, the rows of a layer can share
-    their budgets. If it has the field `layers`, the layers can share theirs. Such a policy has to meet some
-    conditions. The scores of all rows of a layer must be comparable. With `layers`, scores must not be
+    their budgets. If it has the field `layers`, the layers can share their budgets. Such a policy has to meet
+    some conditions. The scores of all rows of a layer must be comparable. With `layers`, scores must not be
     negative. `scores` must handle rows with fewer live cells than n_kv. If the policy has a field `per`,
     heads=adaptive needs per=row.
 
@@ -68,7 +68,7 @@ class Ranked(Policy):
 
     least_window: ClassVar[int] = 0
 
-    # values of policies that do not have these fields
+    # values for policies that do not define these fields
     heads: str = "equal"
     layers: str = "equal"
     floor: float = FLOOR
@@ -132,7 +132,10 @@ class Ranked(Policy):
         return keep
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
-        """Return n_keep i64[row]: tokens that each row keeps; if the rows of a layer share, their average."""
+        """Return n_keep i64[row]: tokens that each row keeps.
+
+        If the rows of a layer share their budgets, this is the average of these rows.
+        """
         if self.layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
         entropy = np.empty(len(view.pos))
@@ -145,8 +148,8 @@ class Ranked(Policy):
 def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
     """Return i64[n]: integers in proportion to the weights, rounded down, and each at most `most`.
 
-    weight: f64[n], 0 or more. most: i64[n]. total: sum of the integers before they are rounded down. If
-    `most` limits an integer, the excess is shared among the other integers.
+    If `most` limits an integer, the excess is shared among the other integers. weight: f64[n], 0 or more.
+    most: i64[n]. total: sum of the integers before they are rounded down.
     """
     share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
     while True:
@@ -196,7 +199,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     n_rows = np.diff(first_rows, append=len(view.layer))
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
-        # no sort is needed in the usual case: the rows hold the same tokens in the same cells
+        # usual case: the rows hold the same tokens in the same cells, so no sort is needed
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
     # positions in a row are distinct, so the sort need not be stable
     order = np.argsort(view.pos, axis=1)

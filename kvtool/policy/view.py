@@ -31,11 +31,14 @@ class Signal(IntFlag):
     The squares are summed over the queries since the last plan.
     """
     HITS = 16
-    """Hits: number of pairs (query since the last plan, head of the group) to which the key was important."""
-    IMPORTANT = 32
-    """Last important step: the number of tokens that a query had seen, 0 if there is no such query.
+    """Hits: how often the key was important since the last plan.
 
-    The query is the latest query to which the key was important.
+    Each pair of a query and a head of the group counts once.
+    """
+    IMPORTANT = 32
+    """Last important step: the number of tokens that the stream had when the key was last important.
+
+    0 if the key was not important to any query since the last plan.
     """
     HIGHEST = 64
     """Highest attention: maximum over the queries since the last plan and over the heads of the group."""
@@ -59,8 +62,8 @@ class SignalSpec(NamedTuple):
     fields
         Fields of `View` that hold the signal.
     reduction
-        Reduction over queries, "sum" or "max", with which llama.cpp's graph computes f32[row, cell]. None if
-        the engine computes the signal at the time when it is read.
+        How llama.cpp's graph combines the attention of several queries into f32[row, cell]: "sum" or "max".
+        None if the graph does not compute this signal; the engine then computes it when it is read.
     scope
         Queries that the signal covers. "plan": all queries since the last plan. "newest": the newest query.
         "n_query": the last `n_query` queries. "cache": no queries, because the signal depends only on cached
@@ -155,7 +158,7 @@ class ReconstructionPass:
     close
         Text between the request and the chunk if there is no reply header.
     n_chunk
-        Maximum tokens of a chunk. Chunks are shorter if the context has no room for this many more tokens.
+        Maximum tokens of a chunk. Chunks are shorter if the context has too little room after the prompt.
     n_lead
         Number of tokens of the previous chunk that follow `later`.
     """
@@ -190,7 +193,8 @@ class SignalRequest:
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        Number of first tokens whose queries `Signal.FUTURE` leaves out, unless the stream has no more tokens.
+        Number of first tokens whose queries `Signal.FUTURE` leaves out. If the stream has only these tokens,
+        the newest query is used.
 
     Raises ValueError or TypeError for a field out of its range.
     """
