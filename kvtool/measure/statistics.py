@@ -24,7 +24,7 @@ _LEAST_BLOCKS = 8
 
 
 def block_size(n: int) -> int:
-    """Number of tokens of a block in a text of n tokens: 256, or fewer so that there are 32 blocks."""
+    """Number of tokens of a block in a text of n tokens: 256, or fewer if there would be under 32 blocks."""
     return int(np.clip(n // 32, 1, 256))
 
 
