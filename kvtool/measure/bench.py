@@ -254,7 +254,7 @@ class Bench:
         except KvtoolError as error:
             return str(error)
         if config.flash != "on":
-            # without flash attention, the attention scores of a batch in one layer take memory
+            # without flash attention, also count the attention scores of a batch in one layer
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
         # the archive is filled from a saved copy, so that its bytes are needed twice

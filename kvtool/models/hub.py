@@ -70,8 +70,8 @@ class Reference:
 def parse(text: str) -> Reference | None:
     """Parse hf:OWNER/REPO[@REVISION][:QUANT]. Return None for other text.
 
-    The text may omit hf: if it has a quantization. Raises ModelError if the text starts with hf: but names no
-    repository.
+    The prefix "hf:" may be missing if the text has a quantization. Raises ModelError if the text has this
+    prefix but names no repository.
     """
     match = _REFERENCE.fullmatch(text)
     if match and (match[1] or match[4]):
@@ -249,8 +249,7 @@ def _bar(progress: Progress) -> type:
 
 
 class _NoConnection(ModelError):
-    """Raised if the server gives no usable answer. A cached file may be used instead.
-    """
+    """Raised if the server gives no usable answer. A cached file may be used instead."""
 
 
 def _files_of(reference: Reference) -> list[str]:

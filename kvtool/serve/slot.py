@@ -232,12 +232,12 @@ class Slot:
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Return a function that is called after each step and lists the log-probabilities of its tokens.
+        """Return a function that is called after each step and lists log-probabilities of the step's tokens.
 
         tokens: i32[n], the tokens of the prompt. text: the prompt's text.
         """
         model = self.model
-        # offsets start at the client's text; a BOS token or space that the tokenizer adds is before this text
+        # offset 0 is the start of the client's text; the tokenizer may add a BOS token or a space before it
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)

@@ -49,7 +49,7 @@ def f1(output: str, reference: str) -> float:
 def subspan(output: str, reference: str) -> float:
     """Lost in the Middle's "best subspan EM": 1 if the output contains the reference.
 
-    Both are normalized first.
+    Output and reference are normalized first.
     """
     return float(normalized(reference) in normalized(output))
 

@@ -105,8 +105,7 @@ class Task(ABC):
 
     @property
     def uses_sampling(self) -> bool:
-        """Default for tasks. Overridden if a task writes nothing or has its own sampling parameters.
-        """
+        """True by default. Tasks that write nothing or have sampling parameters override this property."""
         return True
 
     @abstractmethod

@@ -1,7 +1,8 @@
-"""The stored chats of a server. Each is a session with an archive file, as `kvtool chat --session` writes it.
+"""The stored chats of a server. Each chat is a session with an archive file.
 
-After the next turn of a chat, its session is replaced. If a request edits or repeats an earlier turn, the
-stream is rewound, and the result is stored as another chat.
+The files have the same format as those of `kvtool chat --session`. After the next turn of a chat, its session
+is replaced. If a request edits or repeats an earlier turn, the stream is rewound, and the result is stored as
+another chat.
 """
 
 from __future__ import annotations

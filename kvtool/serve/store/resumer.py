@@ -135,7 +135,7 @@ class Resumer:
                 # remember the chat that the engine holds, so that it can be rewound even if the client leaves
                 self._at = self._before
                 return tokens
-            # the failed rewind may have loaded another stream
+            # the engine may no longer hold `at`, because the failed rewind may have loaded another stream
             at = None
         tokens, n_pinned = self._whole(messages, tools)
         self._marks, self._before = [], self._start_of(history, tokens)
@@ -194,7 +194,7 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            # loading a chat takes longer than reading a few tokens
+            # subtract the cost of loading a chat, because loading takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
@@ -237,7 +237,7 @@ class Resumer:
         # after it. Also do not rewind if this system prompt is stored, because it can be loaded
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the chat replaces the stored chat if it keeps all marks of the stored chat
+        # the new chat replaces the stored chat if all marks of the stored chat stay
         is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
         self._before = chat if is_kept else None
         if n < len(stream):

@@ -52,9 +52,8 @@ class Parser:
     The text is the reply without its calls. If there are no calls, the joined texts are equal to the reply. A
     call includes its tags and the white space around it.
 
-    Something that looks like a call may be malformed or incomplete, or it may name an unknown tool. It is
-    then text, and the search continues after its opening tag. If this happens to one call of a list, the
-    whole list is text.
+    A malformed or incomplete call is text, and so is a call of an unknown tool. The search for calls then
+    continues after the opening tag. If one call of a list is text, the whole list is text.
 
     Each parser also accepts Hermes's tags, because rules may force a model to write them. If the calls of a
     format are JSON objects, models often write other tags or no tags. For such formats, the parser also

@@ -113,7 +113,7 @@ class _Source:
             raise ValueError
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield before each item of a list, so that the caller reads it. Skip commas and `end`.
+        """Yield before each item of a list, and let the caller read the item. Skip commas and `end`.
 
         end: the character after the list.
         """
@@ -239,7 +239,7 @@ def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the calls in a list such as [name(key='value', other=1)]. Raises NoCall.
 
     Values may have the syntax of Python or of JSON. Models write 'it's' without a backslash. Therefore a
-    quote ends a string only if a character that may follow a value comes after it.
+    quote ends a string only if the next character may follow a value.
     """
     try:
         source = _Source(text)
