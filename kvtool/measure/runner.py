@@ -113,7 +113,7 @@ class Runner:
     def _listen(self, run: Run, process: subprocess.Popen[bytes]) -> None:
         with process:
             for line in process.stdout or ():
-                # the last line of a killed process may be incomplete
+                # ignore lines that are not JSON: the last line of a killed process may be incomplete
                 with suppress(ValueError):
                     self._said.put((run, json.loads(line)))
         self._said.put((run, None))

@@ -261,7 +261,7 @@ class Rendering:
         return self._bare.render(prepared, tools=shown_tools)
 
     def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Return the beginning of the text that all chats with this system prompt and these tools have."""
+        """Return the beginning of the text that is the same for equal system prompts and tools."""
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
         # if a template shows tools after the first message, chats share only the system prompt
         for listed in (shown_tools, None) if shown_tools else (None,):

@@ -76,7 +76,7 @@ def _thought(given: Message) -> str:
 
 
 def _name_calls(messages: list[Message]) -> None:
-    """Give ids to calls and results that have none. Raises ApiError if there is no call for a result."""
+    """Give ids to calls and results without an id. Raises ApiError if a result has no id and no call."""
     waiting: list[Message] = []
     n = 0
     for i, message in enumerate(messages):

@@ -112,7 +112,7 @@ def check_host(limits: Limits, http: Request) -> None:
 
 
 def client(http: Request) -> str:
-    """Return an id of the client, by which the queue lets clients take turns."""
+    """Return an id of the client. With these ids, the queue lets clients take turns."""
     names = ("authorization", "x-api-key", "x-session-id")
     id = next(filter(None, map(http.headers.get, names)), None)
     return id or (http.client.host if http.client else "")

@@ -146,7 +146,10 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of a value and the text after it. name: name of a rule that may be added."""
+        """Return the expression of a value, followed by the text that ends the value.
+
+        name: name for a rule, if this needs one.
+        """
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
         if not isinstance(known, Mapping) or (syntax.mark and not types):
