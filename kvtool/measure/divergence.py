@@ -161,7 +161,7 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Delete the least recently used references until the others fit into MOST_BYTES.
+    """Delete the least recently used references until all references together fit into MOST_BYTES.
 
     The newest reference is never deleted.
     """

@@ -1,7 +1,7 @@
 """The stored chats of a server. Each chat is a session with an archive file.
 
-The files have the same format as those of `kvtool chat --session`. After the next turn of a chat, its session
-is replaced. If a request edits or repeats an earlier turn, the stream is rewound, and the result is stored as
+`kvtool chat --session` writes files of the same format. After the next turn of a chat, its session is
+replaced. If a request edits or repeats an earlier turn, the stream is rewound, and the result is stored as
 another chat.
 """
 

@@ -148,7 +148,7 @@ class CallRules:
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
         """Return the expression of a value, followed by the text that ends the value.
 
-        name: name for a rule, if this needs one.
+        name: name of the rule, if the expression needs an additional rule.
         """
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)

@@ -85,9 +85,9 @@ class CommonWords(Subtask):
 class FrequentWords(Subtask):
     """Find the three most frequent words of a text of random words. A piece is a word of the text.
 
-    Words are ranked by frequency. The word of rank 1 is "...". The three words to find are those of ranks 2
-    to 4. In a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent
-    2 is RULER's alpha.
+    Words are ranked by frequency. The word of rank 1 is "...". The three words to find have ranks 2 to 4. In
+    a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent 2 is
+    RULER's alpha.
 
     Attributes
     ----------
