@@ -41,7 +41,7 @@ On a CPU, flash attention reads the tokens of a smaller batch one by one.
 """
 
 _CHEAP_S = 1.0
-"""If a batch takes at most about this many seconds, it is read twice, and the second time is reported."""
+"""A batch that takes at most about this many seconds is read twice. The second reading is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,8 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # the first call for a configuration reads tokens: do not add this time to row.seconds
+                        # the first call for a configuration reads many tokens; do not add the time for this
+                        # to row.seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -253,10 +254,10 @@ class Bench:
         except KvtoolError as error:
             return str(error)
         if config.flash != "on":
-            # without flash attention, the attention scores of a batch in one layer take memory
+            # without flash attention, also count the attention scores of a batch in one layer
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
-        # this takes twice the archive's bytes: the archive is filled from a saved copy
+        # the archive is filled from a saved copy, so that its bytes are needed twice
         if policies.load(config.policy).recalls() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not config.kv_offload else device
@@ -288,7 +289,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # the counter of a worker's device does not change: the bytes are then unknown
+                # the counter of a worker's device does not change: then the bytes are unknown and not stored
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)

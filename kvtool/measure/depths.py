@@ -31,7 +31,10 @@ N_SEED = 256
 """Number of tokens that `fill` reads. It repeats the data of these tokens."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
-"""Number of tokens that `start` reads after the cells are full: if the policy recalls, and if it does not."""
+"""Number of tokens that `start` reads after the cells are full.
+
+The first number is for policies with recall. The second number is for other policies.
+"""
 
 Arrays = dict[str, np.ndarray]
 
@@ -110,7 +113,8 @@ def n_past(saved: Arrays) -> int:
 def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
     """Return the state `saved` as if n more tokens had been read. The policy must be one that evicts.
 
-    The tokens in the cells stay the newest tokens. If there is an archive, n tokens are added at its end.
+    The tokens in the cells are also the newest tokens of the longer stream. If there is an archive, n tokens
+    are added at its end.
     """
     # indices in `snapshot._COUNTERS`: 0 is n_past, 5 is next_rot, 6 is n_planned, 7 is since
     counters = saved["engine"].copy()
@@ -130,7 +134,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # make frames as if the stream had closed its gaps each time after three quarters of the context
+    # make frames as if the stream had closed its gaps after every three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

@@ -2,7 +2,8 @@
 
 The run with the full cache writes a reference to the disk. For every scored token, the reference stores the
 N_TOP most likely tokens and their log-probabilities. Other runs read it to compute KL(full || run). They
-treat all tokens outside the N_TOP as one token, so the result is a lower bound, but a close one.
+treat all tokens outside the N_TOP as one token. The result is therefore a lower bound, which is close to the
+exact divergence.
 
 References are stored in the per-user cache. When they become too large, the least recently used are deleted.
 """
@@ -45,7 +46,7 @@ def fits(n: int, n_vocab: int) -> bool:
 
 
 class Scores(ABC):
-    """Comparison of a run with the full cache, for each of a text's n tokens except the first.
+    """Comparison of a run with the full cache, for all n tokens of a text except the first.
 
     `score` fills the arrays, batch by batch.
 
@@ -160,7 +161,10 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Delete the least recently used references until the rest fits into MOST_BYTES. Keep the newest."""
+    """Delete the least recently used references until all references together fit into MOST_BYTES.
+
+    The newest reference is never deleted.
+    """
     references = []
     for path in newest.parent.iterdir():
         # other processes may delete files meanwhile

@@ -197,7 +197,7 @@ def reference(common: Common) -> Path:
 
 
 def shard(grid: Sequence[Run], text: str) -> list[Run]:
-    """Return every n-th run. For example, "2/3" gives the second, the fifth and the eighth run, and so on.
+    """Return run I and every N-th run after it. For example, "2/3" gives the runs 2, 5, 8, and so on.
 
     Raises UsageError if the text is not I/N.
     """
@@ -209,10 +209,10 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
-    """Return the options of a run. `typed` is empty: the user types no options for a single run."""
+    """Return the options of a run. `typed` is empty, because users do not type options for single runs."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # without evictions these options change nothing: reset them, so that no two runs differ only in them
+        # without evictions, these options change nothing; reset them, so that equal runs have equal options
         changes |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **changes, typed=frozenset())
 

@@ -41,8 +41,9 @@ class Attended:
     n_query
         Number of queries since the first token was archived.
     query
-        i32[n], position of the first query of the step in which the token got its largest share of all
-        attention. Among equal steps, this is the first. -1 if the token got no attention.
+        i32[n], position of the first query of a step. In this step, the token got its largest share of all
+        attention. If the share was equally large in several steps, the first of them is used. -1 if the token
+        got no attention.
     query_share
         f64[n], the token's share of all attention in that step.
     """
@@ -143,7 +144,7 @@ def is_archived(engine: Engine) -> np.ndarray:
 def n_forgotten(engine: Engine) -> int:
     """Number of the stream's tokens that are lost: kept by no row and not archived.
 
-    The time that this takes grows with the number of cells, but not with the length of the stream.
+    The computation takes longer with more cells, but not with a longer stream.
     """
     return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
 

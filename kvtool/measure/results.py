@@ -68,7 +68,7 @@ class ComparisonResults:
         return [r if "error" in r else r | self._against_best(run) for run, r in done] + self.others
 
     def _against_best(self, run: Run) -> dict[str, Any]:
-        """Fields with the difference in nll to the best other run of the same budget and cache types.
+        """Return the fields that compare the nll with the best other run of the same budget and cache types.
 
         The difference and its error are computed from the nll of blocks of tokens.
         """
@@ -89,7 +89,7 @@ class ComparisonResults:
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:
-    """Completeness of a record: 0 for None, 1 for an error, 2 without a divergence, 3 for a complete record.
+    """Rank of a record: 0 for None, 1 for an error, 2 if it has no divergence, 3 if it is complete.
 
     A divergence is missing if the run of `full` failed.
     """

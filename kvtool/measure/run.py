@@ -108,7 +108,7 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of keys and values in all rows, for as many cells per row as the budget has.
+    """Bytes of keys and values in all rows, if each row uses all cells of its budget.
 
     If rows keep different numbers of cells, only their live cells are counted. llama.cpp's padding is not
     counted.

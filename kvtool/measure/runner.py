@@ -22,7 +22,7 @@ from kvtool.measure.run import RunInput, encode
 
 _KILLED = 9
 
-# `python -m` is not used, because it would also search the user's current folder for modules
+# do not use `python -m`, because it would also search the user's current folder for modules
 _CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.run import main; main()"
 
 
@@ -101,7 +101,7 @@ class Runner:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if run.options.verbose > 1 else log,
-                # only the parent gets Ctrl-C from the terminal
+                # use another session, so that only the parent gets Ctrl-C from the terminal
                 start_new_session=True,
             )
         self._running[run] = process
@@ -113,7 +113,7 @@ class Runner:
     def _listen(self, run: Run, process: subprocess.Popen[bytes]) -> None:
         with process:
             for line in process.stdout or ():
-                # the last line of a killed process may be incomplete
+                # ignore lines that are not JSON: the last line of a killed process may be incomplete
                 with suppress(ValueError):
                     self._said.put((run, json.loads(line)))
         self._said.put((run, None))

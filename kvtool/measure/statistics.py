@@ -24,7 +24,7 @@ _LEAST_BLOCKS = 8
 
 
 def block_size(n: int) -> int:
-    """Number of tokens of a block in a text of n tokens: 256, or fewer so that there are 32 blocks."""
+    """Number of tokens of a block in a text of n tokens: 256, or fewer if there would be under 32 blocks."""
     return int(np.clip(n // 32, 1, 256))
 
 
@@ -127,8 +127,8 @@ def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Confidence interval of the mean of independent scores f64[n].
 
-    If all scores are 0 or 1, this is Wilson's interval (1927), because that has a width even if all scores
-    are equal. Otherwise it is the interval of the bootstrap.
+    If all scores are 0 or 1, this is Wilson's interval (1927), which has a width even if all scores are
+    equal. Otherwise this is the interval of the bootstrap.
     """
     n, mean = len(scores), scores.mean()
     if not np.isin(scores, (0, 1)).all():

@@ -35,7 +35,8 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
     try:
         parts = part_paths(path)
         if not all(part.is_file() for part in parts):
-            # the other parts are missing, so the model is not split: only its name looks like that of a part
+            # other parts are missing: treat the file as a whole model, although its name is like that of a
+            # part
             parts = [path]
         return _digest(parts, _step(progress, sum(part.stat().st_size for part in parts)))
     except OSError as error:

@@ -141,7 +141,7 @@ class HeaderReader:
         try:
             block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
-            # this type is newer than the gguf package: llama.cpp will accept or reject it
+            # the gguf package does not know this type yet; llama.cpp will accept or reject the file
             block, block_bytes = 1, 0
         self.tensors[name] = n_item // block * block_bytes
         return offset + self.tensors[name]

@@ -114,7 +114,7 @@ def read(path: Path) -> ModelInfo:
     """
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
-    # like llama.cpp, treat a split into one part as no split
+    # if a model was split into only one part, this file is the whole model
     rest = [] if n_part in (0, 1) else _rest_of(path, whole, n_part)
     size = whole.size + sum(part.size for part in rest)
     tensors = whole.tensors | {name: n for part in rest for name, n in part.tensors.items()}

@@ -70,8 +70,8 @@ class Reference:
 def parse(text: str) -> Reference | None:
     """Parse hf:OWNER/REPO[@REVISION][:QUANT]. Return None for other text.
 
-    The text may omit hf: if it has a quantization. Raises ModelError if the text starts with hf: but names no
-    repository.
+    The prefix "hf:" may be missing if the text has a quantization. Raises ModelError if the text has this
+    prefix but names no repository.
     """
     match = _REFERENCE.fullmatch(text)
     if match and (match[1] or match[4]):
@@ -115,11 +115,11 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def choose(names: Iterable[str], quant: str) -> str | None:
-    """Return the name of the first model file with this quantization, or None. The case is ignored.
+    """Return the name of the first model file with this quantization, in any case, or None.
 
-    quant: a quantization, or the name of a file, which need not be a model. For any part of a split model,
-    return the first part. If `quant` is empty, use the first quantization of DEFAULTS that the repository
-    has, or else return the first model.
+    quant: a quantization or the name of a file. The file does not have to be a model. If it is a part of a
+    split model, return the first part. If `quant` is empty, use the first quantization of DEFAULTS that the
+    repository has, or else return the first model.
     """
     names = list(names)
     known = models(names)
@@ -137,8 +137,8 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
     """Return the path of the model's file or first part in the cache. Return None unless all parts are there.
 
-    sure: True to accept only the first quantization of DEFAULTS if the reference names none. Any other choice
-    depends on which files the server has.
+    sure: True to accept only the first quantization of DEFAULTS if the reference names no quantization. A
+    later quantization would be right only if the server does not have an earlier one.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []
@@ -149,10 +149,10 @@ def cached(reference: Reference, *, sure: bool = True) -> Path | None:
 
 
 def snapshot_of(reference: Reference) -> Path | None:
-    """Return the cache's folder for the reference's revision, or None if there is none."""
+    """Return the cache's folder for the reference's revision, or None if the cache does not have it."""
     revision = reference.revision or "main"
     name = reference.folder / "refs" / revision
-    # a branch or tag has a file in refs that names its commit; a commit is itself the name of the folder
+    # the file of a branch or tag in refs has the name of its commit; folders are named after commits
     with suppress(OSError):
         revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision
@@ -249,7 +249,7 @@ def _bar(progress: Progress) -> type:
 
 
 class _NoConnection(ModelError):
-    """The server could not be asked, or its answer is not usable. A cached file may be used instead."""
+    """Raised if the server gives no usable answer. A cached file may be used instead."""
 
 
 def _files_of(reference: Reference) -> list[str]:

@@ -84,8 +84,8 @@ class Layers:
         Size of the sliding window in tokens; 0 if no layer has a sliding window.
     most_cells
         Maximum number of cells of a row. If the model has an index, this is the number of cells that the
-        index selects for a query. The index then selects all cells, whichever tokens were evicted. Without an
-        index there is no maximum.
+        index selects for a query. A row with at most so many cells needs no selection: the index selects all
+        of them. Without an index there is no maximum.
     n_group
         Maximum number of query heads per KV head in layers of kind `ROWS`.
     has_alibi
@@ -201,7 +201,7 @@ class Layers:
             batch = batch_within(n_cell, n_batch)
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
                 return n_cell, batch
-        # at most the smallest cache fits: choose the largest batch that leaves room for it
+        # a cache with the usual batch does not fit; use the smallest cache, with the largest batch that fits
         n_cell = min(PAD, n_ctx_train)
         for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:
@@ -227,7 +227,7 @@ class Layers:
 
 
 def batch_within(n: int, n_batch: int) -> int:
-    """Return the largest batch for a cache of n cells: n_batch, but at most a quarter of the cells."""
+    """Return the batch size for a cache of n cells: n_batch, but at most a quarter of n."""
     return max(1, min(n_batch, n // 4))
 
 

@@ -44,7 +44,7 @@ class Stored:
 
 
 def of_entry(entry: Entry) -> Stored | None:
-    """Return the stored files of an entry of models.txt, or None if there are none."""
+    """Return the stored files of an entry of models.txt, or None if nothing is stored."""
     if entry.here:
         return Stored(entry.name, (entry.path,), True)
     if not entry.is_download:
@@ -149,8 +149,8 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # use the file's name instead of a quantization: the name has no quantization, an earlier file has
-            # the same quantization, or the file is not a model
+            # a quantization would not lead to this file, so use its name. There are three reasons: the name
+            # has no quantization, an earlier file has the same quantization, or the file is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)
@@ -158,7 +158,7 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
 
 
 def _in_hub(reference: hub.Reference) -> Stored | None:
-    """Return the cached file that a reference names, or else the remains of interrupted downloads.
+    """Return the cached file that a reference names. Without it, return remains of interrupted downloads.
 
     Return None if the cache has neither.
     """
@@ -205,7 +205,7 @@ def _target(link: Path) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete a folder of a cache if it has no files left. Do the same with the folders above it."""
+    """Delete a folder of a cache if it has no files. Then do the same with the folder above it, and so on."""
     for root in (models_dir(), hub.cache_folder()):
         while root in folder.parents and not _has_files(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """List of architectures that kvtool cannot run. Their models are refused before they are loaded.
 
-All other architectures work without a change of kvtool if kvtool knows the kinds of their caches. llama.cpp
-reports the kinds after the model is loaded (`kvtool.llama.model.Model.layers`).
+Other architectures work without changes to kvtool if kvtool knows their kinds of caches. llama.cpp reports
+the kinds after the model is loaded (`kvtool.llama.model.Model.layers`).
 """
 
 from __future__ import annotations

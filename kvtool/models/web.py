@@ -1,4 +1,4 @@
-"""Download models by URL. Each model has its own folder. Its name is a digest of the first file's URL."""
+"""Download models by URL. Each model has a folder, whose name is a digest of the first file's URL."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""Choose the weights to place on a GPU that has not enough memory for all of them."""
+"""Choose which weights to place on a GPU if its memory is too small for all of them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def place(weights: Weights, cache_bytes: Sequence[int], free_bytes: int) -> Plac
     """Place as many weights as fit on the GPU: first the layers without their experts, then experts.
 
     Experts come last, because a token uses few of them. llama.cpp counts the layers on the GPU from the last
-    layer, so layers and experts are placed in this order.
+    layer. Layers and experts are therefore placed from the last layer to the first.
 
     cache_bytes: bytes of each layer's cache, which is always on the same device as the layer.
     free_bytes: bytes of device memory for weights and cache.

@@ -95,7 +95,9 @@ class ComputeLock:
         self._n_step += 1
 
     def step(self, n_left: int = 0) -> None:
-        """Count a step. Call this before the step: if the time slice is over, waiting threads compute first.
+        """Count a step. Call this before the step.
+
+        If the time slice is over, waiting threads compute first.
 
         n_left: number of tokens of the prompt that are unread.
         """
@@ -111,7 +113,7 @@ class ComputeLock:
 
 @dataclass(eq=False)
 class _DueStep:
-    """The next step of a member, which waits until the step is decoded."""
+    """The next step of a member. The member waits until this step is decoded."""
 
     part: Part
     lock: threading.Lock = field(default_factory=_locked)
@@ -119,10 +121,11 @@ class _DueStep:
 
 
 class StepBatcher:
-    """Decodes the next tokens of all engines that write answers in one joint step.
+    """Decodes the next tokens of several engines in one joint step.
 
-    These engines are called members. A member with new tokens waits until all members have new tokens. The
-    last member then decodes the tokens of all members. A thread computes only while it holds the lock.
+    The engines that are writing answers are called members. A member with new tokens waits until all members
+    have new tokens. The last member then decodes the tokens of all members. A thread computes only while it
+    holds the lock.
 
     Parameters
     ----------

@@ -98,8 +98,8 @@ class SlotPool:
     def _slot_for(self, job: Job) -> Slot:
         """Take the free slot whose stream has the most tokens in common with the request.
 
-        If several slots have equally many, take the least recently used slot. The caller holds the lock. The
-        lock is released while this method waits for a slot.
+        Among equally good slots, take the least recently used slot. The caller holds the lock. The lock is
+        released while this method waits for a slot.
         """
         if not self._free:
             try:
@@ -109,8 +109,8 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # reduce the permits of `_room` to one per slot. All slots are busy, and this job also holds a
-                # permit, so the last acquire waits until a slot is free
+                # reduce the permits of `_room` to one for each slot. All slots are busy, and their jobs and
+                # this job hold permits. The last `acquire` therefore waits until a slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

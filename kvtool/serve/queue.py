@@ -15,7 +15,7 @@ Event = dict[str, Any]
 """An event about a job. "kind" is "reading", "read", "piece", "end" or "error"."""
 
 MOST_EVENTS = 2**14
-"""If there are this many unsent events, the client has stopped reading, and the job is cancelled."""
+"""If this many events are unsent, the client has probably stopped reading. The job is then cancelled."""
 
 
 class Job:

@@ -30,11 +30,11 @@ from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
-"""Maximum number of `Rendering`s that are kept. There is one for each set of template variables."""
+"""Maximum number of `Rendering` objects that are kept. Each set of template variables has one."""
 
 
 class Renderings:
-    """Makes a `Rendering` for each set of template variables that requests have, and keeps it."""
+    """Makes and keeps a `Rendering` for each set of template variables in requests."""
 
     def __init__(self, model: Model, template: Template) -> None:
         self._model, self._template = model, template
@@ -127,7 +127,7 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # if `with_begun` has replaced the header: the text of the template's own header; otherwise ""
+        # text of the template's own header if `with_begun` has replaced this header; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -185,18 +185,20 @@ class Rendering:
         return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Return the messages, in which `_with_start` is applied to each reply that the template shows."""
+        """Apply `_with_start` to each reply that the template shows. Return all messages."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with its thought in the field START. If this is the `_usual_start`, leave it out.
+        """Return the reply with its thought in the field START.
+
+        If the thought is equal to `_usual_start`, the reply does not get this field.
 
         region: the text between the previous reply and this reply. It may contain the thought.
         """
         start = self._thought_in(region)
-        # clients strip white space from thoughts, so normalize it, or equal thoughts would have different
-        # digests
+        # clients strip white space from thoughts; normalize the white space, so that equal thoughts have
+        # equal digests
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
 
     @cached_property
@@ -204,12 +206,15 @@ class Rendering:
         return self._thought_in(self.template.earlier_start or "")
 
     def _behind_header(self, region: str) -> str | None:
-        """Return the part of a text after the last `Header.kept`, or None if the text does not have it."""
+        """Return the part of a text after the last `Header.kept`. None if the text has no such header."""
         at = region.rfind(self.header.kept) if self.header.kept else -1
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the text after `Header.kept`. Without this header, return the thought at the end, or ""."""
+        """Return the part of a text after `Header.kept`.
+
+        If the text has no such header, return the thought at its end. If it has no thought, return "".
+        """
         if (start := self._behind_header(region)) is not None:
             return start
         opening, end, _ = self.template.tags
@@ -256,7 +261,7 @@ class Rendering:
         return self._bare.render(prepared, tools=shown_tools)
 
     def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Return the beginning of the text that all chats with this system prompt and these tools have."""
+        """Return the beginning of the text that is the same for equal system prompts and tools."""
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
         # if a template shows tools after the first message, chats share only the system prompt
         for listed in (shown_tools, None) if shown_tools else (None,):
@@ -296,7 +301,7 @@ class Rendering:
         return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
-        """Return the text after a reply's calls. For templates that show results of calls in the reply."""
+        """Return the text after a reply's calls. Used if a template shows results of calls in the reply."""
         name = f"kvtool_{secrets.token_hex(8)}"
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
@@ -307,7 +312,10 @@ class Rendering:
         return text
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
-        """Return the rules for the answer, or None if there are no rules, and remarks. Raises ApiError."""
+        """Return (rules, remarks). Raises ApiError.
+
+        The rules are None if any answer is allowed. The remarks are about keywords that are not enforced.
+        """
         output_format = request.output_format
         call_rules = CallRules(Vocabulary.of(self._model), self.format)
         if request.choice.kind == "required":

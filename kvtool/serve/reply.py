@@ -26,8 +26,8 @@ class Reply:
     message
         The whole message, in the form in which a client gets it.
     n_thought
-        Number of tokens of the thought, without its tags. A token that has both text of the thought and a
-        part of a tag is included.
+        Number of tokens of the thought, without its tags. A token is also counted if it has a part of a tag
+        in addition to text of the thought.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
@@ -49,7 +49,7 @@ class Reply:
         parts = [*self._splitter.feed(piece)]
         self._count(parts, n_written)
         if not (had_thought or self.n_thought):
-            # the piece ends before the text of the thought: with the start tag, or before it
+            # the text of the thought has not begun, so all tokens up to the end of this piece are before it
             self._n_before = n_written
         return list(self._deltas(parts))
 

@@ -1,4 +1,4 @@
-"""A slot is an engine that answers requests. It continues after the beginning of a chat that is stored."""
+"""A slot is an engine that answers requests. If the beginning of a chat is stored, only the rest is read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Slot:
             self._resumer = Resumer(conversation, rendering, chats, meta, pins)
         self._logprobs: list[dict[str, Any]] = []
         self._offsets = Offsets()
-        # remarks on fields of the request that do not have their exact effect; the answer lists the remarks
+        # remarks on fields of the request that kvtool cannot apply exactly; the answer lists these remarks
         self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
@@ -104,7 +104,7 @@ class Slot:
                 self._text(job, job.request)
 
     def n_shared(self, request: Request) -> int:
-        """Return how many tokens of a request the engine holds, up to a place where it can continue."""
+        """Return how many tokens at the start of a request the engine holds and does not have to read."""
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
@@ -160,8 +160,8 @@ class Slot:
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._start(job, request, conversation.shown | marks, rules)
         if request.begun:
-            # do this before anything is read, because it raises an error if a grammar forbids the given
-            # beginning
+            # do this before the prompt is read: `start_sampling` raises an error if a grammar forbids the
+            # given beginning
             conversation.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
@@ -232,12 +232,12 @@ class Slot:
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Return a function that is called after each step and lists the log-probabilities of its tokens.
+        """Return a function that is called after each step and lists log-probabilities of the step's tokens.
 
         tokens: i32[n], the tokens of the prompt. text: the prompt's text.
         """
         model = self.model
-        # offsets start at the client's text; a BOS token or space that the tokenizer adds is before this text
+        # offset 0 is the start of the client's text; the tokenizer may add a BOS token or a space before it
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)

@@ -46,8 +46,8 @@ def parse_each(
     """Yield (file, number, result of `parse`) for every record. Numbers in a file start at 1.
 
     task: name of the task in error messages. parse: function that raises an ordinary error (KeyError,
-    ValueError, ...) if the layout of a record is unknown. Raises InputError in this case, and if a file has
-    no records.
+    ValueError, ...) if the layout of a record is unknown. This error becomes an InputError. Also raises
+    InputError if a file has no records.
     """
     for path in files:
         records = read(path)

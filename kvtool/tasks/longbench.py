@@ -148,7 +148,8 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             datasets = values.keys() & parts
-            # code tasks are part of both languages, but a language with only code tasks gets no average
+            # code tasks are part of both languages; if only code tasks have items, there is no average for a
+            # language
             if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
                 categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

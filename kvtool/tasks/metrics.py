@@ -49,7 +49,7 @@ def f1(output: str, reference: str) -> float:
 def subspan(output: str, reference: str) -> float:
     """Lost in the Middle's "best subspan EM": 1 if the output contains the reference.
 
-    Both are normalized first.
+    Output and reference are normalized first.
     """
     return float(normalized(reference) in normalized(output))
 
@@ -133,8 +133,8 @@ def retrieval(output: str, reference: str) -> float:
 def code_similarity(output: str, reference: str) -> float:
     """LongBench's code score: similarity of the reference and the output's first line of code.
 
-    Lines with a comment or a code fence are skipped. LongBench uses fuzzywuzzy's ratio, and does not install
-    python-Levenshtein. The ratio is then difflib's, in whole percents.
+    Lines with a comment or a code fence are skipped. LongBench uses fuzzywuzzy's ratio. It does not install
+    python-Levenshtein, and then fuzzywuzzy uses difflib's ratio in whole percents.
     """
     lines = output.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")

@@ -6,7 +6,8 @@ documents, the question, and "Answer:". As in Lost in the Middle, only the first
 f1, em: SQuAD's F1 and exact match (Rajpurkar et al. 2016, evaluation script 1.1). If there are several right
 answers, the highest score is used.
 
-subspan_em: Lost in the Middle's accuracy: 1 if the output contains a right answer. Both are normalized first.
+subspan_em: Lost in the Middle's accuracy: 1 if the output contains a right answer, after both texts were
+normalized.
 
 logp: log-probability per token of the most likely right answer, in nats.
 

@@ -62,15 +62,17 @@ class Reader:
     Parameters
     ----------
     policy_for
-        Function of the numbers of tokens of a prompt and its answer. It returns the policy.
+        Function that returns the policy. Its arguments are the number of tokens of the prompt and the maximum
+        number of tokens of the answer.
     template
         Chat template, if prompts are a user's turn. None if prompts are plain text.
     n_prompt
         Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. The default is
-        the trained context. If the policy never evicts, the maximum cannot be larger than that.
+        the trained context. If the policy never evicts, the maximum cannot be larger than the trained
+        context.
     full_for
-        Function like policy_for that returns the policy that keeps everything. None if policy_for returns
-        that policy.
+        Function with the same arguments that returns the policy that keeps everything. None if `policy_for`
+        already returns this policy.
     sampling, seed
         Settings and seed of the sampler for answers. By default, the most likely token is always chosen.
 
@@ -148,7 +150,7 @@ class Reader:
         Return the number of tokens that were read first. Raises the errors of `read`.
 
         question: the end of the prompt, which is read after the rest. With `--prefill whole`, an eviction
-        then happens before the question is known. If it is "", the prompt is read at once.
+        then happens before the question is known. If the question is "", the whole prompt is read at once.
 
         opening: the beginning of the answer. If the prompt is plain text, a space is put before it.
         """
@@ -184,7 +186,7 @@ class Reader:
         self._turns = []
 
     def read_turn(self, text: str) -> None:
-        """Read a user's turn, up to the place where the answer begins. The cache keeps all since `start`.
+        """Read a user's turn, up to the place where the answer begins. Earlier turns stay in the cache.
 
         Without a template, the turn has the format of StreamingLLM, with USER and ASSISTANT. Raises Engine's
         errors.
@@ -218,7 +220,7 @@ class Reader:
         return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
-        """Decode a text, with evictions when they are due, and return its likelihood as a continuation."""
+        """Decode a text after the prompt, and return its likelihood. Evictions happen when they are due."""
         tokens = self._after_text(text)
         if not len(tokens):
             raise InputError("an answer without tokens has no likelihood")

@@ -48,8 +48,8 @@ class TaskResults:
     Parameters
     ----------
     about
-        Fields that all records share. They distinguish these records from records of other evaluations in
-        the same file.
+        Fields that all records share. Records of other evaluations in the same file have other values in
+        these fields.
     items
         Items in the task's order.
     path

@@ -33,8 +33,8 @@ class _Watch(Policy):
 class Shared:
     """Cache of the last prompt that was read.
 
-    settings: the settings of the readers. With the same settings, a reader gets the cells that it would have
-    computed itself.
+    settings: the settings of all readers. Because the settings are the same, each reader gets the cells that
+    it would have computed itself.
     """
 
     def __init__(self, model: Model, settings: Settings) -> None:

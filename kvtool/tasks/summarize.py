@@ -111,7 +111,7 @@ class Summarize(Task):
                 yield Item(name, prompt, [answer], about={"file": path.name})
 
     def _parsed(self, record: Record) -> list[tuple[str, str]]:
-        """Return the prompts of a record with their right answers.
+        """Return (prompt, right answer) for each prompt of a record.
 
         An article has one prompt. Solved examples are added later.
         """

@@ -105,7 +105,7 @@ class Task(ABC):
 
     @property
     def uses_sampling(self) -> bool:
-        """True unless a task overrides this, because it writes nothing or has its own sampling parameters."""
+        """True by default. Tasks that write nothing or have sampling parameters override this property."""
         return True
 
     @abstractmethod
@@ -130,7 +130,7 @@ class RecordTask(Task):
 
     @abstractmethod
     def items_of(self, record: data.Record) -> Iterable[Item]:
-        """Return the items of a record. `items` completes their ids: here they are only suffixes.
+        """Return the items of a record. Their ids are only suffixes here, and `items` completes them.
 
         If the layout is unknown, this raises an error that `data.parse_each` catches.
         """

@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
-    """Convert a body to a body of /v1/chat/completions. Raises ApiError.
+    """Convert the body of a request to a body of /v1/chat/completions. Raises ApiError.
 
     Also return `ClientPlaces.places` for the converted body. Fields that have the same meaning in both APIs
     are copied.
@@ -92,7 +92,7 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
         raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
     content = messages[-1]["content"]
     if messages[-1]["role"] == "assistant" and content != content.rstrip():
-        # refuse such a text, as Anthropic's server does, because models continue it badly
+        # models continue such a text badly; Anthropic's server refuses it, and kvtool does the same
         raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
 
 
@@ -111,7 +111,7 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
         if block["type"] == "text":
             texts.append(_text(block, "text", at))
         elif block["type"] == "thinking":
-            # leave out the signature, which only Anthropic can check; a redacted thought has no text
+            # only Anthropic can check the signature, so leave it out; a redacted thought has no text
             thoughts.append(_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
@@ -125,7 +125,7 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
 
 
 def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
-    """Yield (place, block) for each block of a content. Raises ApiError for a block of another kind."""
+    """Yield (place, block) for each block. Raises ApiError if the type of a block is not in `kinds`."""
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
     if not isinstance(value, list):
@@ -178,11 +178,11 @@ def _definition(block: Body, where: str, tools: list[Any]) -> str:
 
 
 def _tools(value: object, places: dict[str, str]) -> list[Any]:
-    """Convert tools to tools of a chat. Anthropic's own tools, which have no schema, are left out.
+    """Convert tools to tools of a chat. Leave out Anthropic's own tools, because they have no schema.
 
-    A tool with "defer_loading" is not in the prompt until a result refers to the tool. But if the request has
-    Anthropic's own tool search, all tools are in the prompt: that search never runs here, so that results
-    cannot refer to tools.
+    A tool with "defer_loading" is not in the prompt until a result refers to the tool. Anthropic's own tool
+    search never runs here, and so its results cannot refer to tools. If a request has this search, all tools
+    are in the prompt.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
@@ -215,7 +215,7 @@ def _choice(value: object) -> object:
 
 
 def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
-    """Return the place of the JSON schema for the answer, and the schema, or None if there is no schema."""
+    """Return (place, schema) of the JSON schema for the answer. The schema may be None."""
     where = "output_config.format" if output_format is None else "output_format"
     given = config.get("format") if output_format is None else output_format
     if given is None:
@@ -243,7 +243,7 @@ def error_body(error: ApiError, request_id: str) -> Body:
     status, message = status_of(error), error.message
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
-        # use these words, by which clients recognize a full context
+        # use these words, because clients recognize a full context by them
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**error.more)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
@@ -347,7 +347,7 @@ class AnthropicBodies(AnswerBodies):
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
     def _usage(self, counts: Body) -> Body:
-        """Return the numbers of tokens. Each token of the prompt is in one of the three input numbers."""
+        """Return the numbers of tokens. A token of the prompt is counted in only one of the input numbers."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
         # every token that is read is written to the cache; report this only to clients that use

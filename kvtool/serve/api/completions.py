@@ -45,7 +45,7 @@ class AnswerBodies:
     def begun(self, counts: Body | None) -> list[str]:
         """Return lines with the number of tokens of the prompt.
 
-        Called for each event. Lines are returned only once, when the number is known.
+        Called for each event, but returns lines only once: as soon as the number is known.
         """
         return []
 

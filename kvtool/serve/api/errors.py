@@ -66,12 +66,12 @@ class ClientPlaces:
     shift: int = 0
 
     def in_error(self, error: ApiError) -> ApiError:
-        """Return the error, in which the message and `param` name places in the client's request."""
+        """Return a copy of the error. Its message and `param` name places in the client's request."""
         param = None if error.param is None else self.in_text(error.param)
         return replace(error, message=self.in_text(error.message), param=param)
 
     def in_text(self, text: str) -> str:
-        """Return the text, in which places are replaced by places in the client's request."""
+        """Replace places in the chat by places in the client's request. Return the new text."""
         if self.shift:
             text = re.sub(r"\bmessages\[(\d+)\]", lambda match: self._message(int(match[1])), text)
         if not self.places:

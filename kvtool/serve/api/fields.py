@@ -95,7 +95,8 @@ HARMLESS = frozenset(
         # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
         *("prediction",),
-        # llama-server; the last two are parameters of samplers that are refused unless they are off
+        # llama-server; the last two fields set up two samplers, and requests that use these samplers are
+        # refused
         *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),
@@ -158,7 +159,7 @@ def _too_deep() -> ApiError:
 
 
 class _NotJson(ValueError):
-    """A number that JSON does not have: NaN, Infinity, or one that is too large."""
+    """Raised for a number that JSON does not allow (NaN, Infinity), or that is too large."""
 
 
 def _not_json(name: str) -> NoReturn:

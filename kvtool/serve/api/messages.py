@@ -76,7 +76,7 @@ def _thought(given: Message) -> str:
 
 
 def _name_calls(messages: list[Message]) -> None:
-    """Give ids to calls and results that have none. Raises ApiError if there is no call for a result."""
+    """Give ids to calls and results without an id. Raises ApiError if a result has no id and no call."""
     waiting: list[Message] = []
     n = 0
     for i, message in enumerate(messages):
@@ -89,8 +89,8 @@ def _name_calls(messages: list[Message]) -> None:
             continue
         id, name = message["tool_call_id"], message.get("name")
         fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # if a result has no id, it belongs to the first waiting call with its name, or to the first waiting
-        # call
+        # a result without an id belongs to the first waiting call that has the same name; if no call has this
+        # name, the result belongs to the first waiting call
         same_name = [call for call in fitting if call["function"]["name"] == name]
         call = next(iter(same_name or fitting), None)
         if call:

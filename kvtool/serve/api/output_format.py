@@ -38,7 +38,7 @@ class OutputFormat:
     value
         A schema, the text of a grammar or of a regular expression, or a list of texts to choose from.
     where
-        The field of the request with the value.
+        Name of the request's field that has the value.
     strict
         True if it is an error that a part of the schema cannot be enforced.
     """
@@ -77,7 +77,10 @@ def remarks_of(schema: Enforced, where: str) -> list[str]:
 
 
 def check(fields: Fields) -> OutputFormat | None:
-    """Return the output format in the fields of a request, or None. Raises ApiError, also for two formats."""
+    """Return the output format that a request asks for, or None. Raises ApiError.
+
+    It is also an error if a request has two formats.
+    """
     candidates = [_of_response_format(fields.mapping("response_format")), *_of_structured(fields)]
     candidates += [_format(kind, fields.pop(name), name) for name, kind in _FIELDS.items()]
     if fields.flag("guided_json_object"):

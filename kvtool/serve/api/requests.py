@@ -100,7 +100,8 @@ class Request:
     with_progress
         True if a stream reports how much of the prompt has been read.
     n_share
-        For this many last tokens of the chat, the answer reports the share of rows that hold the token.
+        Number of tokens at the end of the chat. For each of them, the answer reports the share of rows that
+        hold the token. 0 to report nothing.
     ignored
         Unknown fields. The answer lists them.
     places
@@ -132,7 +133,7 @@ class ChatRequest(Request):
     messages
         All messages, in the form that templates expect.
     begun
-        If the reply continues the last message: the text of this message, which is then not in `messages`.
+        Text of the last message if the reply continues this message. The message is then not in `messages`.
         Otherwise "".
     thinking
         Effort, budget, and variables of the template.
@@ -259,7 +260,8 @@ def text(body: object, defaults: Defaults) -> TextRequest:
 
 def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
-    # some clients send false as for chats, which means no log-probabilities
+    # in requests for chats, this field is true or false; some clients also send false here, and it means no
+    # log-probabilities
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 
@@ -352,7 +354,7 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """Return the error of an option for a client: names of options are replaced by names of fields."""
+    """Convert the error of an option for a client. Names of options become names of fields."""
     message = str(error)
     for name, parameter in _NUMBERS.items():
         message = message.replace(f"--{parameter.replace('_', '-')} ", f"{name} ")

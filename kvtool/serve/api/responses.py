@@ -119,7 +119,7 @@ def _thought(item: Body) -> str:
 
 
 def _tools(value: object, places: dict[str, str]) -> object:
-    """Convert tools to tools of a chat, in which the fields of a function are one level deeper."""
+    """Convert tools to tools of a chat. There, the fields of a function are one level deeper."""
     tools: list[object] = []
     for where, group, tool in _functions(value):
         at = f"tools[{len(tools)}]"
@@ -135,8 +135,8 @@ def _tools(value: object, places: dict[str, str]) -> object:
 def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
     """Yield (place, name of the namespace or None, tool) for each function. Raises ApiError.
 
-    Tools that OpenAI's servers run, such as web_search, and tools whose input is not JSON are left out. There
-    is no error for them, because clients send such tools to every model.
+    Two kinds of tools are left out: tools that OpenAI's servers run, such as web_search, and tools whose
+    input is not JSON. These tools do not cause an error, because clients send them to every model.
     """
     for i, tool in enumerate(need(tools, list, where)):
         kind, at = tool.get("type") if isinstance(tool, dict) else None, f"{where}[{i}]"
@@ -157,7 +157,7 @@ def _status(end: Body) -> str:
 
 
 def _response_format(given: Any) -> Any:
-    """Convert text.format to the response_format of a chat, in which a schema is one level deeper."""
+    """Convert text.format to the response_format of a chat. There, a schema is one level deeper."""
     is_schema = isinstance(given, dict) and given.get("type") == "json_schema"
     return {"type": "json_schema", "json_schema": given} if is_schema else given
 

@@ -12,7 +12,7 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, optional, shown
 
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
-"""For each value of thinking.type: the effort. None means that the template decides."""
+"""Values of thinking.type, mapped to efforts. None means that the template decides."""
 
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 """Fields for the maximum number of tokens of a thought, as other servers name them."""
@@ -49,8 +49,8 @@ class ThinkingOptions:
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     """Return the options that the fields of a request set. Raises ApiError.
 
-    default: the server's options. Their effort is used for requests that set no effort. Their budget is an
-    upper limit for the budget of a request.
+    default: the server's options. The server's effort is used if a request sets no effort. The server's
+    budget is an upper limit for the budget of a request.
     """
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -70,9 +70,9 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, dict[str, int | None]]:
-    """Return the effort or None, the name of its field, `is_needed`, and budgets by names of fields.
+    """Return (effort or None, name of the field that sets the effort, `is_needed`, budgets).
 
-    The first budget that is not None is used.
+    The keys of the budgets are names of fields. The caller uses the first budget that is not None.
     """
     switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
     kind, n_thinking = _thinking(fields.mapping("thinking"))

@@ -114,7 +114,7 @@ def _named(value: dict[str, Any], names: list[str]) -> str:
 
 
 def _got(value: object) -> str:
-    """Return the end of an error message. It has the value if the value is a text. Otherwise it is empty."""
+    """Return the end of an error message that quotes the value. Return "" if the value is not a text."""
     return f", got {value[:80]!r}" if isinstance(value, str) else ""
 
 

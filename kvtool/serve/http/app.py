@@ -122,7 +122,7 @@ def make(site: Site) -> Starlette:
         return Route(path, endpoint, methods=[method])
 
     routes = [
-        # this needs no key, because the page asks the user for the key
+        # the page needs no key, because it asks the user for the key
         route("/", _page, is_open=True),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
@@ -138,7 +138,7 @@ def make(site: Site) -> Starlette:
         route("/detokenize", _detokenize, "POST"),
         # if this address exists, lm-evaluation-harness lets the server tokenize
         route("/tokenizer_info", _props),
-        # this needs no key, because programs that check whether a server is alive have no key
+        # /health needs no key, because programs that check whether a server is alive have no key
         route("/health", _health, is_open=True),
     ]
     if site.has_metrics:

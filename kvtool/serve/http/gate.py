@@ -84,8 +84,9 @@ def check_key(limits: Limits, http: Request) -> None:
 def check_host(limits: Limits, http: Request) -> None:
     """Raise ApiError if a request comes from a foreign web page and no key is needed.
 
-    Such a page can also let its own host name resolve to this machine's address. CORS does not prevent this,
-    because browsers send the request even if the page may not read the answer.
+    If only this machine may be the host, also raise ApiError for any other host name: a page can let its own
+    host name resolve to this machine's address. CORS does not prevent this, because browsers send the request
+    even if the page may not read the answer.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")
@@ -111,7 +112,7 @@ def check_host(limits: Limits, http: Request) -> None:
 
 
 def client(http: Request) -> str:
-    """Return an id of the client, by which the queue lets clients take turns."""
+    """Return an id of the client. With these ids, the queue lets clients take turns."""
     names = ("authorization", "x-api-key", "x-session-id")
     id = next(filter(None, map(http.headers.get, names)), None)
     return id or (http.client.host if http.client else "")

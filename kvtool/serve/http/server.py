@@ -21,7 +21,7 @@ _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
 
 _GRACE_S = 1
-"""When the server stops, HTTP gets this many seconds to end, and then the engine gets as many."""
+"""When the server stops, HTTP gets this many seconds to end. Then the engine gets the same time."""
 
 
 def serve(
@@ -30,7 +30,7 @@ def serve(
     listening: socket.socket,
     ready: Callable[[SlotPool], None],
 ) -> int:
-    """Serve until a signal stops the server. Return the signal. An engine may still be in a step by then.
+    """Serve until a signal stops the server. Return the signal. An engine may still be running a step.
 
     Raises KvtoolError if the engine cannot be opened.
 

@@ -1,7 +1,8 @@
-"""The stored chats of a server. Each is a session with an archive file, as `kvtool chat --session` writes it.
+"""The stored chats of a server. Each chat is a session with an archive file.
 
-After the next turn of a chat, its session is replaced. If a request edits or repeats an earlier turn, the
-stream is rewound, and the result is stored as another chat.
+`kvtool chat --session` writes files of the same format. After the next turn of a chat, its session is
+replaced. If a request edits or repeats an earlier turn, the stream is rewound, and the result is stored as
+another chat.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?
 
 @dataclass(eq=False, slots=True)
 class StoredChat:
-    """A chat after a turn. After the next turn, the chat is another object, which has the same file.
+    """A chat after a turn. After the next turn, there is a new object for the chat, with the same file.
 
     Attributes
     ----------
@@ -154,8 +155,8 @@ class ChatStore:
         Parameters
         ----------
         before
-            The stored chat that the chat continues, or None. It is replaced, unless it is a start, or another
-            request has already continued it.
+            The stored chat that this chat continues, or None. The new chat replaces the stored chat, except
+            in two cases: the stored chat is a start, or another request has already continued it.
         digest
             Digest of the chat's messages.
         conversation
@@ -211,7 +212,7 @@ class ChatStore:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Delete the least recently used chats until the chats are small enough together."""
+        """Delete the least recently used chats until all files together have at most `most_bytes`."""
         while self.n_bytes > self.most_bytes and len(self.chats) > 1:
             self.drop(min((each for each in self.chats if each is not keep), key=lambda each: each.used))
 

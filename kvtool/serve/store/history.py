@@ -9,7 +9,7 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""`Rendering` adds this field to a reply. It has the thought or other unusual text before the reply."""
+"""`Rendering` adds this field to a reply, for the thought or another unusual text before the reply."""
 
 
 class History:

@@ -21,7 +21,10 @@ from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum number of tokens for which a beginning of a chat is stored, or another chat is loaded."""
+"""Minimum number of tokens for a checkpoint, unless checkpoints are small.
+
+The same number is the assumed cost of loading another chat, expressed in tokens.
+"""
 
 _GAPS, _FAR_GAP = 32, 8192
 """Two limits for the distance between two stops of `Resumer._stops`, which depend on `Checkpoints.spacing`.
@@ -120,7 +123,7 @@ class Resumer:
             self.conversation.use_template(rendering.template, rendering.header)
 
     def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
-        """Return how many tokens of a chat the engine holds, up to a place where it can continue."""
+        """Return how many tokens at the start of a chat the engine holds and does not have to read."""
         n = n_equal(self._stream, self._whole(messages, tools)[0])
         return self._engine.n_kept(min(n, self._engine.n_past))
 
@@ -132,7 +135,7 @@ class Resumer:
                 # remember the chat that the engine holds, so that it can be rewound even if the client leaves
                 self._at = self._before
                 return tokens
-            # the failed rewind may have loaded another stream
+            # the engine may no longer hold `at`, because the failed rewind may have loaded another stream
             at = None
         tokens, n_pinned = self._whole(messages, tools)
         self._marks, self._before = [], self._start_of(history, tokens)
@@ -156,7 +159,7 @@ class Resumer:
         except SessionError:
             return None
         start.used = time.monotonic()
-        # do not use them if the template now gives other tokens
+        # do not use the stored tokens if the template now gives other tokens
         return start if n_equal(writer.tokens, tokens) == self._engine.n_past < len(tokens) else None
 
     def _candidates(
@@ -164,9 +167,10 @@ class Resumer:
     ) -> list[_Candidate]:
         """Return up to three streams that have a beginning in common with the chat. The best stream is first.
 
-        A stream is usually compared with the tokens of the chat from the first token on. But if a stored chat
-        has replies of this chat, its stream has the tokens that the model wrote, and the tokenizer may give
-        other tokens for the same text. Such a stream is compared only after the last of these replies.
+        A stream is usually compared with the tokens of the chat from the first token on. But a stored chat
+        may already have replies of this chat. Its stream then has the tokens that the model wrote, and the
+        tokenizer may give other tokens for the same text. Such a stream is compared only after the last of
+        these replies.
 
         One of the streams may be the engine's own, which does not have to be loaded.
         """
@@ -190,7 +194,7 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            # loading a chat takes longer than reading a few tokens
+            # subtract the cost of loading a chat, because loading takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
@@ -208,7 +212,7 @@ class Resumer:
         return np.concatenate([writer.tokens, writer.unread])
 
     def _rewind(self, candidate: _Candidate, at: StoredChat | None, history: History) -> np.ndarray | None:
-        """Rewind a stream to the first token that is different in the chat. Return the chat's other tokens.
+        """Rewind a stream to the first token that is different in the chat. Return the tokens to read next.
 
         Returns None if the engine cannot be rewound to this token. at: the stored chat that the engine holds.
         """
@@ -219,7 +223,7 @@ class Resumer:
                 self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
                 return None
-            # this is the end of the chat's last reply, and the next request may go back to it
+            # the next request may go back to the end of the chat's last reply, so make a checkpoint there
             self._engine.checkpoints.take()
         stream, tokens = self._stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
@@ -229,11 +233,11 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt needs other pins; do not rewind if there was an eviction, after which pins
-        # cannot change, or if this system prompt is stored and can be loaded
+        # another system prompt needs other pins. Do not rewind after an eviction, because pins cannot change
+        # after it. Also do not rewind if this system prompt is stored, because it can be loaded
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the chat replaces the stored chat if it keeps all marks of the stored chat
+        # the new chat replaces the stored chat if all marks of the stored chat stay
         is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
         self._before = chat if is_kept else None
         if n < len(stream):
@@ -246,7 +250,8 @@ class Resumer:
         if chat:
             chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
-        # if an earlier request was stopped, tokens before `first` may be unread
+        # also return tokens of the stream before `first`: they may be unread if an earlier request was
+        # stopped
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -270,10 +275,11 @@ class Resumer:
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read the system prompt and the tools of a new chat, and store them. Return the other tokens.
 
-        If checkpoints are not small, only full batches are read here. The batches, and so the cache, are then
-        the same as if the whole prompt was read at once.
+        If checkpoints are not small, read only full batches here. In this way, the batches are the same as if
+        the whole prompt was read at once, and so the cache is the same.
         """
-        # if the cache can be rewound anywhere, store only pins, because they cannot change after an eviction
+        # if the cache can be rewound anywhere, only pinned tokens have to be stored, because pins cannot
+        # change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.rewinds_anywhere else self._n_start
         if not self._engine.checkpoints.are_small:
@@ -285,8 +291,8 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        # if checkpoints are whole caches, also store the start: there are few such checkpoints, and a long
-        # chat may have none here
+        # if checkpoints are whole caches, also store the start: the engine has room for only a few of these
+        # checkpoints, and a long chat may no longer have one here
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
@@ -295,16 +301,16 @@ class Resumer:
     def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
         """Read a prompt up to the header of the reply, and make checkpoints. Return the unread tokens.
 
-        If a request is repeated or has another reply, it continues after the last checkpoint. If a checkpoint
-        is a copy of the whole cache, short prompts get none. If the engine makes no checkpoints, nothing is
-        read.
+        If the client repeats a request or changes the reply, the next request continues after the last
+        checkpoint. If a checkpoint is a copy of the whole cache, short prompts get no checkpoint. If the
+        engine makes no checkpoints, nothing is read.
 
         keeps_thought: True if the thought of the reply stays in the prompt until the user's next message.
         With that message, the template leaves the thought out, and the chat continues after the checkpoint.
         In this case short prompts also get a checkpoint.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
-        # if an earlier request was stopped, tokens before these tokens may be unread
+        # also count the tokens that an earlier request has left unread because it was stopped
         n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else self._least

@@ -17,7 +17,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 """Schema of each tool's parameters, by the tool's name."""
 
 Calls = list[tuple[str, str]]
-"""For each call: its name, and its arguments as the JSON text of an object."""
+"""Pairs (name, arguments), one for each call. The arguments are the JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,8 @@ class Parser:
     The text is the reply without its calls. If there are no calls, the joined texts are equal to the reply. A
     call includes its tags and the white space around it.
 
-    Something that looks like a call may be malformed or incomplete, or it may name an unknown tool. It is
-    then text, and the search continues after its opening tag. If this happens to one call of a list, the
-    whole list is text.
+    A malformed or incomplete call is text, and so is a call of an unknown tool. The search for calls then
+    continues after the opening tag. If one call of a list is text, the whole list is text.
 
     Each parser also accepts Hermes's tags, because rules may force a model to write them. If the calls of a
     format are JSON objects, models often write other tags or no tags. For such formats, the parser also
@@ -174,7 +173,7 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # begin to read after the tag; but a brace is not a tag, it belongs to the call
+        # begin to read after the tag; a brace is part of the call, so begin to read at the brace
         self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
@@ -188,11 +187,11 @@ _Text = Generator[None, None, str]
 
 
 class _GrowingText:
-    """The text of a reply from a possible call on. It grows while it is read.
+    """The text of a reply, starting at a possible call. The text grows while it is read.
 
-    The methods that read are generators. A method yields if it cannot decide before there is more text, or
-    before the text has ended. Results therefore do not depend on how the reply is cut into pieces. The
-    methods raise NoCall if the text is not a call.
+    The methods that read are generators. A method yields if it needs more text to decide. When the text has
+    ended, a method decides without more text. Results therefore do not depend on how the reply is cut into
+    pieces. The methods raise NoCall if the text is not a call.
     """
 
     def __init__(self, text: str, at: int) -> None:
@@ -303,7 +302,7 @@ def _json(source: _GrowingText, tools: Tools) -> _Read:
 def _objects(source: _GrowingText, tools: Tools) -> _Read:
     """Read calls in JSON, or lists of calls, until something else comes.
 
-    A call must begin with its name. For other JSON it is then soon clear that it is text.
+    A call must begin with its name. In this way, other JSON is soon recognized as text.
     """
     calls: Calls = []
     while (yield from source.skip_space()) in ("{", "["):

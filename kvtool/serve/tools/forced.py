@@ -83,7 +83,8 @@ class CallRules:
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
         """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
         if self._format is LLAMA:
-            # require Llama's tag, which is optional, because the JSON of a call could also be an answer
+            # require Llama's tag: it is optional elsewhere, but here, JSON without the tag could also be an
+            # answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
         call = self.call(tools)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
@@ -145,7 +146,10 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of a value and the text after it. name: name of a rule that may be added."""
+        """Return the expression of a value, followed by the text that ends the value.
+
+        name: name of the rule, if the expression needs an additional rule.
+        """
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
         if not isinstance(known, Mapping) or (syntax.mark and not types):
@@ -191,7 +195,7 @@ class CallRules:
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
-    """True if a value that fits a schema may contain strings, or objects, in which names are strings."""
+    """True if a value that fits a schema may contain strings or objects. Names in objects are strings."""
     types = types_of(schema, root)
     if "array" in types and isinstance(schema, Mapping):
         types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})

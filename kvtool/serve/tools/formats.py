@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
     quotes
         True if strings have quotes. Values other than strings are always JSON.
     mark
-        Text before and after a string, which is used instead of quotes. Names in objects have no marks.
+        Text that is written before and after a string instead of quotes. Names in objects have no marks.
     """
 
     start: str
@@ -185,7 +185,7 @@ NEMOTRON = _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 """Nemotron Nano 2."""
 
 LLAMA = Format("llama", ("<|python_tag|>",), '{"name": "', '", "parameters": ', "}", between="; ")
-"""Llama 3. A reply begins with the JSON of a call, or the JSON follows the tag."""
+"""Llama 3. The JSON of a call is at the start of the reply, or it follows the tag."""
 
 LFM2 = Format(
     "lfm2",
@@ -245,7 +245,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # these two formats are unknown; they have to come before signs below, which their templates also have
+    # kvtool does not know the formats with these two texts; list the texts before other texts that the same
+    # templates have
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

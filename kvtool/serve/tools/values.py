@@ -52,7 +52,7 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
 
 
 def json_of_marked(text: str, mark: str) -> str:
-    """Convert a text to JSON. In the text, strings are between marks. Names may have no marks."""
+    """Convert a text to JSON. Its strings have marks instead of quotes. Names may have no marks."""
     parts = text.split(mark)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
@@ -113,7 +113,7 @@ class _Source:
             raise ValueError
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield before each item of a list, so that the caller reads it. Skip commas and `end`.
+        """Yield before each item of a list, and let the caller read the item. Skip commas and `end`.
 
         end: the character after the list.
         """
@@ -183,7 +183,10 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows. Empty if it names no types. root: has the definitions."""
+    """Return the types that a JSON schema allows. Empty if the schema has no types and no values.
+
+    root: schema with the definitions.
+    """
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
@@ -198,7 +201,10 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """Follow the reference in a schema, such as #/$defs/colour. A schema without a reference is returned."""
+    """Return the schema to which a reference such as #/$defs/colour refers.
+
+    A schema without a reference is returned unchanged.
+    """
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -233,7 +239,7 @@ def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the calls in a list such as [name(key='value', other=1)]. Raises NoCall.
 
     Values may have the syntax of Python or of JSON. Models write 'it's' without a backslash. Therefore a
-    quote ends a string only if a character that may follow a value comes after it.
+    quote ends a string only if the next character may follow a value.
     """
     try:
         source = _Source(text)

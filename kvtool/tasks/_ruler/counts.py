@@ -38,7 +38,7 @@ class CommonWords(Subtask):
     n_common
         Number of words to find.
     often
-        Number of times that each of these words is in the list.
+        Number of times that each of the words to find is in the list.
     seldom
         Number of times that each other word is in the list.
     """
@@ -85,8 +85,9 @@ class CommonWords(Subtask):
 class FrequentWords(Subtask):
     """Find the three most frequent words of a text of random words. A piece is a word of the text.
 
-    The most frequent word, of rank 1, is "...", which is not one of the three. In a text of n words, the word
-    of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent 2 is RULER's alpha.
+    Words are ranked by frequency. The word of rank 1 is "...". The three words to find have ranks 2 to 4. In
+    a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent 2 is
+    RULER's alpha.
 
     Attributes
     ----------
@@ -99,7 +100,7 @@ class FrequentWords(Subtask):
     n_max: ClassVar[int] = 50
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        # the rarest word to find has rank 4: in a text of this many words, it appears once
+        # in a text of this many words, the rarest word to find (rank 4) appears once
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:

@@ -50,7 +50,7 @@ class Questions(Subtask):
         question, texts = self._question(spec, sources), self._documents(sources).texts
         chosen = [*question.about, *rng.sample(question.near, len(question.near))][:n]
         others = set(chosen)
-        # choose them one by one, so that a larger sample has the documents of a smaller sample
+        # choose documents one by one, so that a larger sample has all documents of a smaller sample
         while len(chosen) < n:
             if (other := rng.randrange(len(texts))) not in others:
                 chosen.append(other)

@@ -120,7 +120,7 @@ class Subtask(ABC):
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return a number in least..most that fits, such that the next number does not fit.
+    """Return a number in least..most that fits. The next larger number does not fit.
 
     If there is no such number, return `most`. `least` must fit.
     """

@@ -69,7 +69,7 @@ class Variables(Subtask):
         # as in RULER, each of these lines ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
-        # places are line numbers of the text before any insertion
+        # `place` is a line number in the text before any line was inserted
         for i, place in enumerate(sorted(rng.sample(range(n), len(lines)))):
             text.insert(place + i, lines[i])
         return Sample(
