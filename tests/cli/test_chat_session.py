@@ -118,7 +118,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # no buffer, because it would read ahead
+                # unbuffered, because a buffer would read ahead
                 bufsize=0,
             )
         output = b""
