@@ -1,6 +1,6 @@
 """Fields of other servers.
 
-A field is accepted if it changes nothing, else it is supported or refused by name.
+They are supported, refused by name, or accepted because they change nothing.
 """
 
 from __future__ import annotations
