@@ -61,8 +61,8 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all unmarked items, and some items that have a `share` mark.
 
-    The mark share(n, *names) runs n items of each case. The items of a case differ only in the parameters
-    `names` (default: SIZES). The choice starts at a different item in each case, so that the cases together
+    Items that differ only in the parameters `names` (default: SIZES) form a case. The mark share(n, *names)
+    chooses n items of each case. Each case starts its choice at a different item, so that the cases together
     try all sizes.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}

@@ -214,7 +214,7 @@ def _main(number):
     Return the request in the fork; in this process, return None when requests end.
     """
     sys.path[0] = str(ROOT)
-    # Ctrl-C also reaches this process, but only the tests should end
+    # a terminal also sends Ctrl-C to this process, which ignores it and ends with the tests
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_start = dict(os.environ)
     for name in IMPORTED:
@@ -239,7 +239,7 @@ def _main(number):
             return message, streams, imported
         os.close(theirs)
         child = os.read(ours, 16)
-        # once `between` has ended, the child is an orphan, and the tests' process becomes its parent
+        # `between` ends at once. The child is then an orphan, and the tests' process becomes its parent.
         os.waitpid(between, 0)
         for each in (ours, *streams):
             os.close(each)

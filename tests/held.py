@@ -41,7 +41,7 @@ POLICY = Held
 class Held:
     """A policy file, and the processes that wait in its evictions.
 
-    when: a Python expression of `view`. An eviction waits if it is true.
+    when: a Python expression of `view`. An eviction waits if the expression is true.
     """
 
     def __init__(self, folder, when="True"):

@@ -160,8 +160,8 @@ def start(
 ):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: an int, or a list with one number per layer. An embedding has head_dim numbers for each
-    query head of the layer with the fewest query heads.
+    n_head, n_head_kv: an int, or a list with one number per layer. The size of embeddings is head_dim times
+    the smallest number of query heads that a layer has.
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
@@ -210,7 +210,8 @@ class Tensors:
         """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
-        # tied output rows are as large as embeddings, so the last norm scales logits down to LOGIT_STD
+        # Tied output rows are the embeddings, whose numbers are large. The last norm therefore scales logits
+        # down to LOGIT_STD.
         size = np.float32(LOGIT_STD / np.sqrt(self.n_embd) if tied else 1)
         self.writer.add_tensor(f"{output_norm}.weight", self.norm() * size)
         self.writer.add_tensor("token_embd.weight", embd)

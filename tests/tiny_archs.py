@@ -120,7 +120,10 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Every fifth of 20 layers attends to all tokens. Two more layers read the cells of layers 18 and 19."""
+    """Twenty layers, of which every fifth attends to all tokens. The remaining layers slide.
+
+    Two additional layers have no cells. They read the cells of layers 18 and 19.
+    """
     # The header has no fields for these sizes: number of layers with cells, number of states per token
     # (AltUp), size of a layer's additional input, rank of LAuReL's bypass.
     n_own, n_state, n_input, rank = 20, 4, 256, 64
@@ -171,7 +174,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
     """Values and half of each key come from a latent.
 
-    The other half is rotated, and the same in all heads.
+    The other half of a key is rotated. All heads share it.
     """
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
@@ -222,8 +225,8 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # A key has a factor for each of its pairs. Full layers rotate half a key, so they use half of the
-    # factors.
+    # There is one RoPE factor for each pair of a key. Full layers rotate half a key, so they use only the
+    # first half of the factors.
     writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
     for i in range(n_layer):
         tensors.add_layer(

@@ -140,13 +140,13 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
 def write_qwen35(
     path, *, n_layer=4, mtp=True, quiet=1.0, hidden=0.0, n_ctx_train=1024, chat_template=None, seed=0
 ):
-    """Three of four layers are recurrent. Another layer is for multi-token prediction (MTP).
+    """Three of four layers are recurrent. An additional layer is for multi-token prediction (MTP).
 
-    Texts are letters.
+    The model writes only letters.
     mtp: whether the model has the MTP layer.
     quiet: factor of the values that each layer adds. At 0 the next token depends only on the last token, and
     the MTP layer predicts it correctly.
-    hidden: how strongly hidden states change the input of the MTP layer. At 0 they do not change it.
+    hidden: how strongly hidden states change the input of the MTP layer. At 0 they have no effect.
     """
     n_state, n_group, n_rank = 32, 2, 4
     writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
@@ -185,7 +185,7 @@ def write_qwen35(
             }
             writer.add_tensor(f"blk.{i}.ssm_a", -tensors.norm(n_rank))
         else:
-            # attn_q has a head's queries, and then a gate for the head's output
+            # for each head, attn_q has first the query and then a gate for the head's output
             mix = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
                 "attn_q": tensors.matrix(2 * N_HEAD * HEAD_DIM, N_EMBD),
                 "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
@@ -345,7 +345,10 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 4 to 7 have no cells. They read the cells of layer 2 if they slide, otherwise of layer 3."""
+    """Layers 4 to 7 have no cells.
+
+    The sliding layers among them read the cells of layer 2, and the full layers read the cells of layer 3.
+    """
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)

@@ -31,7 +31,7 @@ KINDS = {
     "Gemma 4": (GEMMA, "<|turn>model\n", ("<|channel>", "<channel|>", "<|turn>"), ("thought\n",)),
     "Mistral": (tags_in("[THINK]"), "", ("[THINK]", "[/THINK]"), ()),
 }
-"""For each kind of template: tags, a header, control tokens, and words."""
+"""For each kind of template: the tags of thoughts, the reply header, control tokens, and other tokens."""
 
 
 @pytest.fixture(scope="module")

@@ -267,7 +267,7 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
         patch.setattr(tempfile, "TemporaryFile", None)
         reset()
     assert (everything(talk), talk.messages) == (before, messages)
-    # Here saving fails, so the session file lacks the last turn. It must not be used as the copy.
+    # Here saving fails, so the session file lacks the last turn. The file must not be used as the copy.
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
     before, messages = everything(talk), list(talk.messages)
@@ -743,7 +743,7 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     # if all rows hold the same tokens, the shares add up to 100 %
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
-    # rows that hold different tokens
+    # here rows hold different tokens, so the shares do not add up to 100 %
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 

@@ -26,7 +26,7 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (tokens read until a loop is found, length of its block, number of repetitions).
+    """Return (tokens read until a loop is found, length of the loop's block, number of repetitions).
 
     Return None if there is no loop.
     letters: the tokens whose text has letters.
@@ -101,7 +101,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # The detector is slow, so it runs only if a long enough part of the text repeats at this distance.
+        # The detector is slow: it runs only if a long enough part of a text repeats after `block` tokens.
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):

@@ -38,7 +38,10 @@ TEMPLATES = {
     "LFM2": ("<|im_start|>%s\n", "<|im_end|>\n", "<|tool_call_start|>%s<|tool_call_end|>"),
     "Kimi K2": ("<|im_%s|>%s<|im_middle|>", "<|im_end|>", "<|tool_call_begin|>%s<|tool_call_end|>"),
 }
-"""Per template: the markers that open a turn, that end a turn, and that enclose a call."""
+"""For each template: the text before a message, the text after a message, and a call.
+
+%s is replaced by the message's role, or by the contents of the call.
+"""
 
 MARKER = re.compile(r"<\|.+?\|?>|<\w+\|>|<｜.+?｜>|</?\w+>|\[/?[A-Z_]+\]")
 
@@ -149,7 +152,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # this has all markers except one of gpt-oss, which llama.cpp treats as a word
+    # The text has all markers except one of gpt-oss, which llama.cpp also finds in plain texts.
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([message("user", "stand-in")]).split("stand-in")
@@ -261,7 +264,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [message("system", EVIL), message("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
-    # pinned prefixes are of two kinds: the system prompt, and a request that comes before a text
+    # two kinds of prefixes are pinned: a system prompt, and a request that is followed by a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))
@@ -279,7 +282,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # the last reply adds 1, because it is one token (-n 1)
+    # with -n 1, a reply is one token, so the last reply adds 1 to the tokens of the prompt
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

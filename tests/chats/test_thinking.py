@@ -42,7 +42,7 @@ def parts(text, n, tags=THINK, **how):
         ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "\n\ntwo"),
         ("<think>never closed", "never closed", ""),
         ("<think></think>", "", ""),
-        # a tag that is not at the beginning is text, and so is text that only resembles a tag
+        # A tag that is not at the beginning of a reply is text. An incomplete tag is also text.
         ("Use <think>x</think> here", "", "Use <think>x</think> here"),
         ("<thin air", "", "<thin air"),
         ("  <thi", "", "  <thi"),
@@ -225,8 +225,8 @@ TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
 ).replace("%OPEN%", "<think>\n")
 
 
-# The thought is in its own field. SHOWS renders the thoughts of all replies, HIDES only that of the last
-# message.
+# The thought is in its own field. SHOWS renders the thoughts of all replies. HIDES renders only the thought
+# of the last message.
 SHOWS, HIDES = (
     KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
     for thought in (

@@ -17,7 +17,7 @@ KEEPS = (
 
 
 def one_line(done, exit_code, words="", prints=False):
-    """Check how a command ended: its exit code, and that stderr is one line with these words.
+    """Check the exit code of a command, and check that its stderr is one line that contains `words`.
 
     prints: True if the command may have written to stdout before the error.
     """

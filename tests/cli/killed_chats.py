@@ -90,7 +90,7 @@ def turns(user):
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # This begins another chat. The undo of two changes then returns to the first chat.
+    # This begins another chat. Later, `undo(2)` takes back its turn and the reset: the first chat is back.
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)
@@ -101,8 +101,9 @@ def turns(user):
 def live(model, policy, folder, n_call):
     """Take turns until the n_call-th call that changes a file.
 
-    Return (exit code, the saved chats after each turn).
-    If the turns make fewer calls than n_call, the list has one more item at its end: the number of calls.
+    Return (exit code, list of the saved chats after each turn).
+    If the turns make fewer calls than n_call, all of them are taken. The last item of the list is then the
+    number of calls.
     """
 
     def work(write):
@@ -140,7 +141,7 @@ def stored(folder):
 
 
 def check(folder, before, after):
-    """Check that the folder has each chat either as in `before` or as in `after`."""
+    """Check that the folder has each chat, with its messages either from `before` or from `after`."""
     sessions = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]

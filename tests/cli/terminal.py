@@ -86,8 +86,8 @@ class Terminal:
         """Read until these words appear. Return the text before them.
 
         pressing: keys to type after each half second without output.
-        PROMPT is only accepted at the end of the text, because a chat that continues shows its last turn
-        after the same characters.
+        PROMPT is accepted only at the end of the text: when a chat continues, it prints the same characters
+        before its last turn.
         """
         self._read_until(
             lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
@@ -97,7 +97,7 @@ class Terminal:
         return before
 
     def until(self, *words):
-        """Read until one of these words is anywhere in the text, including lines that were drawn again."""
+        """Read until the text has one of these words. The text includes lines that were drawn again."""
         self._read_until(lambda: any(word in self.text for word in words))
         self._at = len(self.text)
 

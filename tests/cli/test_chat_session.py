@@ -118,7 +118,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # no buffer, because it would read ahead
+                # unbuffered, because a buffer would read ahead
                 bufsize=0,
             )
         output = b""
@@ -140,8 +140,8 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         runs.append((first, len(now) // 2, output))
         saved = now
     assert len(saved) > 0.8 * n
-    # The whole chat takes one turn more than was saved: the last kill may have interrupted the reply of that
-    # turn.
+    # Let another chat take these turns without a kill. It takes one turn more than was saved, because the
+    # last kill may have interrupted the reply of this turn.
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),

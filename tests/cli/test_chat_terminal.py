@@ -16,7 +16,10 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""Options of most tests. With recall, a session could have a second file, and /undo would need no copies."""
+"""Options of most tests.
+
+The policy is not recall. With recall, a session can have a second file, and /undo does not need copies.
+"""
 
 
 @pytest.fixture

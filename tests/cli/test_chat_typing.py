@@ -73,7 +73,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # if this text is offered at the prompt and sent from there, it has the same meaning
+        # the prompt may offer this text again; sent from there, it must have the same meaning
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -215,7 +215,8 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
 @pytest.mark.parametrize("state", [os.devnull, "file"])
 def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path, state):
     (tmp_path / "file").touch()
-    # docs/chat.md turns the history off with /dev/null. As an absolute path, it replaces tmp_path here.
+    # docs/chat.md turns the history off with /dev/null. This path is absolute, so it replaces tmp_path in the
+    # next line.
     chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / state)})
     assert chat.say("hello").endswith("tokens/s")
 
@@ -372,7 +373,7 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
             chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
             chat.type("n\r")
         chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
-        # the next input replaces the line
+        # the prompt offers the refused line again; the next input replaces it
         assert "2 turns" not in chat.say("/undo 0")
     assert user_messages(path) == ["one"]
     chat.type("/no/pe is a path\r")
@@ -408,7 +409,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
         before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
-            # set the terminal like a shell between a stop and `fg`
+            # set the terminal as a shell does after a stop and before `fg`
             termios.tcsetattr(theirs, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
             return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)

@@ -62,9 +62,9 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def loaded_by_help():
-    """Map each command to (its help, the heavy modules that are loaded after it).
+    """Map each command to its help, and to the heavy modules that are loaded after the help was printed.
 
-    One process prints the help of all commands, in their order.
+    One process prints the help of all commands, one after the other.
     """
     code = (
         "import contextlib, io, json, sys\n"
@@ -242,7 +242,8 @@ def test_a_policy_shows_what_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
-    # for stride 5, BUZZ's Theorem 3.1 gives a ratio of 26/6; both parameters are rounded to whole cells
+    # Theorem 3.1 of BUZZ gives this ratio of threshold to window for stride 5. It holds only approximately,
+    # because both numbers are rounded to whole cells.
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
@@ -477,7 +478,7 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # a requested limit gets no notice
+    # there is no notice of a limit that the user asked for
     assert kvtool("generate", "Hello!", *options, "-n", 8).stderr == ""
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment variables with a per-user cache that has only links to the usual kernels and models."""
+    """Environment variables that name a new cache. It has only links to the usual kernels and models."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
@@ -177,7 +177,8 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [record["kl"] for record in results.of_run.values()] == [None]
-    # In the second round, only `full` runs. `local` lacks nothing but its KL, which needs `full`.
+    # In the second round, only `full` runs, and it fails again. `local` does not run: only its KL is missing,
+    # and measuring the KL needs the results of `full`.
     assert calls == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
@@ -387,7 +388,7 @@ def test_the_best_of_a_budget_is_marked():
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
-    # the only run of its budget has no mark
+    # this is the only run with its budget, so it is not marked as the best
     assert "*" not in line_of(out, "h2o  ")
     # equal values of a column are not marked
     assert "64.0 MiB*" not in out

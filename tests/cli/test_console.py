@@ -91,6 +91,7 @@ def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
         step(20)
         (task,) = bars[0].tasks
         assert task.time_remaining > 0
-        # by default, rich would forget steps that take more than half a minute
+        # this step takes more than half a minute: with its default setting, rich would not use it for the
+        # remaining time
         step(30)
         assert task.time_remaining > 0

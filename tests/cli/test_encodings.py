@@ -1,4 +1,4 @@
-"""Texts, names and streams that are not UTF-8, and empty prompts. Each of them causes at most one line."""
+"""Texts, names and streams that are not UTF-8, and empty prompts. Each causes at most one message line."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 14 window + ")
         assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
-        # the cache holds a prompt of 40 tokens, but the requested budget of 32 does not
+        # a prompt of 40 tokens fits into the real budget, but not into the requested budget of 32
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
         assert policy.budget > 40
         engine.read(text(40))

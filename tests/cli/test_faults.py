@@ -138,8 +138,8 @@ main()
 """
 
 
-# With 40 MB, there is no room for the file; with 130 MB, for the cells and buffers; with 160 MB, for the
-# graph. In these cases llama.cpp returns an error, throws or aborts.
+# With 40 MB, memory is too small for the file. With 130 MB, it is too small for the cells and buffers. With
+# 160 MB, it is too small for the graph. llama.cpp returns an error, throws or aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
@@ -342,7 +342,10 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """A policy that waits in its first eviction. Prompts fit into the cache, so this happens in a reply."""
+    """A policy that waits in its first eviction.
+
+    Prompts fit into the cache, so the eviction happens during a reply.
+    """
     return Held(tmp_path)
 
 

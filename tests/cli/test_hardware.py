@@ -166,7 +166,7 @@ class FakeGpu:
         self._cache_bytes = info.plain_layers.cell_bytes() * n_cell // self._weights.n_layer
 
     def has_room_for(self, n_layer, n_expert=0):
-        """Set the memory to fit the output, the last n_layer layers, and the experts of n_expert layers."""
+        """Give the GPU room for the output, the last n_layer layers, and the experts of n_expert layers."""
         weights = self._weights
         n_bytes = (
             weights.output + sum(weights.dense[weights.n_layer - n_layer :]) + n_layer * self._cache_bytes
@@ -224,7 +224,7 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert done.returncode == 0
     assert Full.tried == [None, 0]
     assert "the GPU has room for 0 of 3 layers" in done.stderr
-    # kvtool tries once more, and then prints one line
+    # now the second try, without layers on the GPU, also fails, so kvtool prints one line
     Full.most = -1
     one_line(generate("--raw"), 8, "the GPU is full")
     assert Full.tried[2:] == [None, 0]
@@ -236,7 +236,8 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
 def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
     FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
     assert "room" not in generate("--raw").stderr
-    # 1,024 tokens, 384 without a cluster, and 256 means
+    # Residents need cells for 1,024 tokens, for 384 tokens without a cluster, for 256 means, and one more
+    # cell. The sum is rounded up to a multiple of 256, which is 1,792.
     FakeGpu(monkeypatch, talker, n_cell=1000 + 1792).has_room_for(1)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr

@@ -50,7 +50,7 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
-    # help shows values as names in capitals and not as types, and it gives ranges in words
+    # help names a value in capitals, not by its type, and describes ranges in words
     shown = first.split("\nExamples:")[0]
     assert not re.search(
         r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
@@ -232,7 +232,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # no command has both kvtool's name and another program's name of an option
+        # a command that has kvtool's option does not also have the other programs' names of this option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
@@ -439,7 +439,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     master, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # if the command has written nothing, `os.read` would wait without this byte
+    # The command may have written nothing. `os.read` would then wait, so the test itself writes a byte.
     os.write(theirs, b".")
     os.close(theirs)
     written = os.read(master, 4096).decode()

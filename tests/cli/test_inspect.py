@@ -128,7 +128,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """Return (a run's holdings, the positions in each row at each snapshot, the texts of the tokens)."""
+    """Run a policy. Return (its Holdings, the positions in each row at each snapshot, the tokens' texts)."""
     seen = {}
 
     def record(n):
@@ -224,8 +224,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # the colour of a row depends on its share of held tokens, and on its share of tokens that are only
-    # archived
+    # a row's colour depends on two shares of its tokens: held tokens, and tokens that are only archived
     held = snapshots.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -301,7 +300,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half of the tokens, layers 3 to 5 the last quarter
+    # layers 0 to 2 hold the first half of the tokens, and layers 3 to 5 hold the last quarter
     until[:6, :2500] = until[6:, 3750:] = 1
     snapshots = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
@@ -314,8 +313,8 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # Find the rows of the plot. These colours fill more than half of the width there, and less in the legend
-    # below the plot.
+    # Find the pixel rows of the plot. In these rows, the two colours fill more than half of the width. In the
+    # legend below the plot, they fill less.
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]

@@ -21,7 +21,7 @@ BREAKS = {"CRLF": "\r\n", "CR": "\r"}
 every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 
 READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
-"""Files that need no `decoded`, because their bytes are TOML or JSON, or Python opens them as text."""
+"""Files that do not need `decoded`: they parse bytes as TOML or JSON, or Python opens their input as text."""
 
 
 def written(folder, text, end):

@@ -79,7 +79,10 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """Return (options, flag, typed options) as a command gets them. If Typer refuses, return its result."""
+    """Return (options, flag, typed options) as a command gets them for these arguments.
+
+    If Typer refuses the arguments, return Typer's result.
+    """
     got = []
 
     @options

@@ -298,8 +298,8 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
 )
 def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkeypatch, name, instead):
     monkeypatch.setenv(name, "4")
-    # KVTOOL_JSON belongs to an option of these commands, and KVTOOL_SERVE_PORT to an option of another
-    # command
+    # These two variables cause no message. KVTOOL_JSON belongs to an option of the commands below, and
+    # KVTOOL_SERVE_PORT to an option of another command.
     monkeypatch.setenv("KVTOOL_JSON", "true")
     monkeypatch.setenv("KVTOOL_SERVE_PORT", "8000")
     for command in (["models", "list"], ["config"], ["config", "chat"]):

@@ -53,7 +53,7 @@ def models(smollm2, talker):
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
-    # the usual blocks are larger than these texts, so each text would be read whole
+    # Read blocks of one byte. With blocks of the usual size, each of these short texts would be read whole.
     monkeypatch.setattr(system_texts, "_BLOCK", 1)
     monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
     model, file = models[vocabulary], tmp_path / "text"

@@ -147,8 +147,8 @@ class Fuzz:
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # 2**31 - 1 queries, or their attention to 100 cells, would need a terabyte, so the call is
-            # refused. Their attention to fewer cells might fit into memory. This must not happen, so n_query
+            # 2**31 - 1 queries, or their attention to 100 cells, would need a terabyte, so the call must be
+            # refused. With fewer cells, the call might succeed and use most of the memory. Therefore n_query
             # is reduced.
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
@@ -684,7 +684,7 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # each of the row's N_GROUP heads and each of the step's tokens gives a key at most 1
+            # a key gets at most 1 from each of the row's N_GROUP query heads for each token of the step
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self, *, trims=False):
@@ -703,7 +703,8 @@ class Fuzz:
         n_used = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
         # an archive in a file does not free slabs
         self.n_slab = n_used if trims and not self.has_file else max(self.n_slab, n_used)
-        # the size `slab` includes clusters, but unused slabs and the newest blocks have no clusters
+        # `slab` is the size of a slab with clusters. Unused slabs and the newest blocks have no clusters, so
+        # the memory may be smaller than n_slab such slabs.
         assert (0.8 if self.n_exact else 1) * self.n_slab <= n_slab <= self.n_slab, (n_slab, self.n_slab)
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):

@@ -1,10 +1,11 @@
-"""Damaged GGUF files through the command line: each must end in an exit code and at most one line, in time.
+"""Run commands on damaged GGUF files, and check how the commands end.
 
     python tests/fuzz/fuzz_gguf.py --n 2000
 
-One process handles many files, in the same way as `kvtool models show` and `kvtool generate`. If the process
-dies, a new process is started. The number of a file determines its damage, so `--first 17 --n 1 --keep DIR`
-repeats a finding.
+A command must end in time, with one of the allowed exit codes and at most one line on stderr. One process
+handles many files, in the same way as `kvtool models show` and `kvtool generate`. If the process dies, a new
+process is started. The number of a file determines its damage, so `--first 17 --n 1 --keep DIR` repeats a
+finding.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ SCHEMAS = (
 
 
 def ending(body):
-    """Replace limits that would take too long, -1 (no limit) and 2**31 - 1, by 8 tokens. Return the body."""
+    """Replace token limits of -1 (no limit) and 2**31 - 1 by 8, so that replies end soon. Return the body."""
     if isinstance(body, dict):
         body |= {name: 8 for name in LIMITS if body.get(name) in (-1, 2**31 - 1)}
     return body
@@ -95,7 +95,7 @@ class Bodies:
     def text(self, body):
         """Write a body as bytes.
 
-        They may have numbers that json.dumps cannot write, and a name that comes twice.
+        The bytes may have numbers that json.dumps cannot write, and a name that comes twice.
         """
         text = json.dumps(body, ensure_ascii=self.rng.random() < 0.7)
         while '"@' in text:

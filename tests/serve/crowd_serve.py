@@ -33,7 +33,7 @@ EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 RECALL = ("-o", "search=all", "--archive-type", "f32")
 """Options that make a reply independent of the steps in which its prompt was read.
 
-When a chat goes back to an earlier message, the steps of its prompt differ from the steps in the replay.
+A chat that goes back to an earlier message reads its prompt in different steps than its replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]

@@ -2,8 +2,8 @@
 
     python -m tests.serve.killed_streams --kills 20 --policies h2o recall
 
-After each kill a new server continues both chats. Its cache must have every turn whose end a client saw.
-Every answer must be the same as from a server that has no further chats.
+After each kill, a new server continues both chats. If a client saw the end of a turn, the new server's cache
+must have the whole turn. Every answer must be the same as the answer of a server that has only this chat.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def streamed(url, messages, n_max):
 
 
 class Life:
-    """A server that is killed while it streams both chats, or when a client sees the end of a stream.
+    """A server that will be killed: while it streams both chats, or when a client sees the end of a stream.
 
     The server must store a turn before its client sees the end of the answer.
     """

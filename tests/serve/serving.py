@@ -43,9 +43,9 @@ class Server:
 
     @contextmanager
     def until_killed(self):
-        """Leave the block without an error if `kill` breaks a connection of the block.
+        """Run a block that talks to the server. If `kill` breaks a connection, the block ends without error.
 
-        If a connection breaks before `kill` is called, this is a fault of the server: the error is raised.
+        A connection that breaks before `kill` is called is a fault of the server: its error is raised.
         """
         try:
             yield

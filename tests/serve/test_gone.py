@@ -37,7 +37,7 @@ def server():
 
 @pytest.mark.parametrize("cut", range(len(STREAM)))
 def test_a_stream_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
-    # no event is missing after the size of the last chunk, 0, has arrived
+    # a stream ends with a chunk of size 0: once this size has arrived, no event can be missing
     if cut > STREAM.rindex(b"0\r\n\r\n"):
         assert list(events(answer(STREAM[:cut]))) == EVENTS
         return

@@ -29,7 +29,8 @@ GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
 """Options of most tests here.
 
-With recall, chats could go back to any token: tests/serve/test_serve_back.py tests this.
+The policy is not recall, because chats can then go back to any token. tests/serve/test_serve_back.py tests
+recall.
 """
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -490,8 +491,8 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert second.usage.prompt_tokens_details.cached_tokens > 300
     # the chat that was stored in between does not change the answer
     assert again.choices[0].message.content == first.choices[0].message.content
-    # The first chat was in the cache before the system prompt, but the file of the system prompt must not
-    # have its text. The test looks for a word: digits could occur by chance in the file's hashes.
+    # The file of the system prompt must not contain text of the first chat, which was in the cache before.
+    # The test looks for a word, because digits could occur by chance in the file's hashes.
     start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)
     assert b"lighthouse" not in start.read_bytes()
 

@@ -270,7 +270,7 @@ def test_errors_have_anthropics_form_and_status(capsys):
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
-    # This queue has no place, but counting tokens works because it needs none.
+    # The queue has no place for a request, but counting tokens works because it does not use the queue.
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
         assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (

@@ -35,7 +35,10 @@ def url(talker, options):
 
 
 def ask(url, messages, **more):
-    """Return (reply, tokens of the chat with the reply, tokens read, the answer's `kvtool` part)."""
+    """Return (reply, number of the chat's tokens, number of tokens read, the answer's `kvtool` part).
+
+    The chat's tokens include the reply.
+    """
     status, answer = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, answer
     usage = answer["usage"]
@@ -192,7 +195,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
         n_read = [ask(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # only whole batches of the system prompt are stored, which are 512 tokens
+        # only whole batches of the system prompt are stored; here they have 512 tokens together
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

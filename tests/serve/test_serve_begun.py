@@ -151,9 +151,13 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """Compared from the user's message on, the rendered chat with the whole reply begins with the prompt."""
+    """The rendered chat with the whole reply begins with the prompt for the begun reply.
+
+    The two texts are compared from the user's message on.
+    """
     user, later = message("user", "Kvtool asks."), message("user", "And?")
-    # there is one exception: a template whose reply header has instructions that earlier replies lack
+    # this template is an exception: it writes instructions into the reply header, but not before earlier
+    # replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():

@@ -1,4 +1,4 @@
-"""Stored chats, pins, counts and refusals of a server, on a small random model."""
+"""A server with a small random model: stored chats, pinned texts, token counts, and refused requests."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
 
 
 def filled(value, answers):
-    """Return the value with each "REPLY n", "CALL n", ...
+    """Return the value after replacing its placeholders.
 
-    replaced by that part of the server's n-th answer.
+    "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are replaced by a part of the server's n-th answer.
     """
     if isinstance(value, dict):
         return {name: filled(each, answers) for name, each in value.items()}

@@ -1,4 +1,4 @@
-"""kvtool serve apart from chats: limits of answers, files, refused requests, fields of llama-server."""
+"""Tests of kvtool serve: limits of answers, files of chats, refused requests, fields of llama-server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
             client.chat.completions.create(model="chat", messages=[message("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
-    # the same with a policy that could forget, but is not allowed to: --overflow error
+    # the same with a policy that could forget tokens: --overflow error forbids this
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
@@ -88,7 +88,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout
-    # if there are files that the server cannot continue, it reports their number and keeps them
+    # a server keeps files that it cannot continue, and reports how many there are
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
     assert any(line.startswith("1 files in ") for line in server.lines)

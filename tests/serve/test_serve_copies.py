@@ -44,7 +44,7 @@ def test_a_request_that_comes_again_reads_its_reply_header(url):
     again, _, n_again, _ = ask(url, [LONG])
     assert again == first
     assert n_again < 8
-    # the prompt of a later turn is not read again either
+    # if the request for a later turn is repeated, its prompt is not read again
     messages = [LONG, first, NEXT]
     reply, _, n_read, _ = ask(url, messages)
     assert n_read > 300

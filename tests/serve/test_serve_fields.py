@@ -1,6 +1,6 @@
 """Fields of other servers.
 
-A field is accepted if it changes nothing, else it is supported or refused by name.
+They are supported, refused by name, or accepted because they change nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def chat(defaults=None, **fields):
 def test_what_changes_nothing_is_accepted(fields):
     request = chat(**fields)
     assert request.ignored == []
-    # the request is the same as without the fields
+    # apart from the temperature, these fields do not change the request
     plain = chat(temperature=fields.get("temperature"))
     assert request.sampling.stop == plain.sampling.stop
     assert (request.stop_tokens, request.allowed, request.ignores_end) == ((), (), False)

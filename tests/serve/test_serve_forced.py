@@ -186,7 +186,7 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Names of schemas in AWKWARD. All formats except Gemma's can express arguments of these schemas."""
+"""Names of the schemas in AWKWARD whose arguments every format except Gemma's can express."""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }

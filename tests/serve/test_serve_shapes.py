@@ -1,4 +1,4 @@
-"""Answers that must be JSON of a schema, match a grammar, a pattern or a choice, or call a tool."""
+"""Answers whose form is given: by a schema, a grammar, a pattern or a choice, or as a call of a tool."""
 
 from __future__ import annotations
 

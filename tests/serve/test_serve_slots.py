@@ -299,7 +299,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # with two engines, the prompt is not read again either
+        # two requests at once add a second engine; afterwards a prompt is still not read again
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))

@@ -501,7 +501,7 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # The prompt has neither of the next two thoughts. `first` has no reply after it, and `thought` is
+    # The prompt must not contain the next two thoughts. `first` is not followed by a reply, and `thought` is
     # encrypted.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
@@ -532,9 +532,9 @@ def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
 
 
 def test_a_reply_behind_a_result_may_have_another_header(serve):
-    """The header is missing after a tool's result, so no thought is opened.
+    """Like DeepSeek R1's template, this template writes no reply header after a tool's result.
 
-    DeepSeek R1's template does this.
+    The header would open a thought, so such a reply begins without a thought.
     """
     source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
     serve = serve(source.replace("%OPEN%", "<think>\n"))

@@ -232,7 +232,7 @@ WRITTEN = {
         ),
     },
 }
-# for each format, the text that opens a call, without a complete call
+# for each format, a text that opens a call but is not a complete call
 OPENS = {
     **{
         "hermes": "<tool_call>",

@@ -140,7 +140,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
     constexpr int m = 5, k = 19;
     for (const int n : { 8, 24, 40 }) {
         const auto a = normal(m*k, 1), b = normal(k*n, 2), before = normal(m*n, 3);
-        // first a, then the transposed a
+        // the first strides read a, and the second strides read the transposed a
         for (const auto & [as, ak] : { std::pair(k, 1), std::pair(1, m) }) {
             auto c = before;
             multiply_add(c.data(), n, a.data(), as, ak, b.data(), n, m, k, n);
@@ -443,7 +443,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
         }
         n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
     }
-    // Not all points are in the cluster with the nearest mean: means have moved since the last assignment.
+    // A few points may be nearer to another mean, because means have moved since points were last assigned to clusters.
     EXPECT(n_nearest > n*8/10);
 }
 
@@ -457,7 +457,7 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
     EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
     for (int i = 0; i < n; ++i) {
-        // all points in a half of the order must be from the same side
+        // Points with odd and with even indices are far from each other. Each half of the order must be of one kind.
         EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
     }
     EXPECT(order[0] % 2 != order[n/2] % 2);
@@ -820,7 +820,7 @@ CHECK(segments_have_the_base_of_their_time) {
 }
 
 CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
-    // Cut the archive inside a block, at the end of a block, and to fewer tokens than either limit n_max.
+    // Cut the archive inside a block, at the end of a block, and to fewer tokens than n_max.
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
@@ -916,7 +916,8 @@ struct defined {
     std::vector<double> attn; // one number for each token of the archive
 };
 
-// The query is not rotated. The cache would rotate it to rot. If is_far(i), token i has the distance n_near + late.
+// query: without rotation. rot: the position to which the cache would rotate the query.
+// is_far(i): true if token i is far. Far tokens have the distance n_near + late from the query.
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -965,8 +966,8 @@ static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
     return res;
 }
 
-// A function (head, i) that returns true if token i of layer 1 is far. All tokens of a clustered block are far if the
-// block is.
+// Return a function (head, i) that returns true if token i of layer 1 is far. A clustered block is far or near as a whole.
+// Tokens without clusters are near.
 static auto far_blocks(const stream & s) {
     return [&s](int head, int64_t i) {
         const auto & own = s.own.clusters_of(1, head);
@@ -1302,7 +1303,8 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     s.push(1300);
     const auto query = normal(n_embd, 99);
     double all_sums = 0.0;
-    // The definition: the share of the clusters' attention that the best clusters with up to 100 tokens get.
+    // By definition, residents are the clusters with the most attention per token, up to 100 tokens together. Return
+    // their share of the attention that all clusters get.
     const auto wanted = [&](int64_t rot) {
         const auto & own = s.own.clusters_of(1, 0);
         const auto turned = queries_at({ query }, rot);
@@ -1335,7 +1337,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     const auto turned = queries_at({ query }, 1301);
     const float none = -INFINITY; // no live cells
     EXPECT_NEAR(cells.all.choose(1, 0, turned.data(), 1, plain, &none), wanted(1301), 0.02);
-    // here live cells get as much attention as all clusters together, so the share is half as large
+    // now live cells get as much attention as all clusters together, so the share of the residents is half as large
     device_cells other(s, 8*n_cluster, 100);
     other.update(1301);
     const float same = std::log(all_sums);
@@ -1436,7 +1438,8 @@ CHECK(the_tokens_with_the_most_attention_are_those_by_definition) {
     }
 }
 
-// Make synthetic cells for these queries. Expect that they give each head the attention of the archive.
+// Make synthetic cells for these queries. Expect that each head's attention to the cells has the sum and the value that
+// the archive would give.
 static void expect_made(const std::vector<float> & queries, ggml_type type, const logit_params & logits, double limit) {
     constexpr int n = 4;
     const auto found = normal(n*n_embd, 2);
@@ -1552,7 +1555,7 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
         EXPECT(one == computed(all, t, 3));
         EXPECT(one == computed(all, t, 5));
 
-        // the cells of a token must give its heads the attention of the archive
+        // attention to a token's cells must have the same sum as attention to the archive
         for (int i = 0; i < n_tokens*n_head*n_gqa; ++i) {
             const int token = i/(n_head*n_gqa), head = i/n_gqa % n_head, g = i % n_gqa;
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);

@@ -6,8 +6,9 @@ DIR has small random models, one per architecture. llama.cpp's test-llama-archs 
 tests/tiny_archs.py writes the rest; `make check-archs` runs both. The program prints a line per model. The
 exit status is 1 if a model fails. The checks:
 
-full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit. With flash attention
-           and an index, they agree up to rounding. Flash attention is not checked if llama.cpp aborts with it
+full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit. If the model has an
+           index and flash attention is on, the logits agree up to rounding. Flash attention is not checked
+           for models with which llama.cpp itself then aborts
 alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
            llama.cpp's sequence calls, up to rounding. Models with sliding or recurrent layers are skipped
 permuted   logits do not depend on the order of the cells in each row, up to rounding

@@ -60,7 +60,7 @@ def streams(visit: Visitor) -> None:
 
 @check
 def input_methods(visit: Visitor) -> None:
-    """Enter does not send if it ends a word of an input method."""
+    """Enter does not send the message while it is used to accept a word of an input method."""
     with visit.page(fake=True) as page:
         text = page.get_by_label("Message", exact=True)
         text.fill("\u65e5\u672c")
@@ -489,7 +489,7 @@ def settings(visit: Visitor) -> None:
 
 @check
 def closed(visit: Visitor) -> None:
-    """A page that was closed during a reply shows the beginning of the reply, marked as unfinished."""
+    """A page that is closed during a reply and opened again shows the reply so far, marked as unfinished."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "half", first=True)

@@ -1,4 +1,4 @@
-"""Building: the key of a build, reuse, and the messages of failures.
+"""`kvtool build`: the key that identifies a build, when a build is reused, and messages about failures.
 
 A script replaces pip, so nothing is downloaded or compiled here.
 """
@@ -225,9 +225,9 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
 
 
 def installed(monkeypatch, wheel):
-    """Make this wheel appear to be installed.
+    """Make it appear that this wheel is installed.
 
-    None: the installed library appears not to be built by kvtool.
+    wheel: path, or None to make it appear that kvtool has not built the installed library.
     """
 
     class Distribution:
@@ -389,7 +389,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) runs the command. It gets made-up facts about the library."""
+    """kvtool_build("--cuda", ...) runs `kvtool build --cuda ...`. Facts about the library are made up."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     facts = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: facts)

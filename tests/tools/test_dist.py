@@ -68,7 +68,8 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"
-    # imports stay within the package, so an installed llama-cpp-python is not needed and not touched
+    # The package imports only its own files. It does not need llama-cpp-python, and does not use an installed
+    # one.
     text = packed.read("kvtool_llama/llama_cpp.py").decode()
     assert text.startswith("from kvtool_llama._ctypes_extensions import (")
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
@@ -260,7 +261,7 @@ pathlib.Path(folder, name).write_bytes(pathlib.Path(wheel).read_bytes())
 
 @pytest.fixture
 def mender(machine, tmp_path, monkeypatch):
-    """Replace auditwheel by a small program, and the build by a wheel whose key is for every CPU."""
+    """Replace auditwheel by a small program, and `build` by a function that returns a wheel for every CPU."""
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))

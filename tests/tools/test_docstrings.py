@@ -75,7 +75,7 @@ def names():
 
 
 def texts(tree):
-    """Yield all docstrings, including those of constants."""
+    """Yield all docstrings, including the docstrings of constants."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             for part in node.body:

@@ -131,7 +131,7 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
     beside.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
-    # here there is only chat.kv.archive, so it is set aside without a session
+    # now there is an archive file without a session file, so only the archive file is set aside
     beside.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"

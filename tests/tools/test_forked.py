@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen, ready to fork.
+    """Return forked.Popen after it has run two programs, so that the next program is a fork.
 
-    The first program of each environment would still be a plain process, so this runs two.
+    For each environment, the first program is not forked: it is a plain process.
     """
     for _ in range(2):
         process = forked.Popen([sys.executable, "-c", ""])

@@ -114,7 +114,10 @@ def test_no_file_of_ours_includes_itself_through_others():
 
 
 def test_the_archive_needs_ggml_alone():
-    """The archive's C++ tests link it only with ggml. Apart from ggml, it includes only cache/layer.h."""
+    """Apart from headers of ggml, the archive includes only cache/layer.h.
+
+    Its C++ tests therefore need no library except ggml.
+    """
     ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
     names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
     files = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
@@ -269,9 +272,9 @@ def untar(archive: Path, tree: Path) -> Path:
 
 @pytest.fixture
 def exported(archive):
-    """The folder of `archive`, with a patch from `export`.
+    """The folder of `archive`, after `export` has written the patch.
 
-    The patch's index lines allow a three-way merge.
+    A patch from `export` has index lines. Git needs these lines for a three-way merge.
     """
     sync.import_(archive / "first")
     sync.export(archive / "first")

@@ -81,9 +81,9 @@ def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int
 
 
 def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
-    """Return a circle of imports, or [] if there is none.
+    """Return the modules of a circular import, or [] if imports are not circular.
 
-    Each module imports the previous module. The first module is also the last.
+    Each module of the list imports the module before it. The first module is also the last.
     """
     paths = {module_of(path, root): path for path in files}
     graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
@@ -104,7 +104,7 @@ def test_every_room_is_in_the_table_below_all_that_it_may_import():
 
 def test_imports_point_one_way():
     table, wrong = allowed(), []
-    # kvtool/__init__.py only lists names for users. It imports a name at its first use.
+    # kvtool/__init__.py is left out: it only lists names for users, and imports a name at its first use
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         room = room_of(module_of(path))
         for line, module in imports(path):
