@@ -186,7 +186,7 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Names of the schemas in AWKWARD whose arguments every format except Gemma's can express."""
+"""Names of the schemas in AWKWARD whose arguments the formats can express. For Gemma's format see below."""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }
