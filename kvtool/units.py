@@ -1,4 +1,4 @@
-"""Counts and sizes in bytes as people write them, and names of number formats."""
+"""Parse and print numbers of tokens and sizes in bytes. Also lists the types of cached numbers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def run(
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        # Ctrl-C needs no handling here: it raises an error in this block, and the command also gets the signal
+        # Ctrl-C needs no code here: it raises an error in this block, and the command also gets the signal
         with Popen(
             command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:

@@ -304,7 +304,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function that makes a policy that never evicts, from the lengths of a prompt and its answer."""
+    """Return a function that takes the lengths of prompt and answer and makes a policy that never evicts."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 

@@ -1,4 +1,4 @@
-"""Advice to the user: a model is not made for chats, a text is too long for it, or a better model fits."""
+"""Advice about models that are not made for chats, or not for long texts, and about better models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Advice for wrong command lines: names from other programs, misspelt names, prompts without quotes.
+"""Advice for command lines with names from other programs, misspelt names, or prompts without quotes.
 
 click alone is not enough. It suggests names that are similar, but not names that mean the same. It also reads
-an unknown name with one dash as several options: `-hf` as `-h -f`.
+an unknown name with one dash as several options. For example, it reads `-hf` as `-h -f`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts that a command streams: where a text comes from, its first tokens, and its maximum length."""
+"""Open the text that a command streams, read the first tokens, and check the length of the text."""
 
 from __future__ import annotations
 

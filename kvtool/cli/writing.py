@@ -1,4 +1,7 @@
-"""Preparations of commands in which a model writes: model, thinking effort, sampler, engine and writer."""
+"""Functions that prepare a command in which a model writes.
+
+They choose the model and the thinking effort, and make the sampler, the engine and the writer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the archive: they are checked and turned into the engine's settings."""
+"""Check the options of the archive, and convert them to settings of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt at which a user types turns and commands: editing, history and completion.
+"""The prompt at which a user types turns and commands, with a history and completion.
 
 A pasted text is one turn, even if it has several lines.
 """
@@ -133,7 +133,7 @@ def typed_as(text: str) -> str:
 def goes_on(typed: str) -> bool:
     '''Return True if Enter adds a line break and does not send the text.
 
-    This is so after a backslash, and while a text that started with `"""` has no closing `"""`.
+    This is the case after a backslash, and while a text that started with `"""` has no closing `"""`.
     '''
     text = typed.lstrip()
     if text.startswith(BLOCK):
