@@ -1,4 +1,7 @@
-"""Start `kvtool` or `python -m kvtool`. From the first import on, Ctrl-C ends the program with one line."""
+"""Start kvtool: for the command `kvtool` and for `python -m kvtool`.
+
+Before anything else is imported, Ctrl-C is set to end the program with one line.
+"""
 
 import io
 import os
@@ -18,8 +21,9 @@ def main() -> None:
 def _open_streams() -> None:
     """Replace closed streams (>&-), and make stdin and stdout accept all characters.
 
-    A closed stream has to be replaced before another file gets its number. The replacement of stdin is empty.
-    Writing to the replacement of stdout or stderr is an error, as with any other program.
+    Closed streams have to be replaced first, because otherwise another file would get their file descriptor.
+    The replacement of stdin is empty. Writing to the replacement of stdout or stderr is an error, as in other
+    programs.
 
     Characters that the encoding of stdout does not have are printed as "?". Bytes from stdin that are invalid
     in its encoding become surrogates, as in file names.

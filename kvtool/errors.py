@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""A name is suggested only if its ratio (of difflib) is less than this below the best name's ratio."""
+"""Names are suggested if their similarity is almost that of the best name: the difference is less than this.
+
+The similarity is difflib's ratio.
+"""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
@@ -64,7 +67,7 @@ class PlanError(KvtoolError):
 class OutOfMemory(KvtoolError):
     """The machine or a GPU has no memory left, or the process has reached its memory limit.
 
-    on_gpu: True if there are layers on a GPU. The message then also suggests fewer of them.
+    on_gpu: True if there are layers on a GPU. The message then also suggests fewer layers on the GPU.
     for_weights: True if the memory was for weights. The message then does not suggest a smaller cache.
     """
 
@@ -85,7 +88,7 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with known names that are similar to `name`, or "" without such names."""
+    """Return " Did you mean ...?" with known names that are similar to `name`, or "" if no name is."""
     meant = alike(name, known)
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
@@ -93,7 +96,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def alike(name: str, known: Iterable[str]) -> list[str]:
     """Return known names that are similar to `name`, most similar first.
 
-    If known names begin with `name`, return the first three of these instead, in their order.
+    But if some known names begin with `name`, return the first three of these names, in the order of `known`.
     """
     # imported here, because only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
@@ -109,11 +112,11 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 def where(error: BaseException) -> str:
     """Describe an error in one line, with a source file and a line number from its traceback.
 
-    This is the innermost line outside kvtool, because if kvtool refuses an argument, the fault is in the
-    caller's line. If there is no such line, it is the innermost line inside kvtool.
+    The line is the innermost line outside kvtool: if kvtool refuses an argument, the fault is in the line of
+    the caller. If there is no line outside kvtool, it is the innermost line inside kvtool.
     """
     trace, place, is_own = error.__traceback__, "", True
-    # skip the traceback of a SyntaxError: it ends in the import system, and the message already has the line
+    # skip the traceback of a SyntaxError, because it ends in the import system; the message names the line
     while trace and not isinstance(error, SyntaxError):
         file = trace.tb_frame.f_code.co_filename
         inside = file.startswith(_PACKAGE)

@@ -36,15 +36,14 @@ class Option:
     metavar
         Name of the value in the help.
     default_text
-        How the help shows the default: a text, True to show the value itself, False to show no default. In
-        the text, "{name}" is replaced by an attribute of the options' class, and "{model}" by the default
-        model.
+        The text that the help shows for the default. True to show the value, False to show no default. In the
+        text, "{name}" is replaced by an attribute of the options' class, and "{model}" by the default model.
     words
         Words that the user may type instead of a number, such as "auto".
     least, most
         Smallest and largest allowed number.
     is_valid
-        Function that returns True if a number is allowed. It is for ranges that `least` and `most` cannot
+        Function that returns True if a number is allowed. Use it for ranges that `least` and `most` cannot
         express.
     range_text
         Description of the range of `is_valid`. A text after a semicolon is a hint.
@@ -133,7 +132,7 @@ def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
 
 
 def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
-    """Declare an option of the class `kind` in another class, with a new default or other attributes."""
+    """Declare an option again that the class `kind` declares, with a new default or other attributes."""
     (original,) = (field for field in fields(kind) if field.name == name)
     changed = dataclasses.replace(original.metadata["option"], **attributes)
     return field(
@@ -150,7 +149,7 @@ class Options:
     typed
         Names of the fields that were typed on the command line.
     given
-        Names of the fields that were typed, or set in a file or a variable.
+        Names of the fields that were typed on the command line, or set in a file or a variable.
     hidden
         Names of the fields that are not options of the command. They keep their defaults.
     """
@@ -169,8 +168,8 @@ class Options:
     ) -> Self:
         """Make the options from values that were typed, set or saved. Raises UsageError.
 
-        raw: the values by field name. typed, given: names of fields, for the attributes of the same name.
-        Names of fields that this class does not have are ignored.
+        raw: the values by field name. typed, given: names of fields, for the attributes `typed` and `given`.
+        Names that are not fields of this class are ignored.
         """
         declarations = declared(cls)
         values = {name: declarations[name].parse(raw[name]) for name in declarations if name in raw}
@@ -224,7 +223,7 @@ def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None
 
 
 def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
-    """Return attributes of `Option` that allow only numbers from low to high, and not NaN.
+    """Return attributes of `Option` that allow only numbers from low to high. NaN is not allowed.
 
     hint: text at the end of the error.
     """
@@ -232,10 +231,13 @@ def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
 
 
 def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
-    """Return the values of a repeatable option as a tuple. This is a `read` of `Option`."""
+    """Return the values of a repeatable option as a tuple. For the attribute `read` of `Option`."""
     return tuple(raw or ())
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:
-    """Return a `read` of `Option` that turns the number `default`, such as -1 for no limit, into None."""
+    """Return a function for the attribute `read` of `Option` that converts the number `default` to None.
+
+    For example, -1 for no limit becomes None.
+    """
     return lambda value, flag: None if value == default else value

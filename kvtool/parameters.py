@@ -24,9 +24,9 @@ def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
 def explained(kind: type) -> dict[str, str]:
     """Return an explanation of each field, as one line, from the docstrings of a dataclass and its bases.
 
-    A docstring may explain a field in a section of numpydoc. Or the explanation follows "NAME:" at the start
-    of a line or a sentence. This includes the styles of Google ("NAME (int):") and of reStructuredText
-    (":param NAME:").
+    A docstring can explain a field in two ways. It may have a section in the style of numpydoc. Or a line or
+    a sentence begins with "NAME:", and the explanation follows. The styles of Google ("NAME (int):") and of
+    reStructuredText (":param NAME:") also work.
     """
     texts: dict[str, str] = {}
     names = [field.name for field in fields(kind)]
@@ -45,13 +45,13 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[str] = ()) -> dict[str, Any]:
-    """Parse texts like "window=64" to values of a dataclass's fields, in the types of the fields.
+    """Parse texts like "window=64". Return the values of a dataclass's fields, in the types of the fields.
 
     If a field is a tuple, its values are separated by commas. Raises UsageError. If a name is wrong, the
     error lists the right names.
 
-    given: the texts that the user typed. flag: the option with which they were typed, for errors. of: the
-    policy or the task to which the parameters belong, for errors. but: names of fields that cannot be set.
+    given: the texts that the user typed. flag: the option to which the user gave the texts. of: the policy or
+    the task that has the parameters. Errors name `flag` and `of`. but: names of fields that cannot be set.
     """
     kinds, known = get_type_hints(kind), defaults(kind, but)
     parsed: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Counts and sizes in bytes as people write them, and names of number formats."""
+"""Parse and print numbers of tokens and sizes in bytes. Also lists the types of cached numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, 
 """Types of cached keys and values in llama.cpp, each with its number in ggml."""
 
 ARCHIVE_TYPES = (*CACHE_TYPES, "q8_0/q4_0", "q5_0/q4_0")
-"""Types of archived keys and values. If there is a slash, the first type is for keys, the second for values.
+"""Types of archived keys and values.
 
-Values then have fewer bits than keys.
+If a name has a slash, the type before the slash is for keys, and the type after the slash is for values. In
+these types, values have fewer bits than keys.
 """
 
 FEW_BITS = tuple(name for name in ARCHIVE_TYPES if "q5" in name or "q4" in name)
-"""For these archive types, the keys, the values or both are multiplied by a Hadamard matrix."""
+"""Archive types in which keys, values or both have few bits.
+
+Keys or values of few bits are multiplied by a Hadamard matrix before they are rounded.
+"""
 
 PLAIN = "plain "
-"""Prefix of an archive type of few bits that is used without the matrix: "plain q4_1". For old sessions."""
+"""Prefix of an archive type of few bits that is used without the Hadamard matrix, such as "plain q4_1".
+
+Old sessions have such archives.
+"""
 
 MOST_THREADS = 512
 """Maximum number of CPU threads. With more threads, ggml ends the process."""
@@ -29,7 +36,7 @@ MOST_RESIDENT = 2**20
 
 _UNITS = {
     "B": 1,
-    # one letter means a power of 1024, as in ls, dd and ulimit
+    # a unit of one letter is a power of 1024, as in ls, dd and ulimit
     **{unit: 2 ** (10 * i) for i, name in enumerate("KMGT", 1) for unit in (name, f"{name}IB")},
     **{f"{name}B": 10 ** (3 * i) for i, name in enumerate("KMGT", 1)},
 }

@@ -16,12 +16,13 @@ from kvtool.system.paths import cache_dir
 _MENDERS = {
     "linux": ("auditwheel", "repair", "--wheel-dir"),
     "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
-    # without --analyze-existing, delvewheel examines only Python extensions, which the wheel does not have
+    # --analyze-existing examines all libraries; by default, delvewheel examines only Python extensions, but
+    # the wheel has no Python extensions
     "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
-"""For each system: the tool that copies linked libraries (OpenMP) into a wheel, and its arguments.
+"""The tool that copies linked libraries (OpenMP) into a wheel, with its arguments.
 
-Each tool is a module of a package that `kvtool[dist]` installs.
+Each system has another tool. Each tool is a module of a package that `kvtool[dist]` installs.
 """
 
 

@@ -20,7 +20,10 @@ FLAGS = (
 """Flags of every build. They build only the library, with RPC."""
 
 PORTABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF")
-"""Flags of a wheel for every CPU. It has a library for each kind of CPU. llama.cpp chooses when it starts."""
+"""Flags of a wheel for every CPU.
+
+Such a wheel has a library for each kind of CPU. llama.cpp chooses one of the libraries when it starts.
+"""
 
 DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
 """Devices that a build can support in addition to the CPU, each with its CMake option."""
@@ -29,8 +32,8 @@ DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
 def asked_cmake_args() -> str:
     """Return $CMAKE_ARGS, or the flags of this environment's last build if the variable is not set.
 
-    An empty variable is also a set variable. Because the last flags are remembered, `make chat` still uses
-    the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
+    The variable may be set and empty: then there are no flags. Because the last flags are remembered, the GPU
+    is still used if `make chat` follows `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
     """
     if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
         return cmake_args.strip()
@@ -48,8 +51,8 @@ def remember(cmake_args: str) -> None:
 def device_args(devices: Collection[str]) -> str:
     """Return $CMAKE_ARGS and the flags for `devices`, which are keys of DEVICES.
 
-    If `devices` is empty, return the flags for the CPU alone. Raises UsageError if $CMAKE_ARGS asks for a
-    device in this case. The flags of the last build are not used.
+    If `devices` is empty, return the flags for the CPU alone. In this case, UsageError is raised if
+    $CMAKE_ARGS asks for a device. The flags of the last build are not used.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]

@@ -32,14 +32,17 @@ def find(places: Iterable[Path], key: str) -> Path | None:
 def runs_here(name: str) -> bool:
     """True if a wheel with this name runs on this machine.
 
-    The name must end with py3-none-PLATFORM.whl. PLATFORM may be several platforms, which are joined by dots.
+    The name must end with py3-none-PLATFORM.whl. PLATFORM may be a list of platforms with dots between them.
     """
     words = name.removesuffix(".whl").split("-")
     return words[-3:-1] == ["py3", "none"] and any(map(_is_platform, words[-1].split(".")))
 
 
 def _is_platform(tag: str) -> bool:
-    """True if a platform tag fits this machine and this system. The tag may name an older version of it."""
+    """True if a platform tag fits this machine and this system.
+
+    The tag may name an older version of the system.
+    """
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"

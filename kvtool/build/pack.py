@@ -26,7 +26,7 @@ VERSION = __version__
 """Version of the wheel. It is the version of kvtool."""
 
 RECORD_OF_BUILD = "kvtool.json"
-"""Name of the file next to METADATA that describes the build."""
+"""Name of the file that describes the build. It is in the same folder as METADATA."""
 
 LAYOUT = 2
 """Version of the wheel's layout. Increase it when the layout changes, so that old wheels are not reused."""

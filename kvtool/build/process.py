@@ -27,11 +27,11 @@ _CAUSES = {
     ),
     "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
 }
-"""Causes of failures, each with a pattern: if the log matches it, this is the cause."""
+"""Causes of failures. Each cause has a pattern, which the log matches if this is the cause."""
 
 
 class Progress:
-    """Shows progress on stderr. A terminal gets one line that is redrawn, a pipe gets a line every 10 %."""
+    """Shows progress on stderr. In a terminal, one line is redrawn. A pipe gets a new line every 10 %."""
 
     def __init__(self, title: str) -> None:
         # cut the title, because a line that is wrapped cannot be redrawn
@@ -43,7 +43,7 @@ class Progress:
         sys.stderr.flush()
 
     def show(self, done: int, total: int) -> None:
-        # ignore small totals: they come from CMake's configure checks, which also run ninja
+        # ignore small totals, because they come from CMake's checks of the compiler, which also run ninja
         if total < 20:
             return
         if self.tty:
@@ -82,11 +82,11 @@ def run(
 ) -> None:
     """Run a command and append its output to the log.
 
-    Raises LibraryError if the command fails. If the log shows a known cause, the error is one line. Otherwise
-    it is `what` with the last errors.
+    Raises LibraryError if the command fails. If the log shows a known cause, the message is one line.
+    Otherwise the message is `what` and the last errors in the log.
 
-    title: title of the progress line, or "" for no progress line. known: one more known cause, as the text in
-    the log that identifies it, and the error line.
+    title: title of the progress line, or "" for no progress line. known: one more known cause, as two texts:
+    a text that the log contains in this case, and the message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)
@@ -96,7 +96,7 @@ def run(
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        # if the user presses Ctrl-C, this block is left early; the command gets the same signal and ends
+        # Ctrl-C needs no code here: it raises an error in this block, and the command also gets the signal
         with Popen(
             command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:

@@ -118,7 +118,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
 
 
 def installed_key() -> str | None:
-    """Return the key of the build that is installed in this environment, or None without such a build."""
+    """Return the key of the build that this environment has installed, or None if it has no build."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

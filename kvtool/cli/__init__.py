@@ -27,7 +27,10 @@ _ALIKE = 0.75
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name, imported when they are used: importing all takes as long as loading a model."""
+    """Commands by name. Each command is imported when it is used.
+
+    Importing all commands takes as long as loading a model.
+    """
 
     def __getitem__(self, name: str) -> Any:
         sentence, module = self.data[name], import_module(module_of(name))
@@ -56,14 +59,14 @@ class _Group(Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        # --help prints in here, and printing may fail
+        # click prints the --help text in this call, and printing may fail
         with _one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, context: Any) -> Any:
         with _one_line():
             result = super().invoke(context)
-            # if flushing fails here, one line is printed; at exit, Python would print a traceback
+            # flush here, so that an error is reported in one line; at exit, Python would print a traceback
             sys.stdout.flush()
             return result
 
@@ -76,7 +79,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compare names, because click 8.1 does not have this class (it prints the help itself)
+        # compare the name of the class, because click 8.1 does not have this class: it prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -105,7 +108,7 @@ def _of_usage(error: Any) -> tuple[int, str]:
 
 
 def _plainly(error: Any) -> str:
-    """Return the message of an error of click in kvtool's wording."""
+    """Return the message for an error that click raised, in kvtool's wording."""
     param = getattr(error, "param", None)
     if isinstance(error, CLICK.NoSuchOption):
         return _no_such_option(error.option_name, error.possibilities or ())
@@ -133,8 +136,8 @@ def _no_such_option(name: str, possible: Sequence[str]) -> str:
 def _of_output(error: OSError) -> tuple[int, str]:
     """Return the exit code and the message for an error of stdout or of the terminal.
 
-    The message is empty if the reader of a pipe has left, or if the terminal is closed. Errors of other files
-    never arrive here, because the functions that read and write files raise KvtoolError.
+    The message is empty if the pipe has no reader any more, or if the terminal is closed. This function never
+    gets errors of other files, because the functions that read and write files raise KvtoolError.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -174,9 +177,9 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # without panels: drawing them around thirty options takes longer than the rest of --help
+    # do not draw panels: drawing panels around thirty options takes longer than the rest of --help
     rich_markup_mode=None,
-    # all commands inherit this
+    # all commands inherit these settings
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run endless chats and streams with llama.cpp in constant memory, with KV-cache eviction policies.",
 )

@@ -28,7 +28,7 @@ _HELP = ("help", "version", "install_completion", "show_completion")
 _METAVARS = {"<str>": "TEXT", "<path>": "FILE"}
 
 _EARLIER = ("--png", "--type-k", "--type-v")
-"""Former names of options. They still work; help and documents do not show them."""
+"""Former names of options. They still work, but the help and the documents do not show them."""
 
 _WIDEST = 32
 """Maximum width of option names, in columns. If a name is longer, its help begins on the next line."""
@@ -40,7 +40,7 @@ class BadValue(typer.BadParameter):
     Attributes
     ----------
     reason
-        The fault. It follows the option's name in the message: "must be at least 1, got 0".
+        The end of the message, such as "must be at least 1, got 0". The start is the option's name.
     """
 
     def __init__(self, reason: str) -> None:
@@ -52,7 +52,7 @@ def refusal(error: typer.BadParameter, name: str) -> str:
     """Return the message for a value that an option does not accept. name: name of the option or setting."""
     if isinstance(error, BadValue):
         return f"{name} {error.reason}"
-    # for a boolean, click lists the empty text as one of the values
+    # remove the empty text, which click lists as one of the values of a boolean
     return f"{name}: {error.message.rstrip('.').replace('values: , ', 'values: ')}"
 
 
@@ -84,7 +84,10 @@ class _Shared:
 
 
 class Command(_Shared, TyperCommand):
-    """A command that is not a group. `ctx.obj` maps parameter names to the settings that apply."""
+    """A command that is not a group.
+
+    After the arguments are parsed, `ctx.obj` maps names of parameters to the settings that apply to them.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}
@@ -182,7 +185,7 @@ def flags_of(param: Any) -> list[str]:
 
 
 def default_of(param: Any) -> str | None:
-    """Return the default as text if the option declares such a text, else None."""
+    """Return the text that an option declares for its default, or None if the option declares no text."""
     text = param.show_default if isinstance(param.show_default, str) else None
     if text and "{model}" in text:
         from kvtool.models.catalogue import registry
@@ -192,14 +195,14 @@ def default_of(param: Any) -> str | None:
 
 
 def title_of(param: Any) -> str:
-    """Return the title of the group that shows a parameter in the help."""
+    """Return the title of the group in which the help lists a parameter."""
     if param.param_type_name == "argument":
         return "Arguments"
     return getattr(param, "rich_help_panel", None) or ("Help" if param.name in _HELP else "Options")
 
 
 def place_of(title: str) -> int:
-    """Return the index of a group in the help."""
+    """Return the position of a group among all groups of the help."""
     return _ORDER.index(title) if title in _ORDER else _ORDER.index("Options")
 
 
@@ -224,7 +227,10 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Return which settings set the options that an error message names, or "" if no setting did."""
+    """Return a text that says which settings set the options that an error message names.
+
+    "" if no setting set these options.
+    """
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"

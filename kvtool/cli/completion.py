@@ -1,4 +1,7 @@
-"""Values that a shell offers for options. Most file names are left out, because the shell completes them."""
+"""Functions that return the values with which a shell completes options.
+
+Most of them do not return names of files, because the shell itself completes these names.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from kvtool.errors import KvtoolError
 from kvtool.units import CACHE_TYPES
 
 _FIRST = b"kvtool session"
-"""A session file begins with these bytes."""
+"""The bytes with which a session file begins."""
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return names of policies, including policies of other packages. The shell completes file names."""
+    """Return names of policies, including policies of other packages. The shell itself completes files."""
     from kvtool import policies as known
 
     return _from(incomplete, [*known.names(), *known.installed()])
 
 
 def policy_list(incomplete: str) -> list[str]:
-    """Complete the text after the last comma with names of policies."""
+    """Complete a list with commas: return names of policies for the text after the last comma."""
     return _in_list(incomplete, policies)
 
 
@@ -54,7 +57,7 @@ def tasks(incomplete: str) -> list[str]:
 
 
 def cache_type_list(incomplete: str) -> list[str]:
-    """Complete the text after the last comma with types of cached keys and values."""
+    """Complete a list with commas: return types of keys and values for the text after the last comma."""
     return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 

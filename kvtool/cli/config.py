@@ -97,7 +97,10 @@ def _all(root: Any) -> Iterator[Row]:
 
 
 def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
-    """Yield the rows of a table of the file. start: the words with which the table's commands begin."""
+    """Yield the rows for a table of the file.
+
+    start: the table applies to all commands that begin with these words.
+    """
     reached = [words for words in known if words[: len(start)] == start]
     if not reached or (table.values and table.is_own and start not in known):
         raise UsageError(f"{table.title} is not a command of kvtool")
@@ -146,7 +149,7 @@ def _check(param: Any, value: Any, source: str) -> None:
 
 
 def _declarations(kind: type[Options], param: Any) -> Iterator[Option]:
-    """Yield the declarations of an option in a class of options and in all its subclasses."""
+    """Yield the declarations of an option: in the class `kind` and in all subclasses of this class."""
     if (option := declared(kind).get(param.name)) and [*option.flags] == param.opts:
         yield option
     for each in kind.__subclasses__():

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def plain_console(**how: Any) -> Console:
-    """Return a console that does not interpret markup or emoji codes and does not highlight.
+    """Return a console that prints texts without markup, emoji codes and highlighting.
 
-    It prints names, paths, errors and typed texts, which may contain brackets and colons. To style a text,
-    pass a `rich.text.Text`.
+    Names, paths, errors and typed texts may contain brackets and colons, which have no special meaning here.
+    To print a text with a style, pass a `rich.text.Text`.
     """
     from rich.console import Console
 
@@ -54,7 +54,8 @@ def table(
 ) -> Table:
     """Return a table without borders.
 
-    left: this many columns are aligned left, and the columns after them right. None: all are aligned left.
+    left: number of columns that are aligned left. All columns after these are aligned right. If `left` is
+    None, all columns are aligned left.
     """
     from rich.table import Table
 
@@ -67,7 +68,10 @@ def table(
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on stdout without cutting texts. If `columns` is empty, a row is a name and a value."""
+    """Print a table on stdout without cutting texts.
+
+    columns: the titles. If there are no titles, each row has two texts: a name and a value.
+    """
     from rich.table import Column
 
     folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]

@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.options import OUTPUT, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
-"""Type of a mapping that has the options which the user typed. It maps names of parameters to flags."""
+"""The options that the user typed, as a mapping from names of parameters to flags."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 """The option --json."""
@@ -26,7 +26,7 @@ ModelName = Annotated[
         metavar="[MODEL]", help="Model, as for --model.", show_default=False, autocompletion=completion.models
     ),
 ]
-"""The model as an argument. The user may type it instead of -m."""
+"""An argument that names the model. The user may type it instead of -m."""
 
 
 def command_words(help: str, default: str) -> Any:
@@ -112,9 +112,11 @@ def _number_parser(
 ) -> Callable[[Any], int | float]:
     """Return a function that click calls to read and check a number.
 
-    The check is done while the command line is parsed, because then an error can name the setting from which
-    the number comes. is_list: True for a repeatable option. Here its numbers are checked one by one;
-    `Option.read` gets all of them later.
+    The number is checked while the command line is parsed. At that time, an error can name the setting from
+    which the number comes.
+
+    is_list: True for a repeatable option. The function gets its numbers one by one. `Option.read` gets all
+    numbers later.
     """
 
     def parse(raw: Any) -> int | float:
@@ -131,7 +133,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # this becomes the name of click's type, by which `settings` checks the type of a value in the file
+    # click uses this name as the name of the type, and `settings` looks up the allowed types with it
     parse.__name__ = number.__name__
     return parse
 

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
-"""Cache sizes of `full` are rounded up to multiples of this many cells, so that prompts can share a cache."""
+"""Cache sizes of `full` are rounded up to multiples of this number of cells.
+
+Prompts of similar lengths then need the same size, and can use the same cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class _EvalSampling(Options):
     )
 
     def sampling(self) -> Sampling | None:
-        """Return the settings of the sampler. None for temperature 0: the most likely tokens are taken."""
+        """Return the settings of the sampler, or None to take the most likely tokens (temperature 0)."""
         return GenerationOptions(temp=self.temp).sampling() if self.temp else None
 
 
@@ -209,7 +212,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # if all items are one stream, the records of an incomplete stream are not kept
+            # some tasks ask all items in one stream; if such a stream is not complete, no records are kept
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -255,7 +258,7 @@ def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
 
 
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
-    """Raise UsageError if the temperature or the seed is out of range or has no effect."""
+    """Raise UsageError if the temperature or the seed is out of range, or if it would have no effect."""
     if sampler.temp and not chosen.uses_sampling:
         advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {advice}")
@@ -279,10 +282,10 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int
 def _policy_for(
     spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """Return a function that makes the policy for an item, and the batch size. Raises UsageError.
+    """Return a function that makes the policy for an item. Also return the batch size. Raises UsageError.
 
-    The function takes the lengths of the prompt and of the answer. n_held: number of tokens that are never
-    evicted.
+    The function takes two numbers of tokens: the length of the prompt and the length of the answer.
+    n_held: number of tokens that are never evicted.
     """
     from kvtool.config import budget
     from kvtool.engine.checks import on_model
@@ -301,7 +304,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function that makes a policy that never evicts. It takes the lengths of prompt and answer."""
+    """Return a function that takes the lengths of prompt and answer and makes a policy that never evicts."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -329,7 +332,7 @@ def _reader(
 
 
 def _too_long(reader: Reader, n: int) -> str | None:
-    """Return a note if a prompt of n tokens is cut or exceeds the trained context, else None."""
+    """Return a note if a prompt of n tokens is cut or is longer than the trained context, else None."""
     n_most = reader.model.n_ctx_train
     if reader.is_cut:
         return f"a prompt does not fit in {reader.n_prompt:,} tokens (--max-prompt): its middle is cut out"
@@ -403,7 +406,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
         if len(errors) == len(results):
             raise KvtoolError(line)
-        # an item may fail because it does not fit under this policy: report this, and score the other items
+        # some items may not fit in the cache under this policy: report the errors, and score all other items
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
@@ -450,7 +453,7 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
         console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
     head = (task.by[0], *map(str, columns))
     if len(columns) == 1:
-        # a table of one score has room for its intervals and numbers of items
+        # also show intervals and numbers of items, because a table with a single score has room for them
         head = (*head, *_MEAN_COLUMNS[1:])
         cells = [[str(name), *(_mean_cells(each) if each else ())] for name, (each,) in lines]
     else:

@@ -58,8 +58,8 @@ def before_text(
 class Notice:
     """Reports on stderr that a text is longer than the budget, or too long for the model.
 
-    Each of the two reports is made only once. But if a part of a text will be forgotten, the first report is
-    made for every such text.
+    Each of the two reports is made only once. There is one exception: if a part of a text will be forgotten,
+    the report about the budget is repeated.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class Notice:
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
-    """Return a line that says how a text of n tokens will be read. None if the text fits in the budget."""
+    """Return a line that says how a text of n tokens will be read, or None if the text fits in the budget."""
     n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     budget = _n_kept(engine, n)
@@ -138,7 +138,7 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
 
 
 def _n_kept(engine: Engine, n: int) -> int:
-    """Return how many cells a text of n tokens may take in a row after it was read."""
+    """Return how many cells of a row a text of n tokens may take after the text was read."""
     is_whole = engine.reads_whole(n) or (engine.rereads(n) and engine.n_past > 0)
     return engine.policy.n_asked if is_whole or _shares(engine.policy) else engine.policy.budget
 
@@ -150,7 +150,7 @@ def _forgets(engine: Engine, n: int) -> bool:
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
-    """Return a clause about n tokens: how many stay in the cache, and where all other tokens are kept."""
+    """Return a clause that says how many of n tokens stay in the cache, and where the rest is kept."""
     percent = 100 * n_kept / n
     kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if not (archive := engine.context.archive):
@@ -184,7 +184,7 @@ def spare_line(engine: Engine) -> str | None:
 
 
 def say_spare(engine: Engine) -> None:
-    """Report the allocated bytes if the budget is smaller than llama.cpp's smallest allocation.
+    """If the budget is smaller than llama.cpp's smallest allocation, report the bytes that are allocated.
 
     Nothing is reported if stderr is not a terminal.
     """
@@ -197,7 +197,7 @@ def say_spare(engine: Engine) -> None:
 
 
 def may_lose_system(conversation: Conversation) -> bool:
-    """Return True if the system prompt may be evicted, because it cannot be pinned."""
+    """Return True if the policy evicts and the system prompt is not pinned, so that it may be evicted."""
     return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
 
 
@@ -247,7 +247,10 @@ def _budget(engine: Engine) -> str:
 
 
 def _shares(policy: Policy) -> bool:
-    """Return True if rows or layers share the requested budget. A row may then have more cells than that."""
+    """Return True if rows or layers share the requested budget.
+
+    If they do, a row may have more cells than the requested budget.
+    """
     return policy.ragged and policy.n_asked != policy.budget
 
 

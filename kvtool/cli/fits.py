@@ -15,10 +15,9 @@ _OTHER_BYTES = 2**29
 """Bytes that kvtool needs in addition to the model, for a model of any size."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights that are processed per second.
+"""Bytes of weights that a CPU processes per second: one core alone, and at most all cores together.
 
-The first number is for one core. The second number is the limit for all cores together, which is set by the
-speed of the memory.
+The limit for all cores together comes from the speed of the memory.
 
 Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to 16 GB/s on one core of an AMD EPYC (Zen 5). The number for
 one core is lower on purpose, because many users have slower cores, and other programs also use the cores.
@@ -47,9 +46,9 @@ class Room(NamedTuple):
 def room() -> Room:
     """Return the sizes of models that run on this machine.
 
-    A model may use the memory of one GPU or two thirds of the machine's memory; the larger size is returned.
-    The other third is for other programs and an archive. This is computed from total memory, because free
-    memory changes all the time, and the advice would change with it.
+    A model may use the memory of one GPU, or two thirds of the machine's memory. The larger of the two sizes
+    is returned. The last third of the machine's memory is for other programs and an archive. The sizes are
+    computed from total memory and not from free memory, which changes all the time.
     """
     gpus = [0]
     # this fails if llama.cpp is not installed; then use no GPU
@@ -57,7 +56,7 @@ def room() -> Room:
         from kvtool.llama.devices import devices
 
         gpus += [device["memory_total"] * 9 // 10 for device in devices() if device["type"] == "gpu"]
-    # after _OTHER_BYTES, keep a fifth for cache, compute buffers and repacked weights
+    # subtract _OTHER_BYTES, and leave a fifth of the rest for the cache, compute buffers and repacked weights
     host, gpu = (max(n - _OTHER_BYTES, 0) * 4 // 5 for n in (total_bytes() * 2 // 3, max(gpus)))
     quick = min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S) // _TOKENS_S
     return Room(max(host, gpu), max(min(host, quick), gpu))

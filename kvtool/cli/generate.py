@@ -34,7 +34,7 @@ class _AnswerOptions(GenerationOptions):
     n: int | None = redeclared(
         GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
     )
-    # with a chat's default of 0.8, fewer answers are right (docs/sampling.md)
+    # chats use 0.8 by default, but with 0.8 fewer answers are right (docs/sampling.md)
     temp: float = redeclared(GenerationOptions, "temp", 0.4)
 
 
@@ -91,7 +91,7 @@ def generate(
             prompt = file_text
         else:
             text = "\n\n".join(filter(None, (file_text, text)))
-    # ignore a prompt "-" if there is a text, because in other programs - means stdin
+    # ignore the prompt "-" if there is a text from stdin or a file, because - means stdin in other programs
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
     # with --raw, a prompt may consist of white space only
@@ -182,12 +182,13 @@ def _finish_reason(writer: Writer) -> str:
 def _rendered(
     writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
-    """Return the request in the model's chat template, and the prefix of this text that will be pinned.
+    """Render the request with the model's chat template. Return the text, and the prefix to be pinned.
 
     Also prepare the writer for a thought. The writer will show the tags of the thought, limit the thought's
     length, and apply a grammar only after the thought.
 
-    first: start of the request that will be pinned. If it is empty, the system prompt is pinned.
+    first: start of the request. The prefix ends after this text. If `first` is empty, the prefix ends after
+    the system prompt.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts

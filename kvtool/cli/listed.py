@@ -20,7 +20,10 @@ COMMANDS = {
     "doctor": "Check the installation: what is built and cached, what is wrong, and how to fix it.",
     "help": "Show the help of a command.",
 }
-"""Name and description of each command. They are not in the commands' files, which take long to import."""
+"""Name and description of each command.
+
+They are here and not in the files of the commands, because importing these files takes long.
+"""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
 """Commands that have their own folder, with the command in command.py. Every other command is one file."""
@@ -29,7 +32,7 @@ GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""For commands named like a built-in function of Python: the name of the command's function."""
+"""Commands with the name of a built-in function of Python. Each has the name of the command's function."""
 
 
 def module_of(command: str) -> str:
@@ -38,9 +41,9 @@ def module_of(command: str) -> str:
 
 
 def flag(param: Any) -> str:
-    """Return the name by which messages and documents call an option.
+    """Return the name of an option that messages and documents use.
 
-    This is its first long name. If it has no long name, it is its first name.
+    This is the first name with two dashes. If the option has no such name, it is the first name.
     """
     return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 

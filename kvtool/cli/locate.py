@@ -12,8 +12,8 @@ from kvtool.system.texts import shown
 def locate(model: str | None, *, paths: bool = True) -> Path:
     """Return the file of a model, after downloading it if necessary. Raises ModelError.
 
-    If the value of -m does not contain the name of the file, for example because it is the name of a
-    repository, the name of the file is reported on stderr.
+    If the value of -m names a repository or a URL without the name of the file, the name of the file is
+    written to stderr.
 
     paths: True if `model` may also be a path.
     """

@@ -1,4 +1,4 @@
-"""Advice to the user: a model is not made for chats, a text is too long for it, or a better model fits."""
+"""Advice about models that are not made for chats, or not for long texts, and about better models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SmolLM2 135M (98 MB) fails at summaries and questions that Qwen2.5 0.5B (491 MB)
 """
 
 _TOY_BYTES = 20_000_000
-"""A model with fewer bytes was made for tests. There is no advice about it."""
+"""A model with fewer bytes is treated as a model for tests. There is no advice about such a model."""
 
 
 def base_model(path: Path) -> str | None:
@@ -40,10 +40,10 @@ def base_model(path: Path) -> str | None:
 
 
 def better_model() -> str | None:
-    """Return advice to use the best model for this machine. Each user gets it only once.
+    """Return advice to use the best model for this machine, or None.
 
-    None if the user has already seen it, if the file that remembers this cannot be written, or if no model
-    fits.
+    Each user gets the advice only once. A file remembers this. The result is None if the file exists, if the
+    file cannot be written, or if no model fits.
     """
     try:
         path = user_state_path("kvtool", appauthor=False) / "first-chat"

@@ -38,13 +38,16 @@ Name = Annotated[
 ]
 
 _OF_ENTRY = ("sha256", "size", "licence", "note")
-"""Fields of models.txt. Models that were downloaded by URL or from a repository do not have these fields."""
+"""Fields that only models in models.txt have. Models from a URL or a repository do not have these fields."""
 
 _WIDE = 140
-"""The list shows the sources of models in terminals at least this wide."""
+"""In terminals at least this wide, the list also shows the sources of models."""
 
 _LEAST_DEVICE = 2**20
-"""Smallest memory of a GPU that is accepted, in bytes. A smaller number was typed without its unit."""
+"""Smallest memory of a GPU that --device accepts, in bytes.
+
+If a user types a smaller number, the unit was probably forgotten.
+"""
 
 
 @app.command("list")

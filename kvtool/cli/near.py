@@ -1,7 +1,7 @@
-"""Advice for wrong command lines: names from other programs, misspelt names, prompts without quotes.
+"""Advice for command lines with names from other programs, misspelt names, or prompts without quotes.
 
 click alone is not enough. It suggests names that are similar, but not names that mean the same. It also reads
-an unknown name with one dash as several options: `-hf` as `-h -f`.
+an unknown name with one dash as several options. For example, it reads `-hf` as `-h -f`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     "doctor": ("check",),
     "--version": ("version",),
 }
-"""For each of our commands: its names in other programs."""
+"""Our commands. Each command has the names that other programs use for it."""
 
 INSTEAD = {
     "kvtool": {name: ours for ours, names in _OTHER_NAMES.items() for name in names},
@@ -37,7 +37,7 @@ INSTEAD = {
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""For each group of our commands: names of commands in other programs, mapped to our command."""
+"""The groups of our commands. Each group maps names of commands in other programs to our commands."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
@@ -45,7 +45,7 @@ NOT_HERE = {
     "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
     "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
 }
-"""Commands of other programs that kvtool does not have, each with the reason."""
+"""Commands of other programs that kvtool does not have. Each command has a text that says why."""
 
 OURS = {
     "--api-key-file": ("--api-key",),
@@ -80,7 +80,7 @@ OURS = {
     "--threads": ("-tb", "--threads-batch", "--n-threads", "--num-thread", "--num-threads"),
     "--windows": ("--ppl-window",),
 }
-"""For each of our options: its names in llama.cpp, Ollama, vLLM, mlx-lm and transformers."""
+"""Our options. Each option has the names that llama.cpp, Ollama, vLLM, mlx-lm and transformers use for it."""
 
 ADVICE = {
     "use -m hf:{value}": ("-hf", "-hfr", "--hf-repo"),
@@ -119,9 +119,9 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice, with the options of these programs for which it is given.
+"""Advice about options of these programs. Each text is followed by the options for which it is given.
 
-kvtool does not have such an option, or its option takes other values.
+These are options that kvtool does not have, or whose values are different in kvtool.
 """
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
@@ -152,7 +152,7 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
 
 
 def no_command_yet(context: Any, args: Sequence[str]) -> str:
-    """Return the message for options that were typed before a command or without a command."""
+    """Return the message for a command line in which an option comes before the command."""
     path = context.command_path
     return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
 
@@ -168,7 +168,7 @@ def ours(name: str) -> str:
 
 
 def other_option(context: Any, args: Sequence[str]) -> str | None:
-    """Return the message for the first option that is an option of another program, or None.
+    """Return the message for the first option of another program, or None if there is no such option.
 
     args: the arguments as they were typed. Values of our own options are not examined.
     """
@@ -188,7 +188,7 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
             advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
             return f"no such option: {name}; {advice}"
         elif name in _OURS:
-            # report it here, because click would read `-md 9` as `-m d` and an argument 9
+            # report this error here, because click would read `-md 9` as `-m d` with an argument 9
             return f"no such option: {name}; `{context.command_path} -h` lists its options"
     return None
 
@@ -217,7 +217,7 @@ def not_a_model(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for a shell, with double quotes unless the shell would change the text inside them."""
+    """Quote a text for a shell. Use double quotes, unless the shell would change the text inside them."""
     from shlex import quote
 
     return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'

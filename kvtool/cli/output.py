@@ -1,4 +1,4 @@
-"""Files that a command writes. They are checked before the command's work, and written after it."""
+"""Files that a command writes: check them before the command's work starts, and write them at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def with_records(args: Sequence[str]) -> list[str]:
 
 
 def _is_records(word: str) -> bool:
-    """Return True if the word after --json is `-` or a file for records, and not an option or a task."""
+    """Return True if the word after --json names a file for records or is `-`.
+
+    Otherwise the word is an option or a task.
+    """
     from kvtool import tasks
 
     if word.startswith("-"):
@@ -76,11 +79,11 @@ def records_path(records: str | None, resume: bool) -> Path | None:
         return None
     path = Path(records).expanduser()
     check_writable(path)
-    # a new version will replace the file, so use the target of a link, and refuse devices and pipes
+    # the file will be replaced: follow links, so that the link stays, and refuse devices and pipes
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
-    # the lock and the new version will be written to the same folder
+    # the folder has to be writable, because the lock and the new version will be written to it
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
         raise UsageError(f"{path} exists; continue it with --resume, or choose another file")
@@ -88,7 +91,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
-    """Return the message after Ctrl-C, when n_done of n units are finished. path: the file of --records."""
+    """Return the message after Ctrl-C if n_done of n units are finished. path: the file of --records."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"

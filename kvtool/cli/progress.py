@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtool.measure.runner import Event
 
 _SOON_S = 0.5
-"""A line shows the remaining time when the work has taken this many seconds."""
+"""A progress line shows the remaining time only after the work has taken this many seconds."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int,
 
 
 def _bytes_bar() -> Progress:
-    # imported here, because rich is slow to import, and no bar is needed if the file is already in the cache
+    # import rich only here, because the import is slow and a file in the cache needs no bar
     from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
 
     return _bars(BarColumn(), DownloadColumn(True), TransferSpeedColumn())
@@ -92,7 +92,7 @@ class ProgressLine:
         return time.monotonic() - self.started >= _SOON_S
 
     def line(self, done: int, n: int) -> str:
-        """Return the line after `done` of n units."""
+        """Return the text of the line when `done` of n units are done."""
         seconds = time.monotonic() - self.started
         if not done or not self.is_slow:
             return self.label
@@ -125,7 +125,7 @@ def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
 
 @contextmanager
 def restoring_progress(archive: Archive | None) -> Iterator[None]:
-    """Show a line while the archive of a chat is restored. Only in a terminal, and only if it takes long."""
+    """Show a line while the archive of a chat is restored, if stderr is a terminal and this takes long."""
     if not archive:
         yield
         return
@@ -163,9 +163,10 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
 
 @contextmanager
 def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yield a callback that takes how many of n tokens are done and, optionally, a new text for the bar.
+    """Yield a callback that takes the number of finished tokens and, optionally, a new text for the bar.
 
-    label: the first text next to the bar. n_done: number of tokens that were already done.
+    n: number of all tokens. label: the first text next to the bar. n_done: number of tokens that were already
+    done.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -174,7 +175,7 @@ def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..
     redirect = sys.stdout is not None and sys.stdout.isatty()
     with _bars(*columns, redirect_stdout=redirect, speed_estimate_period=600) as bar:
         task = bar.add_task(label, total=n, completed=n_done)
-        # rich needs two calls to measure the speed; without this call, the first step would show no speed
+        # call this once before the first step, because rich needs two calls to measure the speed
         bar.advance(task, 0)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)
 

@@ -37,7 +37,10 @@ _serving = partial(option, group=SERVER)
 
 
 def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Check origins, and return them in lower case, as browsers send them. Raises UsageError."""
+    """Check origins, and return them in lower case, because browsers send origins in lower case.
+
+    Raises UsageError.
+    """
     for origin in raw or ():
         if not re.fullmatch(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+", origin):
             raise UsageError(
@@ -139,12 +142,12 @@ def serve(
     sampling = sampling_of(generation)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
-    # report wrong options before the download, and do the download before the first request
+    # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # if the context length was reduced, keep the reduced length, or opening the engine would repeat the note
+    # store a reduced context length, because otherwise the note would be printed again by `open_run`
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
@@ -247,8 +250,8 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # with --rpc there is only one cache, because a worker that has no memory for a second cache would end
-        # the server
+        # with --rpc there is only one cache: if a worker had no memory for a second cache, this would end the
+        # server
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
@@ -261,8 +264,8 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # without a GPU the check is needed, because Linux allocates more memory than it has;
-            # a GPU reports an error if its memory is not enough
+            # check the memory if there is no GPU, because Linux allocates more memory than it has; a GPU does
+            # not need the check, because it reports an error
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
@@ -279,7 +282,7 @@ def _opened(
 
 
 def _connect(site: Site, pool: SlotPool) -> None:
-    """Set the functions and values through which the site's routes use the model and the slots."""
+    """Set the functions and values of the site that its routes need to use the model and the slots."""
     from kvtool.serve.slot import text_of
 
     slot = pool.slots[0]

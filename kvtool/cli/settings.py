@@ -4,9 +4,9 @@ Typed options override variables, and variables override the file. In the file, 
 command's table, and a command's table overrides the top level. A variable for one command overrides a
 variable for all commands.
 
-This file finds the values and hands them to click. click's own support for defaults is too limited: it has no
-tables for models and no keys for all commands, it names variables after parameters and not after flags, and
-its errors do not say where a value comes from.
+This file finds the values and gives them to click. click can also read defaults, but it lacks some features:
+click has no tables for models and no keys for all commands, it names variables after parameters and not after
+flags, and its errors do not say where a value comes from.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # in `kvtool policies`, these options change the list that is shown, and not how a model runs
+    # in `kvtool policies`, these options only change the list that is shown; no model runs
     ("policies",): ("budget", "evict_every", "options", "as_json"),
-    # tasks do not use the sampler's settings for chats
+    # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
 }
-"""Parameters of some commands that only the command's own table and its own variables can set."""
+"""Commands with parameters that settings for all commands must not change.
+
+Only the command's own table and its own variables can set these parameters.
+"""
 
 _MODELS = "models"
 
@@ -46,7 +49,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""For each of click's types: how messages call it, and the Python types that it accepts.
+"""click's types. Each type has a description for messages, and the Python types that it accepts.
 
 The keys are the first three letters of the types' names, because some versions of click shorten the names.
 """
@@ -73,12 +76,12 @@ class Table(NamedTuple):
     Attributes
     ----------
     words
-        The words in the table's name. They are the words of a command, or () for the top level. In a model's
-        table, "models" and the name of the model come first.
+        The words in the table's name. They are the words of a command, or () for the top level. The words of
+        a model's table begin with "models" and the name of the model.
     values
         The keys and values of the table.
     title
-        How messages call the table: the file and the table's name.
+        The file and the table's name. Messages use this text for the table.
     is_own
         True if the table belongs to one command and may contain only options of this command.
     """
@@ -100,7 +103,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # the top level does not apply to a command that shares no options with others
+    # skip the top level if all options of the command are in OPTIONS_OF_ONE
     chosen = [
         table
         for table in all_tables
@@ -115,7 +118,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # -o belongs to the policy that the same source sets, so drop -o if a later source sets a policy
+        # the values of -o are for the policy of the same source; if a later source sets a policy, drop them
         if "policy" in layer:
             result.pop("options", None)
         result |= layer
@@ -162,16 +165,16 @@ def config_file() -> Path:
 
 
 def options_of(command: Any, without: Words = ()) -> list[Any]:
-    """Return the options of a command that can be set.
+    """Return the options of a command that settings can change.
 
-    without: words of a command. The options in `OPTIONS_OF_ONE` for these words are left out.
+    without: words of a command, to leave out the options that `OPTIONS_OF_ONE` lists for this command.
     """
     options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 
 
 def variable(param: Any, words: Iterable[str] = ()) -> str:
-    """Return the name of the variable that sets an option, for all commands or for the command `words`."""
+    """Return the name of the variable that sets an option for the command `words`, or for all commands."""
     return _variable(flag(param), words)
 
 
@@ -212,7 +215,7 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     is_in_group = not words or words[0] in GROUPS
     if len(words) > 1 and not is_in_group:
         raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")
-    # the top level, the table of a group and the table of a model apply to several commands
+    # three kinds of tables apply to several commands: the top level, a group's table and a model's table
     is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
     values = {name: value for name, value in table.items() if name not in inner}
@@ -224,8 +227,8 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
     """Yield the tables of a model.
 
-    Tables that are named after the model's file (without the ending) come first, then tables that are named
-    after the model. model: the typed or set value of -m, or None for the default model.
+    Tables with the name of the model's file (without its ending) come first. Tables with the model's name
+    follow. model: the value of -m that the user typed or set, or None for the default model.
     """
     from kvtool.models.catalogue import registry
 
@@ -269,8 +272,8 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
 def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     """Yield a line for each variable KVTOOL_* that does not belong to an option.
 
-    command, words: the command that runs. The other commands are imported only if there is a variable that
-    does not belong to an option of this command.
+    command, words: the command that runs. If all variables belong to options of this command, the
+    other commands are not imported.
     """
     own = options_of(command)
     known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
@@ -292,9 +295,10 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 
 
 def _instead(name: str, meant: Mapping[str, str]) -> str:
-    """Return " Did you mean ...?" for a variable that does not belong to an option. "" without a suggestion.
+    """Return " Did you mean ...?" for a variable that does not belong to an option.
 
-    meant: maps names of variables to the right variable. The names are made from all names of all options.
+    "" if there is no suggestion. meant: maps names that a user may type to the right names of variables. It
+    has a name for every name of every option.
     """
     rest = name.removeprefix(VARIABLE)
     right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))
@@ -344,7 +348,7 @@ def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
 
 def _scalar(kind: str, value: Any, source: str) -> Any:
     words, right = _KINDS.get(kind[:3], ("a text", (str, int, float)))
-    # bool needs an extra test, because True is an int in Python
+    # also test for bool, because in Python True is an int
     if not isinstance(value, right) or isinstance(value, bool) != (bool in right):
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
         raise UsageError(f"{source} must be {words}, got {shown}")

@@ -1,4 +1,4 @@
-"""Texts that a command streams: where a text comes from, its first tokens, and its maximum length."""
+"""Open the text that a command streams, read the first tokens, and check the length of the text."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ File = Annotated[
 """The argument that names a text."""
 
 _MARGIN = 256
-"""Number of tokens that are read in addition: where a text is cut, it may be tokenized differently."""
+"""Number of additional tokens that are read. They are dropped, because the end of a cut text may be tokenized
+differently.
+"""
 _TOKEN_BYTES = 8
-"""At first, this many bytes are read for each token that is needed."""
+"""Number of bytes that are read first for each token. If they are not enough, more bytes are read."""
 
 
 def source(file: str | None) -> TextSource:
@@ -76,7 +78,7 @@ def check_positions(
 ) -> None:
     """Raise InputError if a text has more tokens than there are positions.
 
-    shorter: how to make the text shorter, for the message.
+    shorter: end of the message, which says how to make the text shorter.
     """
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(

@@ -103,7 +103,7 @@ def listener(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port))
     except OSError as error:
-        # cut off the address, which Python's message repeats
+        # cut off the end of Python's message, because it repeats the address
         reason = str(error.strerror or error).partition(" (while attempting")[0]
         if error.errno == errno.EADDRINUSE:
             reason = "the port is in use, maybe by another kvtool; choose another --port"
@@ -135,7 +135,7 @@ def _names(devices: list[dict[str, object]]) -> str:
 def _stdout_lines() -> TextIO:
     """Return the lines that this process, including C code, writes to stdout from now on."""
     if sys.stdout is None:
-        # stdout is closed; open something as file descriptor 1, so that the pipe gets other numbers
+        # stdout is closed: open another file as number 1, so that the pipe does not get this number
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()
@@ -148,7 +148,7 @@ def _stdout_lines() -> TextIO:
 class _Log:
     """Messages of a worker on stderr.
 
-    verbose: 1 to report every connection, 2 to also show ggml's output.
+    verbose: 0 to report only longer connections, 1 to report every connection, 2 to also show ggml's output.
     """
 
     def __init__(self, verbose: int) -> None:

@@ -1,4 +1,7 @@
-"""Preparations of commands in which a model writes: model, thinking effort, sampler, engine and writer."""
+"""Functions that prepare a command in which a model writes.
+
+They choose the model and the thinking effort, and make the sampler, the engine and the writer.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,9 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
     """Call `think` with the requested thinking effort and thinking budget, and return its result.
 
-    `think` raises UsageError if the model's template does not take the effort. This error is passed on if the
-    user typed the effort. An effort from a setting or a session is left out, with a line on stderr.
+    `think` raises UsageError if the model's template does not take the effort. If the user typed the effort,
+    this error is raised. If the effort comes from a setting or a session, the effort is left out, and a line
+    on stderr reports this.
     """
     try:
         return think(generation.think, generation.think_budget)
@@ -68,7 +72,8 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
 def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
     """Return a message that says why a text has no visible character.
 
-    None if the user stopped it, it repeated itself or it became too long: other messages say this.
+    None if another message gives the reason: the user stopped the text, or the text ended in a loop or at the
+    limit.
 
     noun: "reply" or "answer". thought: True if there was a thought before the text.
     """
@@ -83,7 +88,7 @@ def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None
 
 @contextmanager
 def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tuple[Opened, Writer]]:
-    """Open an engine with a writer, and print the notes about them on stderr. Raises KvtoolError."""
+    """Open an engine, make its writer, and print the engine's notes on stderr. Raises KvtoolError."""
     sampling = sampling_of(generation)
 
     # import this after the options are checked, because it loads llama.cpp

@@ -1,4 +1,4 @@
-"""Options of the archive: they are checked and turned into the engine's settings."""
+"""Check the options of the archive, and convert them to settings of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RunOptions)
 
 _BLOCK = 32
-"""In types of 8 bits or fewer, this many numbers share a scale."""
+"""Number of values that share a scale, in types of 8 bits or fewer."""
 
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
@@ -44,7 +44,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 
     It is {"archive": tokens}, {"archive_bytes": bytes}, or {} without --archive.
 
-    Raises UsageError if the text is not a size, or if it is more bytes than the memory or the disk has.
+    Raises UsageError if the text is not a size, or if the memory or the disk has fewer bytes than requested.
 
     text, file: values of --archive and --archive-file.
     """
@@ -60,7 +60,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
             "which archives nothing"
         )
     if not is_bytes:
-        # do not check whether the memory can hold these tokens, because the stream may never get that long
+        # do not check whether so many tokens fit in memory, because the stream may always be shorter
         return {"archive": n}
     available, place = memory.total_bytes(), "this machine's memory"
     if file is not None:
@@ -71,10 +71,10 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 
 
 def with_type(run: R, info: ModelInfo) -> R:
-    """Choose the type of the archive if it is "auto", and return the options. info: header of the model.
+    """Replace the archive type "auto" by a type that fits the model, and return the options.
 
-    Models that add biases to their keys, such as Qwen 2.5, get 8 bits for keys and not 5. Biases make a few
-    elements of every key large, and with 5 bits different keys would become equal.
+    info: header of the model. If the model adds biases to its keys, like Qwen 2.5, keys get 8 bits and not 5.
+    Biases make a few elements of every key large, so that with 5 bits different keys would become equal.
     """
     # imported here, because the import loads llama.cpp
     from kvtool.llama.devices import has_gpu
@@ -84,7 +84,7 @@ def with_type(run: R, info: ModelInfo) -> R:
     if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
         return run.changed(archive_type="f16")
     if run.gpu_layers != 0 and not run.workers and has_gpu():
-        # this machine's GPUs can attend to q8_0 directly, but have to convert types of fewer bits
+        # use q8_0, because the GPUs can attend to it directly; types of fewer bits have to be converted first
         return run.changed(archive_type="q8_0")
     return run.changed(archive_type="q8_0/q4_0" if info.weights.has_key_bias else "q5_0/q4_0")
 

@@ -44,10 +44,10 @@ class Budget(NamedTuple):
     def cells(
         self, layers: Layers, n_batch: int, type_k: str = "f16", type_v: str = "f16"
     ) -> tuple[int, int]:
-        """Return the number of cells of a row, and the maximum number of tokens of a batch (at most n_batch).
+        """Return the number of cells per row and the batch size, which is at most n_batch tokens.
 
-        A budget in bytes limits the whole cache. This includes padding, the cells for a batch, and the memory
-        of sliding and recurrent layers. The result is the largest cache that fits, in steps of 256 cells.
+        A budget in bytes limits the whole cache. The cache includes padding, the cells for a batch, and the
+        memory of sliding and recurrent layers. The cells are the most that fit, in steps of 256 cells.
         Raises UsageError if the bytes are too few for the smallest cache.
         """
         if not self.in_bytes:
@@ -107,13 +107,13 @@ def share(percent: Decimal, n: int) -> int:
 
 
 def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:
-    """Return the budget that the options set, or else the default budget of the policy.
+    """Return the budget in the options. If the options have no budget, return the policy's default.
 
     kind: a policy that evicts. Raises UsageError.
     """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # a policy with `capped` chooses how much each row keeps; its budget is only a limit, by default n_ctx
+    # if `capped` is set, the policy chooses how many cells each row keeps, and the budget is only a limit
     n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
@@ -148,8 +148,8 @@ class Fitted(NamedTuple):
 def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> Fitted | None:
     """Fit the policy of a run before its model is loaded. info: the model's header.
 
-    If the policy never evicts, or the budget is in bytes, the loaded model is needed, and the result is None.
-    For a budget in bytes, the policy's parameters are still checked. Raises UsageError.
+    The result is None if this needs the loaded model: if the policy never evicts, or if the budget is in
+    bytes. For a budget in bytes, the policy's parameters are still checked. Raises UsageError.
     """
     if not spec.kind.evicts:
         return None
@@ -180,7 +180,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
     If every token is scored, a batch may not exceed the budget.
 
-    Raises UsageError if the budget is too small. The message has the smallest budget that works.
+    Raises UsageError if the budget is too small. The error names the smallest budget that works.
     """
     wanted = run.n_batch or run.default_n_batch
     n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
@@ -203,7 +203,10 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
 
 
 def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce a budget in bytes by the cells that recall adds in a step, which also take bytes."""
+    """Reduce the cells of a budget in bytes.
+
+    The cells that recall adds in a step also take bytes, so the budget has to include them.
+    """
     policy = fitted.policy.on(layers.n_group, layers.has_values)
     if not policy.recall:
         return fitted

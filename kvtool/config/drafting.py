@@ -1,4 +1,4 @@
-"""Draft tokens: the maximum number in a step, and the drafters that --draft names."""
+"""Find how many draft tokens a step may have, and make the drafters that --draft names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOOKUP, _MTP, _OFF = "lookup", "mtp", "off"
 
 _STATE_BYTES = 256 * 2**20
-"""Maximum number of bytes for copies of recurrent states. The copies are on the device."""
+"""Maximum number of bytes that copies of recurrent states may take on the device."""
 
 
 def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
@@ -70,8 +70,8 @@ def _no_mtp(path: Path, reason: str) -> UsageError:
 class Drafts:
     """Makes the drafters for the engines of a run. `opened` creates it.
 
-    draft_model: the model that makes draft tokens where lookup finds nothing. None if --draft names no model.
-    mtp: True if the engine's own model makes draft tokens where lookup finds nothing.
+    draft_model: the model that makes draft tokens if lookup finds none. None if --draft names no model.
+    mtp: True if the engine's own model makes draft tokens if lookup finds none.
     """
 
     def __init__(self, draft_model: Model | None, *, mtp: bool = False) -> None:
@@ -117,10 +117,10 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # reset options for workers, adapters and places of tensors, which are meant for the large model
+    # reset the options for workers, adapters and places of tensors, because they are for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # reset these options, because their values are for the GPUs and the workers together
+        # with workers, the values of these options are for all GPUs and workers together, so reset them
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:

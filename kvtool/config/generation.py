@@ -18,7 +18,7 @@ _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _limit(raw: int | None, flag: str) -> int | None:
-    """Convert a limit of tokens. -1 means no limit, as in llama.cpp, and becomes None."""
+    """Convert a maximum number of tokens. -1 means no limit, as in llama.cpp. The result is then None."""
     if raw == 0:
         raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
     return None if raw == -1 else raw
@@ -59,8 +59,9 @@ class _LengthOptions(Options):
 class GenerationOptions(Sampling, _LengthOptions):
     """Options for generating text, with llama.cpp's defaults.
 
-    A grammar and a schema exclude each other. If both are set but only one of the two was typed, the typed
-    option is used. Otherwise UsageError is raised.
+    A text cannot have both a grammar and a schema: UsageError is raised if both are set. But if the user
+    typed only one of the two options, and the other comes from a setting or a session, the typed option is
+    used.
     """
 
     temp: float = redeclared(Sampling, "temp", 0.8)
@@ -91,7 +92,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         super().__post_init__()
 
     def cut(self, n_written: int) -> str | None:
-        """Return the note for a text that ended at the token limit. None if the user has set this limit."""
+        """Return the note for a text that ended at the token limit, or None if the user has set the limit."""
         if "n" in self.given:
             return None
         return f"stopped after {format_tokens(n_written)}; -n N changes the limit, and -n -1 removes it"
@@ -115,23 +116,23 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest fields, also if the name is similar only to a name in requests
+            # suggest names of fields, even if the typed name is similar to a name in requests
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
     def set(self, name: str, text: str) -> GenerationOptions:
-        """Return a copy in which one setting has the value that its option would give it.
+        """Return a copy with a new value of one setting, which is converted like the value of an option.
 
-        name: see `field`. text: the value. A repeatable option gets only this value, or no value if the text
-        is "". Raises UsageError or InputError.
+        name: see `field`. text: the value. A repeatable option gets this single value, or no value if the
+        text is "". Raises UsageError or InputError.
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         option = declared(GenerationOptions)[name]
         value = option.parse(_raw(name, text), name)
-        # pass the name that the user typed after `/set`, so that an error has this name
+        # pass `name`, so that an error names the setting and not the flag
         option.check(value, name)
         return self.changed(**none | {name: value})
 
@@ -140,7 +141,7 @@ _SHAPES = ("grammar", "json_schema")
 
 
 def _raw(name: str, text: str) -> Any:
-    """Convert a typed text to the type that the option of a field takes. Raises UsageError."""
+    """Convert a text that the user typed to the type of a field. Raises UsageError."""
     kind = str(get_type_hints(GenerationOptions)[name])
     if kind.startswith("tuple"):
         return [text] if text else None

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
 
 _MARGIN = 2**30
-"""With --gpu-layers auto, this many bytes of each GPU are left free for compute buffers, as in llama.cpp."""
+"""Number of bytes on each GPU that --gpu-layers auto leaves free for compute buffers, as in llama.cpp."""
 
 _RETRY_SHARE = 0.75
-"""If loading fails, the second attempt uses this share of the free memory that the GPU reported."""
+"""Share of a GPU's free memory that the second attempt uses if the first attempt to load the model fails."""
 
 T = TypeVar("T")
 
@@ -59,13 +59,14 @@ def opened_on_model(
 
     Raises KvtoolError.
 
-    open_on: called with the model. Its result is yielded, and the caller closes it. If `open_on` raises
-    OutOfMemory and --gpu-layers is auto, the model is loaded again with fewer weights on the GPU, and
-    `open_on` is called once more.
+    open_on: function that is called with the model. Its result is yielded, and the caller closes the result.
+    If loading or `open_on` raises OutOfMemory and --gpu-layers is auto, the model is loaded again with fewer
+    weights on the GPU, and `open_on` is called once more.
     guarded: True if a crash of compiled code should end the process with one line on stderr.
     mtp: True to also load the layers for multi-token prediction.
-    n_cell: number of cells of each row. If --gpu-layers is auto, room for them is left on the GPU.
-    say: called with a line if not all weights fit on the GPU, or if an option matches no tensor.
+    n_cell: number of cells of each row. If --gpu-layers is auto, the GPU keeps room for these cells.
+    say: function that prints a line. It is called if not all weights fit on the GPU, or if a pattern of
+    --override-tensor matches no tensor.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
@@ -86,7 +87,7 @@ def opened_on_model(
             placement=run.placement,
             adapters=run.adapters,
             mtp=mtp,
-            # without this, a draft model would use the workers, which the process has for the large model
+            # keep a draft model off the workers, which the process has for the large model
             local=not run.workers,
         )
         try:
@@ -101,7 +102,7 @@ def opened_on_model(
     try:
         model, opened = load(placed)
     except OutOfMemory:
-        # a GPU had less memory than it reported, or buffers took more than _MARGIN: try with less memory
+        # try again with less memory: a GPU had less than it reported, or buffers took more than _MARGIN
         placed, note = _fitted_to_gpu(run, path, n_cell, _RETRY_SHARE, mtp=mtp)
         if placed is run:
             raise
@@ -126,9 +127,9 @@ def _fitted_to_gpu(
 ) -> tuple[RunOptions, str]:
     """If not all weights fit on the GPU, set how many layers and experts are on the GPU.
 
-    Returns the changed options and a line about the change. The options stay the same, and the line is "", if
-    all weights fit, the user placed weights by hand, there are workers, or GPUs do not report their free
-    memory.
+    Returns the changed options and a line about the change. In these cases the options stay the same, and the
+    line is "": all weights fit, the user has placed weights with options, there are workers, or the GPUs do
+    not report their free memory.
 
     share: share of the free memory that is used.
     """
@@ -177,7 +178,7 @@ def fitted_weights(
 
 
 def in_words(placed: PlacedWeights, info: ModelInfo) -> str:
-    """Return a phrase about the weights that are on a GPU. It follows "room for" in a sentence."""
+    """Return the end of a sentence about the weights on a GPU. The sentence begins "the GPU has room for"."""
     n, n_layer = placed.n_gpu_layers, info.weights.n_layer
     if n <= n_layer:
         experts = ", without their experts" if placed.n_cpu_moe else ""

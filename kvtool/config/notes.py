@@ -26,9 +26,9 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
 
 
 def gpu_note(run: RunOptions) -> str | None:
-    """Return a note if options for GPUs were given and there is no GPU, else None.
+    """Return a note if the user gave options for GPUs and there is no GPU, else None.
 
-    Call this after workers were added, because their GPUs are also used.
+    Add workers before this is called, because the GPUs of workers are also used.
     """
     from kvtool.llama.devices import has_gpu
 
@@ -43,7 +43,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
 
 def resident_note(engine: Engine) -> str | None:
-    """Return the note on residents that an engine cannot have, or None."""
+    """Return a note if the engine cannot have the residents that --resident asks for, else None."""
     why = engine.residents.obstacle
     return f"--resident {engine.settings.resident} does nothing: {why}" if why else None
 

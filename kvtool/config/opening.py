@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 _N_CELL = 4096
-"""A GPU keeps room for this many cells of each row if the number is unknown before the model is loaded."""
+"""Number of cells per row for which a GPU keeps room.
+
+It is used if the number of cells is not known before the model is loaded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class Opened:
     info
         Header of the engine's model.
     run
-        The options in effect. If the default policy, recall, does not work, they have another policy. See
-        `replace_recall`.
+        The options that are used. If recall, the default policy, does not work, these options have another
+        policy. See `replace_recall`.
     notes
         Notes for the user about options that were changed or that have no effect.
     """
@@ -131,7 +134,7 @@ def open_run(
 
 
 def check(run: RunOptions) -> policies.PolicySpec:
-    """Return the policy of the options. Raises UsageError if the options cannot work with any model."""
+    """Return the policy that the options name. Raises UsageError if the options work with no model."""
     spec = policies.spec(run.policy, run.evict_every, run.options)
     if not spec.kind.evicts:
         if "budget" in run.typed:
@@ -157,8 +160,8 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """Replace the default policy, recall, if it does not work with this model or these positions.
 
-    Returns the options, and a note if the policy was replaced, else None. kind: the class of the policy.
-    layers: the layers of the loaded model.
+    Returns the options and a note. If the policy was not replaced, the note is None. kind: the class of the
+    policy. layers: the layers of the loaded model.
     """
     if not (run.instead and kind.recalls()):
         return run, None

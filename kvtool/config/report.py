@@ -11,10 +11,11 @@ from kvtool.units import format_bytes
 
 
 def report(engine: Engine, policy: str) -> dict[str, Any]:
-    """Return the fields that every result has: about the policy, the budget and the memory.
+    """Return the fields that every result has. They describe the policy, the budget and the memory.
 
-    policy: the policy's name as the user typed it. If there is no archive, the last seven fields are 0, 0,
-    None, None, 0, 0 and "".
+    If there is no archive, the last seven fields are 0, 0, None, None, 0, 0 and "".
+
+    policy: the policy's name as the user typed it.
     """
     archive = engine.context.archive
     return {
@@ -38,7 +39,10 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def budget(record: Mapping[str, Any]) -> int:
-    """Return the maximum number of cells per row in a report. If rows share a budget, return their mean."""
+    """Return the maximum number of cells per row from a report.
+
+    If rows or layers share a budget, return the mean number per row that the user requested.
+    """
     is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
     return int(record["asked"] if is_shared else record["budget"])
 
@@ -68,9 +72,10 @@ def archive_line(record: Mapping[str, Any]) -> str:
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
-    """Return a line that says where older text is archived, and the limit. None if there is no archive.
+    """Return a line that says where older text is archived, and how large the archive may become.
 
-    n_slot: number of caches, each of which has an archive. brief: True to leave out the number of tokens.
+    None if there is no archive. n_slot: number of caches, each of which has an archive. brief: True to leave
+    out the number of tokens.
     """
     archive = engine.context.archive
     if not archive:
@@ -86,7 +91,7 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
 
 
 def resident_cells(engine: Engine) -> str | None:
-    """Return a clause on the number of residents and their bytes; None without residents."""
+    """Return a clause about the number of resident tokens and their bytes. None without resident tokens."""
     residents = engine.residents
     if not residents.n_token:
         return None

@@ -26,10 +26,10 @@ from kvtool.options import (
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_RESIDENT, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
-"""The default policy, and the policy that replaces it if it does not work.
+"""The default policy, and the policy that replaces the default policy if it does not work.
 
-recall is the default because it forgets nothing. h2o replaces it because it is best or second best on three
-texts with 512 and 1,024 cells, and on an endless stream.
+recall is the default because it forgets nothing. h2o is the replacement because it is the best or second best
+policy on three texts with 512 and 1,024 cells, and on an endless stream.
 """
 
 
@@ -37,9 +37,9 @@ ALL_LAYERS = -2
 """Value of --gpu-layers all, as in llama.cpp."""
 
 _cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
-"""Declare an option that is saved in sessions and that changes results."""
+"""Declare an option of the cache. Its value is saved in sessions and in records of results."""
 
-# types may be in upper or lower case, because model files and llama.cpp's documents use both Q8_0 and q8_0
+# accept upper and lower case, because model files and llama.cpp's documents use both Q8_0 and q8_0
 _type_option = partial(_cache_option, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
 _hardware_option = partial(option, group=HARDWARE)
@@ -61,7 +61,7 @@ class RunOptions(Options):
         True if every token is scored. Then logits are computed for all tokens, and a batch may not exceed the
         budget.
     is_plain
-        True if an earlier version of kvtool archived the session's tokens, which used no Hadamard matrices.
+        True if the session's archive was written by an earlier version of kvtool, without Hadamard matrices.
     """
 
     default_budget: ClassVar[int] = 1024
@@ -275,7 +275,7 @@ class RunOptions(Options):
         super().__post_init__()
         if self.workers and self.gpu_layers == 0:
             raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
-        # compute both properties, because they raise UsageError for wrong texts
+        # these properties raise UsageError for wrong texts, so compute them now
         _ = self.placement, self.adapters
 
     @property
@@ -306,8 +306,8 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive. In this case recall is not replaced:
-        it is an error that recall does not work.
+        None if the user chose the policy, its parameters or its archive. In this case recall is not replaced,
+        and there is an error if it does not work.
         """
         return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
 

@@ -1,4 +1,7 @@
-"""Named arrays as bytes. Before the bytes of each array, there is a line with its name, dtype and shape."""
+"""Convert named arrays to bytes and back.
+
+The bytes of each array follow a line with the name, the dtype and the shape of the array.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def parts_of(name: str, array: np.ndarray, at: int) -> Iterator[memoryview]:
 def arrays_in(data: Any, at: int = 0) -> dict[str, np.ndarray]:
     """Return the arrays in `data`, starting at offset `at`. The arrays are views of `data`.
 
-    data: bytes, as an object with the buffer protocol. Raises ValueError if the bytes are not named arrays.
+    data: an object with the buffer protocol. Raises ValueError if the bytes are not named arrays.
     """
     view = memoryview(data)
     arrays: dict[str, np.ndarray] = {}

@@ -15,7 +15,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 def cpu_features() -> str:
     """Return the CPU features that a native build may use.
 
-    If a CPU lacks one of them, such a build may crash with an illegal instruction.
+    If a CPU does not have all of these features, such a build may crash with an illegal instruction.
     """
     features = [platform.machine()]
     if sys.platform == "darwin":
@@ -26,8 +26,8 @@ def cpu_features() -> str:
         )
         features.append(sysctl.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        # read only the text of the first core: Linux generates the text while it is read, which takes long
-        # for hundreds of cores
+        # read only the text of the first core, because Linux generates the text during reading, and the text
+        # of hundreds of cores takes long
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
         features += sorted(set(flags.partition(":")[2].split()))
@@ -65,8 +65,8 @@ def default_threads() -> int:
     if not shared:
         return len(cpus)
     try:
-        # count different lists, because CPUs of the same core have equal lists; with taskset, the process may
-        # have only one of a core's CPUs
+        # count different lists, because all CPUs of a core have the same list; half the number of CPUs may be
+        # wrong, because taskset can give the process only one CPU of a core
         return len({(_CPUS / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in cpus})
     except OSError:
         return max(len(cpus) // 2, 1)

@@ -1,4 +1,4 @@
-"""Write files so that a crash or a full disk leaves the old file or the new file, never a partial file."""
+"""Write files safely: a crash or a full disk leaves the old file or the new file, never a partial file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ LOCK = ".lock"
 
 
 PART = ".kvtool.part"
-"""Suffix of a file that is being written. It is longer than .part, because other programs use .part."""
+"""Suffix of a file that is being written. It is not just .part, because other programs use .part."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file. After the block, when it is completely on the disk, it replaces the file at `path`.
+    """Open a new file for the block. After the block, the new file replaces the file at `path`.
 
-    The new file gets the permissions of the old file. If `path` is a link, its target is replaced. If a
-    killed process left a partial new file, this partial file is overwritten. Raises OSError; then the old
-    file is unchanged.
+    The old file is replaced only when the new file is completely on the disk. The new file gets the
+    permissions of the old file. If `path` is a link, the target of the link is replaced. If a killed process
+    left a partial new file, this partial file is overwritten. If OSError is raised, the old file is
+    unchanged.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(path.name + PART)
@@ -84,7 +85,7 @@ def temporary(buffering: int = -1) -> BinaryIO:
 
 
 def spare_folder() -> Path | None:
-    """Return the cache folder as a folder for temporary files, or None if it cannot be written.
+    """Return the folder for temporary files. This is the cache folder, or None if it cannot be written.
 
     /tmp is not used, because it may be in memory.
     """
@@ -95,15 +96,15 @@ def spare_folder() -> Path | None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all data to an unbuffered file. One call of `write` may write only a part. Raises OSError."""
+    """Write all data to an unbuffered file, whose method `write` may write only a part. Raises OSError."""
     while data:
         data = data[file.write(data) :]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file. Devices and pipes are not replaced but written directly.
+    """Replace a file. Devices and pipes are written directly.
 
-    Raises OSError; then the old file is unchanged.
+    If an OSError is raised, the old file is unchanged.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as device:
@@ -121,13 +122,13 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # unbuffered, so that no part of a failed entry is written later
+        # do not buffer: otherwise, a part of a failed entry could be written later
         self._file = path.open("ab", buffering=0)
 
     def append(self, text: str) -> None:
         """Append an entry. Raises OSError."""
         data = text.encode("utf-8", "replace")
-        # remember the end, to remove a partial entry; a pipe cannot be truncated
+        # the end of the file, to which it is truncated after an error; a pipe cannot be truncated
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
         try:
             write_all(self._file, data)
@@ -142,13 +143,13 @@ class Log:
 
 
 def set_aside(path: Path, *suffixes: str) -> Path:
-    """Give files a second name each. Return the second name of `path`, which is PATH.1, PATH.2, ...
+    """Give a second name to each of several files. Return the second name PATH.n of `path`.
 
-    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. By default there is
-    only the suffix "", which means PATH itself.
+    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. By default, the only
+    suffix is "", so that PATH itself gets a second name.
 
-    n is the first number for which PATH.n does not exist, with or without one of the suffixes. Raises
-    OSError; then the files have no second names.
+    n is the first number from 1 on for which there is no file PATH.n, and no file PATH.n + suffix. If an
+    OSError is raised, no file has a second name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)
@@ -173,9 +174,10 @@ def set_aside(path: Path, *suffixes: str) -> Path:
 
 
 def second_name(path: Path, spare: Path) -> Path:
-    """Give a file the second name `spare`, and return this name. Raises OSError, also if the name exists.
+    """Give a file the second name `spare`, and return this name. Raises OSError if the name exists already.
 
-    The second name is a hard link. If the file system has no hard links, it is a copy.
+    The second name is a hard link. If the file system has no hard links, the file is copied. Other faults
+    also raise OSError.
     """
     try:
         os.link(path, spare)
@@ -191,18 +193,18 @@ def second_name(path: Path, spare: Path) -> Path:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock during the block. If the process dies, the operating system releases the lock.
 
-    path: the lock file, which is removed at the end. wait: True to wait if another process holds the lock.
-    False to raise BlockingIOError in this case. Raises OSError if the file is not empty, because then it is
-    not a lock.
+    path: the lock file, which is removed at the end. Raises OSError if this file is not empty, because a lock
+    is always empty. wait: what to do if another process holds the lock. True to wait, False to raise
+    BlockingIOError.
     """
     # imported here, because the import takes 30 ms and 1.4 MB, and most chats need no lock
     from filelock import FileLock, Timeout
 
     if not path.parent.is_dir():
-        # without this check, filelock would create the folder
+        # check this, because filelock would create the folder
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     if path.is_file() and path.stat().st_size:
-        # without this check, filelock would empty the file
+        # check this, because filelock would empty the file
         raise OSError(errno.EINVAL, f"{path.name} is not a lock of kvtool; rename it", str(path))
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:

@@ -18,8 +18,8 @@ def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> Non
     """End the process immediately, with one line. This is a signal handler.
 
     Use it while there is no unfinished work, for example during imports or while a model is loaded. An
-    exception would not always end the process: in a ctypes callback, exceptions are printed and then ignored,
-    and a bare except clause also ignores them.
+    exception would not always end the process. If an exception is raised in a callback of ctypes, it is
+    printed and then ignored. A bare except clause also ignores exceptions.
     """
     _say(message)
     os._exit(exit_code)
@@ -31,7 +31,7 @@ def _say(message: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         # use the original stderr, because a progress bar replaces sys.stderr and redraws itself after output
         err = sys.__stderr__ or sys.stderr
-        # print below the ^C, and show the cursor, which a progress bar may have hidden
+        # begin a new line after the ^C, and show the cursor, because a progress bar may have hidden it
         before = "\x1b[?25h\n" if err.isatty() else ""
         err.write(f"{before}kvtool: {message}\n")
         err.flush()
@@ -63,7 +63,7 @@ def raises() -> None:
 def raising() -> Iterator[None]:
     """Inside the block, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
 
-    In other threads than the main thread this does nothing, because only the main thread receives Ctrl-C.
+    This does nothing in other threads than the main thread, because only the main thread receives Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,7 +73,10 @@ def raising() -> Iterator[None]:
 
 
 def ending(message: Callable[[], str]) -> AbstractContextManager[None]:
-    """Inside the block, Ctrl-C ends the process with a line. For work whose files are always complete."""
+    """Inside the block, Ctrl-C ends the process with a line.
+
+    Use this for work that never leaves incomplete files.
+    """
     return _handled(lambda *_: end(message=message()))
 
 
@@ -91,8 +94,7 @@ def _handled(handler: Callable[..., object]) -> Iterator[None]:
 def notifying(notify: Callable[[], None]) -> Iterator[None]:
     """Inside the block, Ctrl-C also calls `notify` immediately, from another thread.
 
-    A signal handler alone would be late: Python runs it only after C code returns, and a step of llama.cpp
-    can take seconds.
+    Python runs a signal handler only after C code has returned, and a step of llama.cpp can take seconds.
     """
     import socket
 

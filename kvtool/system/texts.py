@@ -58,7 +58,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def read_stdin() -> str:
-    """Read all of stdin. Line breaks at the end are removed. "" if stdin is a terminal. Raises InputError."""
+    """Read all of stdin, and remove line breaks at the end. "" if stdin is a terminal. Raises InputError."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
@@ -76,12 +76,12 @@ def stdin_lines() -> Iterator[str]:
             text = decoded(line) if number == 1 else with_lf(line.decode())
         except UnicodeDecodeError as error:
             raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None
-        # split again, because a CR inside the line also ends a line
+        # split the text again, because a CR inside it also ends a line
         yield from text.removesuffix("\n").split("\n")
 
 
 class TextSource:
-    """A text from a file, a named pipe or stdin. Only as much of it as necessary is read.
+    """A text from a file, a named pipe or stdin. Only the necessary part of the text is read.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Read until there are at least n_bytes bytes, and return the text of all bytes that were read.
+        """Read until n_bytes bytes are available, and return the text of all bytes read so far.
 
         n_bytes: number of bytes, or None to read the whole text. If the last character is incomplete, it is
         left out. Raises InputError.
@@ -132,7 +132,7 @@ class TextSource:
             raise InputError(f"{self.name} is not UTF-8 (byte {error.start}); {_CONVERT}") from None
 
     def close(self) -> None:
-        """Close the file; stdin stays open."""
+        """Close the file. If it is stdin, it stays open."""
         if self._closes:
             self._file.close()
 
@@ -141,16 +141,19 @@ class TextSource:
 
 
 def is_stdin(file: str) -> bool:
-    """Return True if `file` is one of the names of stdin, which has to be read through a single buffer."""
+    """Return True if `file` is one of the names of stdin.
+
+    All these names must be read from the same buffer, because the buffer may already hold the first bytes.
+    """
     return file in ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 def exists(name: str) -> bool:
-    """Return True if a file or folder has this name, which may be any text."""
+    """Return True if a file or folder has this name. The name may be any text."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
-        # the name is not possible, for example too long
+        # no file can have this name, for example because it is too long
         return False
 
 

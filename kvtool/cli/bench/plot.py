@@ -11,9 +11,10 @@ _MARKS = "osD^vP*X"
 
 
 def picture(records: Sequence[dict[str, Any]], model: str) -> Figure:
-    """Draw tokens/s against depth: one panel for reading, one for writing, a line for each kind of cache.
+    """Draw tokens/s against depth. There is a panel for reading and a panel for writing.
 
-    A point is the median of the rounds. The bar through a point spans the slowest to the fastest round.
+    Each kind of cache is a line. A point is the median of the rounds. The bar through a point spans the
+    slowest to the fastest round.
     """
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2)

@@ -15,7 +15,7 @@ from kvtool.units import format_bytes
 Record = dict[str, Any]
 
 WIDE = 100
-"""The table shows the range of the rounds and the memory of the process in terminals at least this wide."""
+"""In terminals at least this wide, the table also shows the range of the rounds and the process's memory."""
 
 LEGEND = (
     "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "

@@ -138,7 +138,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
 def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> bool:
     """Write the reply to a turn, and save the turn with its reply. Return True if the reply is empty.
 
-    If nobody reads stdout any more, the chat is still saved; then OSError is raised.
+    If stdout is a pipe without a reader, the chat is still saved. After that, OSError is raised.
     """
     is_empty = True
     try:

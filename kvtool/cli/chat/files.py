@@ -67,9 +67,9 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # version of the chat in the session file
+        # the version of the chat that the session file holds
         self._saved_version: int | None = None
-        # values of the chat in the session file, which `_would_lose` compares
+        # the values of `_comparable` for the chat that the session file holds
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
@@ -164,10 +164,10 @@ class ChatFiles:
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the session if it has a path. If this fails, the error is stored in `unsaved`.
 
-        undone: True after an undo. Undone turns are not kept in the session. If the session holds an earlier
-        chat, the session is not written, because further undos can lead back to that chat.
+        undone: True after an undo. The session then no longer has the undone turns. But if the session holds
+        an earlier chat, the session is not written, because further undos can lead back to that chat.
 
-        is_new_turn: True after a new turn. The session is then always written.
+        is_new_turn: True after a new turn. In this case the session is always written.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()
@@ -222,7 +222,7 @@ class ChatFiles:
     def _holds_earlier_chat(self, path: Path) -> bool:
         """True if the session holds an earlier chat, to which further undos can lead back.
 
-        False if it holds a later state of this chat, which was undone.
+        False if the session holds turns of this chat that were undone.
         """
         is_ours = self._saved is not None and self._saved["id"] == self.chat.id
         return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
@@ -247,7 +247,7 @@ class ChatFiles:
                 self.recovered.append(spare)
 
     def _comparable(self) -> Meta:
-        """Return those values of the chat that `_would_lose` compares."""
+        """Return the values of the chat that `_would_lose` compares later."""
         return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
     def _write(self, path: Path) -> None:
@@ -282,8 +282,8 @@ class ChatFiles:
     def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
         """Open the session's files if they hold the current state of the chat. Otherwise return None.
 
-        The files stay open while the session may be replaced. They remain readable only on POSIX systems, so
-        other systems get None.
+        The session may be replaced while the files are open. Only POSIX systems can still read the old files
+        then, so the result is None on other systems.
         """
         if self.path and self._saved_version == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
@@ -313,9 +313,9 @@ class ChatFiles:
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """Return the values that a session stores in addition to the values of `Conversation.save`.
+    """Return values that a session stores in addition to the values that `Conversation.save` returns.
 
-    kept: the options that are saved in the session.
+    kept: values of the options that are saved in the session.
     """
     engine = chat.writer.engine
     return {
@@ -376,15 +376,15 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
 
     The policy of the session is treated as if the user had typed it.
 
-    A session of an old kvtool may have parameters that the policy no longer has. If so, these parameters and
-    the adjustable parameters are left out. Nothing is left out if the user typed -o.
+    A session of an old kvtool may have parameters that the policy no longer has. In that case, these
+    parameters and the adjustable parameters are left out, unless the user typed -o.
     """
     from kvtool import policies
 
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and kind.recalls():
-        # earlier versions had another default budget, so use the session's budget
+        # use the session's budget, because earlier versions of kvtool had another default budget
         run = replace(run, budget=str(parameters["budget"]))
     stored = saved["fixed"].get("archive_type")
     run = replace(run, is_plain=stored == run.archive_type and stored in FEW_BITS)
@@ -433,14 +433,17 @@ _FLAGS = {
     "value_type": "--cache-type-v {}",
     "llama_cpp": "llama.cpp {}",
 }
-"""Names of the values of `fixed_of` in messages. A parameter of a policy is named `-o name=value`."""
+"""Texts with which messages show the values that `fixed_of` returns.
+
+Parameters of a policy are not listed here. Messages show them as `-o name=value`.
+"""
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the options that differ between two chats, as pairs (theirs, ours).
 
-    If the models differ, only their pair is returned. The same holds for the adapters, then for the policy,
-    then for the budget.
+    Only the first of these differences is returned: models, adapters, policies, budgets. If all four are the
+    same, all other differences are returned.
     """
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
     # a chat without adapters has no value "lora"

@@ -1,4 +1,4 @@
-"""The prompt at which a user types turns and commands: editing, history and completion.
+"""The prompt at which a user types turns and commands, with a history and completion.
 
 A pasted text is one turn, even if it has several lines.
 """
@@ -61,8 +61,8 @@ class Prompt:
     def ask(self, default: str = "", *, selected: bool = False) -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
-        default: text that is already at the prompt. selected: True if this text is selected, so that typing
-        replaces it. An arrow key ends the selection, and the text stays.
+        default: text that is already at the prompt. selected: True to select this text. Typing then replaces
+        the text. An arrow key ends the selection and keeps the text.
         """
         return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
 
@@ -72,14 +72,14 @@ class Prompt:
         buffer.start_selection()
         buffer.cursor_position = len(buffer.text)
         if buffer.selection_state:
-            # in shift mode, typed text replaces the selection; otherwise it would be inserted next to it
+            # only in shift mode, typed text replaces the selection
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
         """Drop text that was typed before the prompt appeared. Return True if there was any."""
         typing = self._session.app.input
         dropped = get_typeahead(typing)
-        # only in raw mode can an unfinished line be read; Ctrl-D is then an ordinary key
+        # use raw mode, which can read an unfinished line; in this mode, Ctrl-D is an ordinary key
         with typing.raw_mode():
             while keys := typing.read_keys():
                 dropped += keys
@@ -91,13 +91,13 @@ def confirmed(question: str) -> bool:
 
     Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
     """
-    # input() is not used, because without readline it misses a Ctrl-C that is pressed at once
+    # do not use input(): without readline, it misses Ctrl-C if the user presses this key at once
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
 
 class Meant(NamedTuple):
-    """A command or a turn, after the quotes and backslashes of its typed form were removed."""
+    """A command or a turn, without the quotes and backslashes that the user typed around lines."""
 
     text: str
     is_command: bool
@@ -113,7 +113,7 @@ def meant(typed: str) -> Meant:
     text = typed.strip()
     if text.startswith(BLOCK):
         return Meant(text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False)
-    # backslashes inside a line belong to the text
+    # remove only backslashes at line ends; all other backslashes belong to the text
     text = re.sub(r"\\\n", "\n", text)
     is_line = "\n" not in text
     if not text.startswith("/"):
@@ -125,7 +125,7 @@ def meant(typed: str) -> Meant:
 
 
 def typed_as(text: str) -> str:
-    """Return a text that a user can type for a turn: `meant` turns this text back into the turn."""
+    """Return a text that the user can type to send a turn. `meant` converts this text back to the turn."""
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
     return next((typed for typed in ways if meant(typed) == (text, False)), text)
 
@@ -133,7 +133,7 @@ def typed_as(text: str) -> str:
 def goes_on(typed: str) -> bool:
     '''Return True if Enter adds a line break and does not send the text.
 
-    This is so after a backslash, and while a text that started with `"""` has no closing `"""`.
+    This is the case after a backslash, and while a text that started with `"""` has no closing `"""`.
     '''
     text = typed.lstrip()
     if text.startswith(BLOCK):
@@ -144,10 +144,10 @@ def goes_on(typed: str) -> bool:
 def with_files(text: str) -> str:
     """Return the text with each @path replaced by the text of the file.
 
-    If there is no such file, the word may not be meant as a path. It stays in the text if it does not look
-    like a path, or if the text has several lines, because code has words like @name. Otherwise InputError is
-    raised. InputError is also raised if @"path" in quotes does not exist, or if a file cannot be read or is
-    not text.
+    If there is no such file, the user may not have meant a path, because code has words like @name. The
+    word stays in the text if it does not look like a path, or if the text has several lines. Otherwise
+    InputError is raised. A path in quotes, @"path", always has to exist. InputError is also raised if a file
+    cannot be read or is not text.
     """
     is_line = "\n" not in text
 
@@ -169,7 +169,7 @@ def with_files(text: str) -> str:
 
 
 def _history() -> History:
-    """Return the history from the user's state folder. If this folder cannot be written, use memory."""
+    """Return a history in the user's state folder, or in memory if that folder cannot be written."""
     try:
         path = user_state_path("kvtool", appauthor=False) / "chat-history"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    # not during a search, in which prompt_toolkit handles Enter
+    # leave out searches, because prompt_toolkit itself handles Enter during a search
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer

@@ -1,4 +1,4 @@
-"""Coloured Markdown in a terminal, printed while the model writes it.
+"""Print Markdown with colours in a terminal, while the model writes the text.
 
 Every character is printed, including Markdown's marks such as `**`. A printed line is never printed again.
 Prose is wrapped between words.
@@ -125,7 +125,7 @@ class ReplyStream:
         self._n_word += 1
 
     def _styled(self, word: str) -> list[tuple[str, str]]:
-        """Split a word into parts, each with its style: code, bold, or a mark of one of the two."""
+        """Split a word into parts. Each part has a style: code, bold, Markdown's marks or ordinary text."""
         if self._n_word == 0 and re.fullmatch(r"#{1,6}", word):
             self._is_heading = True
         parts, before = [], ""
@@ -155,6 +155,6 @@ class ReplyStream:
         if not parts:
             return
         if not self._console.is_terminal:
-            # the terminal is closed; without this check, rich would print nothing and raise no error
+            # the terminal is closed: raise an error, because rich would only print nothing
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._console.print(Text.assemble(*parts), end="", soft_wrap=True)

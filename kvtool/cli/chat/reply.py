@@ -15,7 +15,7 @@ _EVERY_S = 1 / 12
 """Minimum time between two drawings of the thought, in seconds."""
 
 _MOST_LINES = 8
-"""While the model thinks, at most this many lines of the thought are shown, the newest ones."""
+"""While the model thinks, at most this many of the newest lines of its thought are shown."""
 
 
 class ReplyView:
@@ -94,13 +94,13 @@ class ReplyView:
         if self._hides:
             return Text("thinking", style="dim")
         n = max(min(_MOST_LINES, self._console.height // 2), 1)
-        # do not wrap the whole thought, only as much as fits in n lines of the terminal
+        # wrap only the end of the thought, as much as fits in n lines of the terminal
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)
         return Text("\n").join(lines[-n:])
 
     def _fold(self) -> None:
-        """Remove the finished thought from the terminal. Unless thoughts are hidden, print a line instead."""
+        """Remove the finished thought from the terminal. If thoughts are shown, print a line in its place."""
         if self._live is None:
             return
         self._live.update("", refresh=True)

@@ -52,11 +52,12 @@ class Terminal:
     typed
         Text to put at the next prompt.
     selects
-        True if typing at the next prompt replaces the text in `typed`. It is set if this text was refused.
+        True if typing at the next prompt replaces the text in `typed`, for example a refused turn.
     edits
         True if the next turn replaces the last turn.
     last_typed
-        The last turn, mapped to the text that the user typed for it, in which files are named as @FILE.
+        Has one item. The key is the last turn. The value is the text that the user typed for this turn, in
+        which @FILE is not yet replaced by the text of the file.
     keys
         Hides typed characters while the chat is busy.
     """
@@ -130,7 +131,7 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # if thoughts are a field of a message, its content has no thought to split off
+        # if the template takes thoughts as a separate field, the content of a message contains no thought
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -173,7 +174,7 @@ class Terminal:
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
         again: True if the turn replaces another turn. n_before: number of turns before this turn.
-        hung_up: returns True if the terminal was closed.
+        hung_up: a function that returns True if the terminal was closed.
         """
         typed_before, self.last_typed = self.last_typed, {sent: text}
         self.tokens_per_s, self.thought = 0.0, ""
@@ -243,9 +244,12 @@ class Terminal:
         return not self.conversation.messages[-1]["content"].strip()
 
     def _refuse(self, text: str, again: bool) -> None:
-        """Put a refused turn at the next prompt. Typing replaces it there.
+        """Put a refused turn at the next prompt, where typing replaces the turn.
 
-        again: True if the turn was to replace the last turn. Then typing does not replace the text.
+        A turn of several lines is dropped.
+
+        again: True if the turn should have replaced the last turn. Then any turn is put at the prompt, and
+        typing does not replace it.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects = not again
@@ -266,9 +270,10 @@ class Terminal:
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _cancel(self, instead: str | None) -> None:
-        """Undo a turn that was stopped before its reply began.
+        """Undo a turn that the user stopped before its reply began.
 
-        instead: the text of the stopped turn if it had replaced another turn. Otherwise None.
+        instead: None, or the text of the stopped turn if it had replaced another turn. This text is put at
+        the next prompt.
         """
         self.conversation.undo_turn()
         if instead is None:
@@ -281,8 +286,8 @@ class Terminal:
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
     """Return a line about a chat of n tokens: the shares in the cache, in the archive and forgotten.
 
-    If rows hold different tokens, these shares do not add up to 100 %. In this case the line says what share
-    each KV head keeps, and what share no KV head kept.
+    If rows hold different tokens, these shares do not add up to 100 %. In this case the line has two other
+    shares: the mean share that a KV head keeps, and the share that all KV heads have forgotten.
 
     n_held: mean number of tokens that a row holds. n_forgotten: number of tokens that are in no row and not
     in the archive.
@@ -316,7 +321,7 @@ class Keys:
         self._before = termios.tcgetattr(sys.stdin)
         waiting = termios.tcgetattr(sys.stdin)
         waiting[3] &= ~termios.ECHO
-        # do not let the terminal handle Ctrl-D, because the next prompt would never get this key
+        # turn off the terminal's own handling of Ctrl-D, so that the next prompt gets this key
         waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
         try:
             with _attributes(waiting):
@@ -335,8 +340,8 @@ class Keys:
 def _attributes(attributes: Any) -> Iterator[None]:
     """Set the terminal's attributes inside the block.
 
-    When the user suspends the program with Ctrl-Z, the shell changes the attributes. They are set again when
-    the program continues.
+    If the user suspends the program with Ctrl-Z, the shell changes the attributes. When the program
+    continues, it sets them again.
     """
     import termios
 

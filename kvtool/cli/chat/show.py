@@ -39,7 +39,10 @@ def cells(terminal: Terminal, last: str) -> None:
 
 
 def stats(terminal: Terminal) -> None:
-    """Show where the chat's tokens are, the sizes in bytes, the speed, and options that change these."""
+    """Show the state of the chat: where its tokens are, the sizes in bytes, and the speed.
+
+    Some lines also name the option that changes a value.
+    """
     from kvtool.measure.holdings import n_forgotten
     from kvtool.system.memory import rss_bytes
     from kvtool.units import format_bytes
@@ -81,7 +84,7 @@ def stats(terminal: Terminal) -> None:
 
 
 def _renumbered(engine: Engine) -> str:
-    """Return a note if the chat exceeded its context and positions were assigned again, else ""."""
+    """Return a note if positions were assigned again because the chat exceeded its context, else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 
@@ -126,7 +129,7 @@ def setting(terminal: Terminal, name: str) -> str:
         return str(terminal.conversation.writer.sampler.seed)
     value = generation.session_values()[name]
     if isinstance(value, list):
-        # the same form as in /set, where \n is a line break
+        # write the texts as a user types them for /set, with \n for a line break
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     if value is None:
         return {"n": "no limit", "think": "(the model's own)", "think_budget": "no limit"}.get(name, "(none)")
@@ -153,14 +156,14 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
     "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("the chat has no turns"),
 }
-"""For each word after /show: the function that it calls."""
+"""Words that a user can type after /show, each with the function that /show calls."""
 
 
 _MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
 """Settings that /set without a name always shows."""
 
 MORE = ("more",)
-"""Topics of /help other than commands."""
+"""Topics of /help that are not names of commands."""
 
 HELP = {
     "/help, /?": "show this help; /help more explains typing, /undo and sessions",

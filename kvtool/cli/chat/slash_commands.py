@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 _DEFAULT = "default"
-"""With this word, /think goes back to the default of the model's template."""
+"""After this word, /think uses the default of the model's template again."""
 
 _HOT = 2
-"""Above this temperature, replies make no sense. llama.cpp allows such values, other programs refuse them."""
+"""Above this temperature, replies make no sense.
+
+kvtool and llama.cpp allow higher values, but other programs refuse them.
+"""
 
 
 class Commands:
@@ -90,14 +93,15 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # Ctrl-C is ignored, except while the first save hashes the model
+            # this can only come from the first save, during which Ctrl-C can stop the hashing of the model
             self.terminal.note("stopped")
         return True
 
     def _refuse(self, name: str, line: str) -> None:
-        """Report an unknown command. If it contains another slash, it may be a path at the start of a turn.
+        """Report an unknown command.
 
-        In that case ask whether to send the line to the model.
+        If its name contains another slash, it may be a path with which a turn begins. In that case, ask the
+        user whether to send the line to the model.
         """
         if "/" in name[1:]:
             if self.terminal.confirm(f"There is no command {name}. Send the line to the model?"):
@@ -112,8 +116,8 @@ class Commands:
     def _meant(self, name: str) -> str | None:
         """Return the command that the user may have meant by the unknown command `name`, or None.
 
-        If a command takes this word as its argument, return the command with the argument. Otherwise return
-        the command with the most similar name.
+        If the name, without its slash, is an argument of a command, return this command with the argument.
+        Otherwise return the command with the most similar name.
         """
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
@@ -191,7 +195,7 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # some templates put the budget into the prompt, so that the chat has to be read again
+            # some templates put the budget into the prompt, and a changed prompt has to be read again
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
@@ -244,9 +248,11 @@ class Commands:
         self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {does}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
-        """Change how much the model thinks before a reply. Return False if the user decides against it.
+        """Change how much the model thinks before a reply.
 
-        change: the command that asked for this, for /undo.
+        Return False if the chat cannot be copied for /undo, and the user therefore keeps the old setting.
+
+        change: the command that the user typed. /undo names it.
         """
         chat = self.conversation
         again = chat.rereads(effort, budget)
@@ -275,9 +281,10 @@ class Commands:
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
 
     def _remember(self, change: str) -> bool:
-        """Copy the chat for /undo. If the disk has no room for a copy, ask whether to go on without one.
+        """Copy the chat for /undo.
 
-        Return False if the user does not want to go on. change: the command that is about to change the chat.
+        If the disk has no room for a copy, ask the user whether to go on without a copy. Return False if the
+        user does not want to go on. change: the command that is about to change the chat.
         """
         return self.conversation.remember(change) or self.terminal.confirm(
             f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
@@ -288,7 +295,7 @@ class Commands:
         self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
-        """Return the end of a note, which names the file with the previous chat. "" if no file holds it."""
+        """Return the end of a note: the file that holds the previous chat. "" if there is no such file."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 

@@ -199,9 +199,9 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
-    """Return the policies that can run, and the reason why they cannot be compared with `full`.
+    """Return the policies that can run.
 
-    The reason is "" if they can be compared.
+    Also return why they cannot be compared with `full`, or "" if they can be compared.
     """
     from kvtool.measure import grid
     from kvtool.measure.divergence import fits
@@ -238,12 +238,15 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # the grid's run of `full` writes the reference; if the grid has no such run, add one
+        # find the run of `full` that writes the reference; if the grid has no such run, add a run
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Show the events of runs. Keep the records of the grid's runs. Return the last event's record."""
+        """Show the events of runs, and store the records of the runs that belong to the grid.
+
+        Return the record of the last event.
+        """
         record = None
         for event in events:
             show(event)
@@ -277,7 +280,7 @@ def _finish(
         from kvtool.measure import records
 
         def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            # also use records in the file that another process has written meanwhile
+            # the file may have new records of another process, so use these records as well
             results.add(records)
             return results.finished()
 

@@ -13,10 +13,11 @@ from kvtool.cli.compare.table import Line
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
-    """Draw the KL from the full cache, or nll if there is no KL, against bytes, with a line for each policy.
+    """Draw the quality of each policy against bytes: one line per policy, one point per run.
 
-    Points are drawn at the bytes of the budget's cells. A thin line goes from each point to the bytes that
-    were allocated. For `full`, which has no budgets, each point is one cache type.
+    The quality is the KL from the full cache, or nll if there is no KL. The bytes of a point are the bytes of
+    the budget's cells. A thin line goes from each point to the bytes that were allocated. `full` has no
+    budgets: it has one point for each cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)

@@ -17,13 +17,13 @@ Line = tuple[Run, dict[str, Any]]
 """A run and its record."""
 
 WIDE = 100
-"""The table shows cells, intervals and speeds in terminals at least this wide."""
+"""In terminals at least this wide, the table also shows cells, intervals and speeds."""
 
 WIDEST = 120
 """In terminals at least this wide, the table also shows the bytes of the budget's cells."""
 
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
-"""Columns in which the best value is marked, each with the function that finds the best value."""
+"""Columns in which the best value is marked. Each column has the function that finds its best value."""
 
 LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "

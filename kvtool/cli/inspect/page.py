@@ -19,7 +19,7 @@ from kvtool.measure.holdings import Holdings
 def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) -> bytes:
     """Return the web page, which contains all the data that it shows.
 
-    last: the page shows this many tokens, the last ones of the text.
+    last: number of tokens that the page shows. These are the last tokens of the text.
     """
     first = max(len(texts) - last, 0)
     data = {
@@ -39,7 +39,7 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # for each row, the sum of all attention: 1 for each head and query, in the unit of `attn`
+            # the sum of all attention in each row, in the unit of `attn`; each head and query adds 1 to it
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),

@@ -22,12 +22,12 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Largest share of each of the levels 1 to 6. Level 7 is for larger shares below 1.
+"""The largest share of each level from 1 to 6. Level 7 is for larger shares below 1.
 
-The steps are finer where most shares are.
+Most shares are small, so the steps between small shares are finer.
 """
 N_ATTENDED = 10
-"""A terminal lists this many archived tokens: the tokens that get the most attention."""
+"""Number of archived tokens that a terminal lists. These are the tokens that get the most attention."""
 
 ALL = len(BOUNDS) + 2
 """Level of a token that all rows hold."""
@@ -35,12 +35,15 @@ ARCHIVED = ALL + 1
 """Level of a token that only the archive holds."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
-"""Background colours of the levels, for dark and for light terminals, as numbers of the 256 colours."""
+"""Background colours of the levels from 1 on, for dark and for light terminals.
+
+Each colour is an index into the 256 colours of a terminal.
+"""
 _BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
-"""On these background colours, text is dark."""
+"""Background colours on which text is dark."""
 
 Line = list[tuple[str, int]]
-"""A line in a terminal, as pieces of text, each with its level."""
+"""A line in a terminal: pieces of text, and the level of each piece."""
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
@@ -60,7 +63,7 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    # without colours, `draw` returns the strip's blanks and a line of marks; print only the marks
+    # print only the last line: without colours, `draw` returns two lines, and the first has only blanks
     _print(console, draw(_strip(share, archived, width))[-1])
     heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
     _print(console, f"\n{heading}:\n")
@@ -75,8 +78,9 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
 def attended_record(held: Holdings) -> dict[str, Any] | None:
     """Return columns for --json about the attention to archived tokens. None if there is no archive.
 
-    They hold, for each token: its share of all attention, the layer and head of the row that attends to it
-    most, and the query that attends to it most.
+    Each column has one value per token. The columns are: the token's share of all attention; the layer and
+    the head of the row that attends to the token most; the query that attends to the token most; and the
+    shares of attention of this row and this query.
     """
     attended = held.attended
     if not attended:
@@ -119,7 +123,7 @@ def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> Non
 
 
 def _with_context(texts: Sequence[str], i: int) -> Text:
-    """Return the position of token i, the text before the token, and the token itself, underlined."""
+    """Return one text with the position of token i, the text before the token, and the underlined token."""
     before = visible("".join(texts[max(i - 5, 0) : i])).replace("\n", "")
     token = visible(texts[i]).replace("\n", "")
     return Text.assemble((f"{i:,} ", ""), (before, "dim"), (token, "underline"))
@@ -193,7 +197,7 @@ def _shaded(line: Line) -> list[Text]:
 
 
 def _marked(line: Line) -> list[str]:
-    """Return the text of a line, and a second line that has a mark below each column."""
+    """Return two lines: the text of a line, and a line with a mark below each column of the text."""
     marks = "".join(_MARKS[level] * cell_len(text) for text, level in line)
     return ["".join(text for text, _ in line), marks]
 
@@ -212,10 +216,10 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """Split the stream into equal parts. Return a line that has one blank, with a level, for each part.
+    """Split the stream into equal parts. Return a line with a blank for each part.
 
-    The level is ARCHIVED if most tokens of the part are archived. Otherwise it is the level of their mean
-    share.
+    The level of a blank is ARCHIVED if most tokens of its part are archived. Otherwise it is the level of the
+    mean share of the part's tokens.
     """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
