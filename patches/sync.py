@@ -48,8 +48,8 @@ def header(patch: str) -> str:
 
 
 def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # `export` must write the same bytes on every machine. So git must ignore the user's configuration, and also
-    # a repository that the tree may lie in
+    # `export` must write the same bytes on every machine. For this, git must not read the user's
+    # configuration, and must not use a repository that contains the tree
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,

@@ -187,7 +187,7 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
         if (!is_new && !(own[block].to.is_far && r.anchors[at] != anchor)) {
             continue;
         }
-        // In a group, clusters are ordered by set. So look for the block's clusters at all places of its group
+        // Clusters of a group are ordered by set, so the block's clusters may be at any place of the group
         const bool   is_grouped = own.is_grouped(block);
         const size_t first      = own.place(is_grouped ? block/n_grouped*n_grouped : block);
         for (size_t place = first; place < first + (is_grouped ? n_grouped : 1)*n_cluster; ++place) {

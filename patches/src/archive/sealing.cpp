@@ -46,8 +46,8 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    // The first row clusters a block before the other rows do. So a block without clusters in the first row has no
-    // clusters in any row
+    // The first row clusters a block before the other rows do. If a block has no clusters in the first row, it
+    // therefore has no clusters in any row
     const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
     return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);

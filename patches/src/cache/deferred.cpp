@@ -160,8 +160,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
                 ggml_tensor * t = reduced.signal(s);
                 sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
                 if (a.il < l.last) {
-                    // Add the sum to the graph now. The probabilities of this layer can then be freed before those of
-                    // the next layer are computed
+                    // Add the sum to the graph now. The probabilities of this layer can then be freed before the next
+                    // layer's probabilities are computed
                     ggml_build_forward_expand(gf, sums[s]);
                 } else if (s == recent_signal) {
                     ggml_build_forward_expand(gf, kvtool.recent.build(ctx, i, sums[s], in.recent.t));

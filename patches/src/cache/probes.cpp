@@ -195,8 +195,8 @@ void llama_kvtool_build(
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
         if (il < l.last) {
-            // Add the sum to the graph now. The probabilities of this layer can then be freed before those of the next
-            // layer are computed
+            // Add the sum to the graph now. The probabilities of this layer can then be freed before the next layer's
+            // probabilities are computed
             sums.t[s] = t;
             ggml_build_forward_expand(graph.gf, t);
             continue;

@@ -106,8 +106,8 @@ ggml_tensor * llama_kvtool_join(
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
 // True if attention ignores the model's index, which chooses cells for each query. A context with kvtool never has more
-// cells than the index may choose. So the index would choose all cells, and edits need not move the index's keys along
-// with the cells
+// cells than the index may choose, so the index would choose all cells. For this reason, edits need not move the
+// index's keys along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
