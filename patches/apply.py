@@ -25,9 +25,9 @@ class Hunk:
     Attributes
     ----------
     old_start, new_start
-        Number of the first line before and after the change, counted from 0.
+        Index of the change's first line in the old file and in the new file. The first line of a file is 0.
     old, new
-        The lines before and after the change, including their line ends.
+        The lines that the change replaces, and the new lines. Both include line ends.
     """
 
     old_start: int

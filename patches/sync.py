@@ -48,7 +48,8 @@ def header(patch: str) -> str:
 
 
 def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # the bytes must not depend on the user's git configuration or on a repository around the tree
+    # `export` must write the same bytes on every machine. For this, git must not read the user's
+    # configuration, and must not use a repository that contains the tree
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -181,7 +182,7 @@ def export(tree: Path) -> str:
 
 
 def check() -> str:
-    """Raise PatchError if the patch does not fit UPSTREAM, or if export would write other bytes.
+    """Raise PatchError if the patch does not fit UPSTREAM, or if `export` would write a different patch.
 
     Returns a message for the user.
     """

@@ -92,7 +92,7 @@ int64_t archive::start(const leaving & some) {
     memory.fit(first, some.end());
 
     if (size() == 0) {
-        // another stream begins; its positions may be lower than the positions of the previous stream
+        // Another stream begins. Its positions may be lower, so nothing of the previous stream may remain
         frames.assign(1, { first, base() });
         far = first;
         clear_clusters();

@@ -62,8 +62,8 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // The archive has the tokens begin .. end - 1, and the leaving tokens are added to it. Returns the oldest token
-    // that the archive keeps
+    // Return the oldest token that the archive keeps when the leaving tokens are added. Before that, the archive has
+    // the tokens begin .. end - 1
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -98,8 +98,8 @@ public:
 
     size_t token_bytes() const { return n_head*size; }
 
-    // In the functions below, i is the place of a token, not its position: clustered blocks are stored in the order of
-    // their clusters, see archive::place_of
+    // In the functions below, i is the place where a token is stored. This is not the token's position in clustered
+    // blocks, which are stored in the order of their clusters: see archive::place_of
 
     // n keys of a head as f32, from place i on; all of them lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
@@ -210,9 +210,9 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from `end` on. The archive then has the state from the time when its last remaining token had
-    // just been archived; the stream's next position was `next` at that time. The caller must call `set_base`
-    // afterwards, because runs may have been removed.
+    // Delete the tokens from `end` on. This restores the state that the archive had when token end - 1 had just been
+    // archived. next: the stream's next position at that time. The caller must call `set_base` afterwards, because runs
+    // may have been removed.
     void cut(int64_t end, int64_t next);
 
     void clear();
@@ -228,8 +228,9 @@ public:
     // set a layer's tokens begin .. end - 1. The parts must be consecutive
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
-    // Clusters of blocks in a saved archive, see llama_kvtool_clusters. They are set after the layers and before the
-    // table. `get_clusters` returns false if any row lacks clusters of this kind.
+    // Clusters of blocks in a saved archive, see llama_kvtool_clusters. When an archive is restored, clusters are set
+    // after the layers and before the table. is_far: true for clusters of tokens beyond n_near. `get_clusters` returns
+    // false if any row lacks such clusters.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
@@ -241,7 +242,7 @@ public:
     int seal_some(int64_t n_max, int n_thread);
 
     // See llama_kvtool_get_archive_table. On success, set_table marks all rows as not clustered and returns an empty
-    // string. Otherwise it returns the reason
+    // string. If the table is invalid, it returns the reason
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
 
@@ -263,17 +264,16 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Far tokens are the tokens before this position. They are farther than n_near from the stream's next token. A
-    // query attends to a far token as if its distance were n_near. For clustered blocks, bearing::is_far is used
-    // instead. It changes only when the block is clustered again.
+    // Tokens before this position are far: their distance from the stream's next token is more than n_near. Queries
+    // attend to far tokens as if the distance were n_near. A clustered block does not use this position. It has a flag,
+    // bearing::is_far, which changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
     // runs of the archived tokens, the oldest first; the newest run may not have any tokens yet
     std::vector<frame> frames;
 
-    // All tokens, as ranges. Each range has the number of positions by which queries are rotated for its keys. The
-    // tokens before far_end are one range with the number far_turn, because the rotation of their keys is undone when
-    // the keys are read.
+    // Return all tokens as ranges, with the rotation that queries need for each range. The tokens before far_end are
+    // one range with delta = far_turn, because their keys are read without rotation.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i
@@ -297,7 +297,7 @@ public:
     // position rot
     int64_t turn_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_turn(rot) : base()); }
 
-    // limit of positions, so that no computed value overflows
+    // positions must be below this limit, so that computations with them do not overflow
     static constexpr int64_t most = (int64_t) 1 << 40;
 
 private:
@@ -309,7 +309,7 @@ private:
     int64_t far    = 0;
     int64_t n_most = most; // maximum size of the archive
 
-    // The first token that is kept if the tokens before `to` should be deleted. It may be later than `to`, because a
+    // Return the first token that remains when the tokens before `to` are deleted. It may be later than `to`, because a
     // clustered block can only be deleted as a whole
     int64_t whole(int64_t begin, int64_t to, int64_t end) const;
 
@@ -323,8 +323,8 @@ private:
 
     int n_row() const;
 
-    // The blocks of a row that should be clustered: from the archive's first block to block to - 1. The blocks before
-    // `far` are clustered as beyond n_near
+    // Blocks of a row that should be clustered: all blocks before block `to`. The blocks before block `far` are
+    // clustered as tokens beyond n_near
     struct row_span {
         int64_t far;
         int64_t to;

@@ -50,8 +50,8 @@
 
 namespace kvtool {
 
-// Approximate number of parts of a layer's work. There are enough parts for many threads, but few enough that their
-// sums take little memory
+// A layer's work is divided into about this many parts. This is enough for many threads, but few enough that the sums
+// of the parts take little memory
 static constexpr int n_parts = 16;
 
 // number of tokens of a batch

@@ -83,9 +83,9 @@ public:
     // -INFINITY.
     double result(int head, int query, float * value) const;
 
-    // Compute the attention to each token that is attended to exactly: call set_sum for all queries, and then weigh for
-    // all parts. sum: logarithm of the denominator over live cells and archive; if it is -INFINITY, the query is
-    // ignored
+    // To compute the attention to each token that is attended to exactly, call set_sum for all queries, and then weigh
+    // for all parts. sum: logarithm of the softmax's denominator over live cells and archive. A query is ignored if its
+    // sum is -INFINITY
     void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
     void weigh(int part);
 
@@ -112,7 +112,7 @@ private:
 
     search looking;
 
-    // block and index of the query rotation that `turned` was made for
+    // `turned` was made for this block and for the query rotation with this index
     int64_t turned_block = -1;
     int     turned_way   = -1;
 

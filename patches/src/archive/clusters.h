@@ -43,9 +43,10 @@ struct sealed_block {
     membership members() const;
 };
 
-// Summaries of clusters or of sets of clusters: mean keys in 8 bits (in sides), numbers of tokens, and mean values. If
-// archived values are multiplied by a Hadamard matrix, mean values are multiplied by it and have 4 bits. Otherwise mean
-// values have 8 bits, or are F16 if the value length does not allow 8 bits
+// Summaries of clusters, or of sets of clusters. A summary has a mean key, a mean value and the number of tokens. Mean
+// keys have 8 bits and are stored in sides. Mean values have 4 bits if archived values are multiplied by a Hadamard
+// matrix; they are multiplied by the same matrix. Otherwise mean values have 8 bits, or are F16 if the value length
+// does not allow 8 bits
 struct means {
     // n_map_v: size of the Hadamard matrix; 0 if there is no matrix
     means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v);

@@ -40,8 +40,9 @@ struct of_q8_0 {
     }
 };
 
-// Formats whose elements are scale*code + least. Each of the last n_group/2 bytes of a group holds the low four bits of
-// two codes: its low bits belong to a code in the first half of the group, its high bits to a code in the second half
+// Formats whose elements are scale*code + least. The last n_group/2 bytes of a group hold the low four bits of all
+// codes. Byte i of these bytes has the bits of code i in its low half, and the bits of code i + n_group/2 in its high
+// half
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     const __m128i both = _mm_loadu_si128((const __m128i *) from);
@@ -68,7 +69,7 @@ struct q4_0 {
 // a scale and a minimum in half precision, codes of 4 bits
 struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
-    static constexpr char    zero    = 0; // no code always means 0, because the minimum varies
+    static constexpr char    zero    = 0; // subtracts nothing: the minimum varies, so there is no fixed code for 0
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
 
@@ -88,7 +89,8 @@ struct q5_0 {
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
         uint32_t bits;
         memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
-        // copy to each byte the byte that holds this code's fifth bit
+        // `bits` has the fifth bits of all codes. For each code, copy the byte of `bits` that holds the code's fifth
+        // bit
         const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
         const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
@@ -101,8 +103,8 @@ struct q5_0 {
 
 template <typename Q>
 struct of_codes {
-    // codes: Q::zero is already subtracted. In formats that have a zero, adding `least` would lose the sign of a 0. In
-    // ggml a 0 has the sign of the scale
+    // codes: Q::zero is already subtracted. In formats with a code for 0, `least` is therefore not added. In ggml, a 0
+    // has the sign of the scale; adding `least` would lose this sign
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
         return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);

@@ -39,7 +39,7 @@ template <int N>
 KVTOOL_AVX2 static void hadamard_avx2(float * x, int64_t n) {
     const __m256 scale = _mm256_set1_ps(1.0f/std::sqrt(8.0f*N));
 
-    // signs of the elements that keep their place; their partners are added
+    // In each round, every element is multiplied by this sign, and then its partner is added
     const __m256 one  = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
     const __m256 two  = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
     const __m256 four = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);

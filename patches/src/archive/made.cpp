@@ -37,9 +37,9 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// A ridge is added to the diagonal of the queries' Gram matrix. This is its size as a share of the diagonal's mean. The
-// ridge keeps keys short if the queries of a row are nearly equal. It causes an error in the logits, which is corrected
-// afterwards.
+// Size of the ridge, as a share of the diagonal's mean. The ridge is a number that is added to the diagonal of the
+// queries' Gram matrix. It keeps keys short if the queries of a row are nearly equal. The error that it causes in the
+// logits is corrected afterwards.
 static constexpr double ridge = 1e-4;
 
 // number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
@@ -50,8 +50,8 @@ static constexpr int n_mend = 3;
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// Intended share of a head's sum in the cell of each other head. A smaller share would need longer keys, and the logits
-// of longer keys have larger rounding errors
+// Most of a head's softmax sum should be on the head's own cell, but this share of it should be on the cell of each
+// other head. A smaller share would need longer keys, and the logits of longer keys have larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }

@@ -16,8 +16,7 @@ namespace kvtool {
 // Computes the keys and values of a token's synthetic cells in one row.
 //
 // Each key is a combination of the row's queries. For each head, the exponentials of its logits on the cells must add
-// up to the archive's softmax sum of that head. Most of this sum should be on the head's own cell. The keys are chosen
-// to fulfil both.
+// up to the archive's softmax sum of that head. Most of this sum should be on the head's own cell.
 //
 // The values are the solution of a linear system: the sum of the values, weighted by these exponentials, must be the
 // head's attention output over the archive.

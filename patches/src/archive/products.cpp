@@ -45,7 +45,7 @@ static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float *
 
 template <int n_vector>
 static inline KVTOOL_INLINE void multiply_columns(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k) {
-    // so many independent sums that an addition need not wait for the previous one
+    // at least 8 independent sums, so that an addition need not wait for the previous addition
     constexpr int n_row = n_vector < 8 ? 8/n_vector : 1;
 
     int i = 0;

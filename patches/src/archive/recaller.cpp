@@ -77,13 +77,13 @@ struct gathering {
     }
 };
 
-// In a step of several tokens, each of the first n_apart tokens adds n_exact to the number of tokens that are attended
-// to exactly. Further tokens add nothing
+// A step of n tokens attends exactly to n times as many archived tokens as a step of one token, but at most to n_apart
+// times as many
 static constexpr int n_apart = 5;
 
-// A longer archive has more tokens that are similar to the query. If an archive is longer than this, a step of several
-// tokens attends exactly to more tokens: twice as many if the archive is 16 times as long. A step of one token does
-// not, because its time depends on their number.
+// A longer archive has more tokens that are similar to a query. If the archive is longer than this, steps of several
+// tokens therefore attend exactly to more tokens: twice as many if the archive is 16 times as long. For steps of one
+// token the number stays the same, because more tokens would make these steps slower.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
@@ -330,7 +330,7 @@ void recaller::trace(int32_t n) {
 }
 
 void recaller::push(const gatherer & gather, const leaving & some, int n_thread, kvtool::staging * staging) {
-    // a device has room for copies of this many cells of all layers at once
+    // number of cells that are copied at once; a device must have room for these copies in all layers
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {

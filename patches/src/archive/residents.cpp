@@ -12,10 +12,11 @@ namespace kvtool {
 // A cluster's score falls by this factor with each step
 static constexpr float decay = 0.9f;
 
-// The tokens of a cluster get more attention than their mean key would, because exp is convex. The difference grows
-// with the spread of their keys. If logits were normally distributed, half of their variance would have to be added to
-// the mean's logit. Here the variance is computed as if it were the same in all directions, and less than half of it is
-// added: keys differ most in directions that few queries have
+// This share of the logits' variance is added to the logit of a cluster's mean key. Without this, the score of a
+// cluster would be too low: exp is convex, so different keys together get more attention than as many copies of their
+// mean. If logits were normally distributed, the correct share would be a half. The share is smaller because the
+// variance is computed as if keys differed equally in all directions. In fact they differ most in directions that few
+// queries have
 static constexpr float spread_share = 0.35f;
 
 // upper limit for a logit's variance
@@ -141,7 +142,8 @@ void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, i
 }
 
 void residents::begin(int64_t rot) {
-    // keys beyond n_near are rotated again once their distance is too large by a 64th of n_near
+    // Keys beyond n_near should have the distance n_near. If their distance is too large by a 64th of n_near, they are
+    // rotated again
     if (anchor < 0 || rot < anchor || 64*(rot - anchor) >= tokens.n_near) {
         anchor = rot;
     }
@@ -185,7 +187,7 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
         if (!is_new && !(own[block].to.is_far && r.anchors[at] != anchor)) {
             continue;
         }
-        // the clusters of a group are ordered by set
+        // Clusters of a group are ordered by set, so the block's clusters may be at any place of the group
         const bool   is_grouped = own.is_grouped(block);
         const size_t first      = own.place(is_grouped ? block/n_grouped*n_grouped : block);
         for (size_t place = first; place < first + (is_grouped ? n_grouped : 1)*n_cluster; ++place) {

@@ -24,8 +24,8 @@ public:
     // n_mean: number of cells for means, a multiple of n_cluster. n_token: number of cells for resident tokens
     residents(const archive & tokens, int n_mean, int n_token);
 
-    // Number of cells for tokens without clusters. A block may be clustered up to a quarter of a block late. Also, a
-    // step may end with tokens that are archived only after the next step.
+    // Number of cells for tokens without clusters. This is more than one block, because a block may be clustered up to
+    // a quarter of a block late, and because a step may end with tokens that are archived only after the next step.
     static constexpr int n_tail = 3*(int) n_block/2;
 
     // number of cells of a row: first the means, then the tokens without clusters, then the resident tokens
@@ -59,8 +59,8 @@ public:
 
     // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
     // token. Recent queries have more weight. queries: [n_query][n_embd_k], from the step that was computed last. live:
-    // [n_query], logarithm of each query's softmax sum over the live cells. Returns the largest share of a query's
-    // attention that fell on chosen clusters which are not resident yet
+    // [n_query], logarithm of each query's softmax sum over the live cells. Returns the share of attention on clusters
+    // that are chosen but not resident yet. If there are several queries, this is the largest share of a query
     float choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live);
 
 private:

@@ -46,8 +46,8 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    // A block is clustered in the first row before it is clustered in the other rows. If it has no clusters in the
-    // first row, it has no clusters in any row
+    // The first row clusters a block before the other rows do. If a block has no clusters in the first row, it
+    // therefore has no clusters in any row
     const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
     return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);
@@ -202,8 +202,8 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // rows are clustered in order, so if a block has the same kind of clusters in the first and in the last row, it has
-    // this kind in all rows
+    // Rows are clustered one after the other. If a block has the same kind of clusters in the first row and in the last
+    // row, it therefore has this kind in all rows
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 

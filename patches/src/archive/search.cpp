@@ -84,8 +84,9 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // A set is counted as at least n_side tokens, because pick_sets replaces it by n_side clusters. This limits
-            // the number of sets that are picked, and with it n_room
+            // pick_sets picks sets until they have a certain number of tokens, and replaces each by n_side clusters. A
+            // set of few tokens is counted as n_side tokens. This limits the number of sets that are picked, and thus
+            // n_room
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -168,7 +169,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
-    // score becomes greater than 0 for items that are added for at least one query
+    // Here `score` marks items: it becomes greater than 0 if the item is added to the estimate of at least one query
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -299,8 +300,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // Make room for the clusters of picked sets. Each set is counted as at least n_side tokens, and sets are picked
-    // until they have n_ranked*n_exact tokens
+    // Make room for the clusters of the picked sets, n_side clusters per set. Sets are picked until they have
+    // n_ranked*n_exact tokens, and each counts as at least n_side tokens. This limits their number
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

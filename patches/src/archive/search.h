@@ -32,10 +32,10 @@ struct token_range {
 // search results of one row, shared by the threads of a layer
 struct searched_row {
     std::vector<float> turned;  // rotated queries: [way][query][n_embd_k]
-    std::vector<float> columns; // the same, transposed: [way][n_embd_k][query]; only for steps with many queries
-    // the same, multiplied by the Hadamard matrix for products with stored keys; only if there is such a matrix
+    std::vector<float> columns; // `turned`, transposed: [way][n_embd_k][query]; only for steps with many queries
+    // `turned`, multiplied by the Hadamard matrix of stored keys; only if there is such a matrix
     std::vector<float> mapped;
-    byte_columns       bytes;   // the same in 8 bits; only if search::has_bytes
+    byte_columns       bytes;   // `mapped` in 8 bits (`turned` if there is no matrix); only if search::has_bytes
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
@@ -72,8 +72,8 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // Arrays over the items, which are the clusters and sets of all runs, one run after the other. x holds logits or
-    // exponentials; query q has the entries from x[q*n_room] on
+    // Arrays with one entry per item. The items are the clusters and sets of all runs, one run after the other. x has
+    // one entry per query and item: first a logit, later an exponential. The entries of query q begin at x[q*n_room]
     std::vector<float>   x;
     std::vector<float>   logs;
     std::vector<float>   inverse; // 1/number of tokens

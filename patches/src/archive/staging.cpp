@@ -38,7 +38,7 @@ std::string staging::unsupported(const archive & tokens, const std::vector<layer
 
 static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    // llama.cpp's own host memory has no device
+    // llama.cpp's own host memory belongs to no device, so return the CPU
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 

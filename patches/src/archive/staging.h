@@ -97,8 +97,9 @@ private:
         std::vector<queue>      queues;   // [thread]
     };
 
-    // A part of each archived token, which consists of a key and then a value: the bytes from .. from + size - 1. In a
-    // layer's `bytes` these parts are rows, head after head; the first row begins at `to`.
+    // A part of each archived token. The bytes of a token are its key and then its value; the part is `size` bytes,
+    // beginning at byte `from`. In a layer's `bytes` the parts of all tokens are rows, head after head. The first row
+    // begins at `to`.
     struct part {
         size_t from;
         size_t size;

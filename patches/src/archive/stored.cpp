@@ -126,7 +126,7 @@ struct q8_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
-        // flipping the sign bit adds 128
+        // the stored numbers are signed, but codes are unsigned: flipping the sign bit adds 128
         return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
     }
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }

@@ -96,8 +96,8 @@ void turns::add_row(std::vector<float> & table, int64_t delta) const {
     }
 }
 
-// Rotate pairs by rotation a and then by rotation b. A rotation has 2*n_pair factors for the elements, followed by
-// 2*n_pair factors for the other element of each pair
+// Rotate pairs by rotation a and then by rotation b. A rotation is an array of 2*n_pair cosines and then 2*n_pair
+// sines. Each element is multiplied by its cosine, and its sine times the other element of the pair is added
 static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     for (int i = 0; i < n_pair; ++i) {
         const int j = is_neox ? i : 2*i;
@@ -115,7 +115,7 @@ static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool 
 
 #ifdef KVTOOL_X86
 KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
-    // number of factors for the elements; the same number follows for the other elements of the pairs
+    // number of cosines; the sines follow them
     const int n = 2*n_pair;
 
     const auto cosine = [&](int i) KVTOOL_AVX2 {

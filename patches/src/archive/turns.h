@@ -40,16 +40,17 @@ public:
     // rotate a key by delta positions
     void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
 
-    // Rotate a query by delta positions: its product with a key then equals the product of the unrotated query and the
-    // key rotated by -delta
+    // Rotate a query by delta positions. The product of the rotated query and a key equals the product of the original
+    // query and a key that is rotated by -delta positions
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
     // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
     bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
     bool are_halves() const { return is_neox; }
 
-    // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has the factor of each element,
-    // followed by the factors of the other element of each pair
+    // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and
+    // then a sine for each element. A rotated element is the element times its cosine, plus the other element of the
+    // pair times the sine
     const float * small_turns() const { return rows->small.data(); }
 
     static constexpr int n_small = 256;

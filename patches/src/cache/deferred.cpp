@@ -120,7 +120,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     }
 
     lctx.synchronize();
-    // the sums of earlier queries must be on the host before later queries are added
+    // The host adds the deferred signals to its sums. Earlier signals must be added before, so collect them from the
+    // devices first
     kvtool.signals.collect(lctx);
 
     const auto & model  = lctx.get_model();
@@ -159,7 +160,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
                 ggml_tensor * t = reduced.signal(s);
                 sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
                 if (a.il < l.last) {
-                    // add it to the graph now: the probabilities of this layer can then be freed before the next
+                    // Add the sum to the graph now. The probabilities of this layer can then be freed before the next
                     // layer's probabilities are computed
                     ggml_build_forward_expand(gf, sums[s]);
                 } else if (s == recent_signal) {
@@ -223,9 +224,9 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 }
 
 bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<stored_queries::asker> & all) {
-    // In two cases only steps with draft tokens are deferred. The first is a context without flash attention: a step
-    // computes the probabilities anyway. The second is a worker, which keeps one graph per device: the decode's graph
-    // and the graph of deferred signals would replace each other there, so both would be sent again and again
+    // In two cases, only the signals of steps with draft tokens are deferred. Without flash attention, a step computes
+    // the probabilities anyway. A worker keeps only one graph per device: there, the decode's graph and the graph of
+    // deferred signals would replace each other, so both would be sent again and again
     defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
     // with an archive no signals are deferred, because recalled cells differ from step to step
     if (params.signals != 0 && params.n_recall == 0) {

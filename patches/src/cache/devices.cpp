@@ -70,7 +70,8 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // The RPC server asks a backend's device how much memory it has. The spare must answer, not the device itself
+        // The RPC server asks the device of a backend how much memory it has. This must be the spare, not the device
+        // itself
         res->device = spare;
     }
     return res;

@@ -209,7 +209,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // the edit changes nothing here; a kept graph can be used for the next edit
+        // The edit changes nothing in these layers. Return before `fit`, so that a kept graph stays for the next edit
         return true;
     }
 

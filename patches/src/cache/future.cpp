@@ -136,7 +136,7 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    // for each layer: number of query heads of a row, counted over the askers visited so far
+    // for each layer: number of query heads of a row in the askers that this loop has passed
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 

@@ -154,7 +154,8 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // this need not wait for the decode, because a worker executes the commands for all its devices one after the other
+    // There is no need to wait for the decode: a worker executes its commands one after the other, also if they are for
+    // different devices
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -193,8 +194,8 @@ bool graphs::compute(
     }
 
     // Use a separate scheduler. The decode's scheduler would have to rebuild the decode's graph after every edit. The
-    // separate scheduler also has separate buffers: when they are freed, a worker drops the graphs that use them, but
-    // keeps the decode's graph
+    // separate scheduler also has separate buffers. When these buffers are freed, a worker drops the graphs that use
+    // them. The decode's graph does not use them, so the worker keeps it
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
             backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
@@ -212,8 +213,8 @@ bool graphs::compute(
 
         results.push_back(build(ctx, gf, i, rot));
 
-        // Compute on the device that holds the cache. Views are not assigned to it: a view stays with the tensor that
-        // it views, which may be an input on the host
+        // Assign the operations to the device that holds the cache. Do not assign views: the tensor that is viewed may
+        // be an input on the host, and the view must stay there
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
@@ -234,8 +235,8 @@ bool graphs::compute(
         return true;
     }
 
-    // If all layers lie on one device, send each list there as a whole. Otherwise the scheduler copies each layer's
-    // part separately
+    // If all layers lie on one device, assign each list to that device, so that the list is sent as a whole. Otherwise
+    // the scheduler copies each layer's part of a list separately
     const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
     for (const input * i : inputs) {
         if (one_home && i->t) {
@@ -264,7 +265,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // limit for the unneeded bytes of an edit: this many per node of the kept graph
+    // an edit may send this many unneeded bytes for each node of the kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;

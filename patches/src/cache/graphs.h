@@ -79,7 +79,7 @@ enum kept_use { KEPT_EDITS, KEPT_KEYS, KEPT_CELLS, n_kept };
 struct part {
     std::vector<size_t> layers;
 
-    kept_graph * kept; // null: the scheduler computes the graph
+    kept_graph * kept; // null if the scheduler computes the graph
 
     // alignment of a layer's part of a list; 256 is enough for every device
     size_t align() const;
@@ -119,8 +119,8 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// Give an edit's lists the lengths of the kept graph's lists. If they do not fit, drop that graph and choose lengths
-// for a new graph
+// Set the lengths of an edit's lists. If the lists fit into the kept graph's lists, they get the same lengths.
+// Otherwise drop the kept graph and choose lengths for a new graph
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

@@ -57,7 +57,7 @@ ggml_tensor * probabilities(
 
 reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen)
     : ctx(ctx), params(params), p(p), n_kv(p->ne[0]), n_tokens(p->ne[1]), n_head_kv(n_head_kv), n_gqa(p->ne[2]/n_head_kv) {
-    // a sum over the group is computed together with the sum over queries
+    // For the sum over the group, p is not reduced here: this sum is computed together with the sum over queries
     a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
 
     if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
@@ -66,8 +66,8 @@ reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_te
     }
 }
 
-// the last n queries as [n_kv, n*h, n_head_kv], where h is the number of heads in a group, or 1 if t is already reduced
-// over them
+// Return the last n queries as [n_kv, n*h, n_head_kv]. h is the number of heads in a group, or 1 if the group is
+// already reduced to one value in t
 ggml_tensor * reducer::last_queries(ggml_tensor * t, int64_t n) const {
     const int64_t h = t->ne[2]/n_head_kv;
     if (n < n_tokens) {
@@ -195,7 +195,7 @@ void llama_kvtool_build(
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
         if (il < l.last) {
-            // add it to the graph now: the probabilities of this layer can then be freed before the next layer's
+            // Add the sum to the graph now. The probabilities of this layer can then be freed before the next layer's
             // probabilities are computed
             sums.t[s] = t;
             ggml_build_forward_expand(graph.gf, t);
@@ -213,7 +213,8 @@ void llama_kvtool_build(
             ggml_build_forward_expand(graph.gf, sum);
             continue;
         }
-        // if t is a view, its memory belongs to another tensor, which must be kept until it is read
+        // The host reads t after the graph, so its memory must be kept. If t is a view, the memory belongs to the
+        // tensor that it views
         for (ggml_tensor * x = t; x; x = x->view_src) {
             ggml_set_output(x);
         }
@@ -256,8 +257,8 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         // with attention sinks, each KV head gets a separate operation and its views
         const uint32_t n_by_head = 8*hparams.n_head_kv(il);
 
-        // The terms are the nodes for: probabilities (with flash attention) and scaled queries; sums of signals over
-        // layers; ragged rows; ALiBi; recall; residents; hits
+        // Nodes, in the order of the terms: probabilities (with flash attention) and scaled queries; sums of signals
+        // over layers; ragged rows; ALiBi; recall; residents; hits
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
             (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {

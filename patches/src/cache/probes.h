@@ -28,12 +28,12 @@ public:
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
     // Signal s [n_kv, 1, n_head_kv] of one layer. The recent signal and squares have a value per query:
-    // [n_kv, n, n_head_kv]. For squares, the values of all layers that read a cell must be added before they are
-    // squared
+    // [n_kv, n, n_head_kv]. For squares, these values are not squared yet: the values of all layers that read a cell
+    // must be added first
     ggml_tensor * signal(int s) const;
 
-    // compute signal s from t, which is its sum over layers: squares are squared and summed over the queries; other
-    // signals are t
+    // Return signal s. t: the sum of signal(s) over all layers that read the cells. For squares, the elements of t are
+    // squared and summed over the queries. For other signals, the result is t
     ggml_tensor * finished(int s, ggml_tensor * t) const;
 
 private:
@@ -41,7 +41,7 @@ private:
     const llama_kvtool_params & params;
 
     ggml_tensor * p;
-    ggml_tensor * a   = nullptr; // probabilities per group of heads; per head if signals sum up the group later
+    ggml_tensor * a   = nullptr; // probabilities per group of heads; per head if the sum over the group is computed later
     ggml_tensor * hit = nullptr; // 1 where a cell is important to a query
 
     int64_t n_kv;

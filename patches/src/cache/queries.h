@@ -66,8 +66,8 @@ public:
 
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // There are n_draft more slots than n_query. Draft tokens that are removed later therefore do not overwrite the
-    // last n_query queries
+    // There are n_draft more slots than n_query. The queries of draft tokens therefore do not overwrite the n_query
+    // queries before them, which are needed if the draft tokens are removed
     int n_slot() const { return params.n_query + params.n_draft; }
 
     // slot of the next batch's query t

@@ -95,7 +95,7 @@ bool llama_kvtool_store(
 
     const auto & l = *kvtool->find(il);
 
-    // without k_cur, the layer reads an earlier layer's cells
+    // k_cur is null if the layer reads an earlier layer's cells
     if (k_cur) {
         store_rows(graph, l, &l - kvtool->layers.data(), kvtool->v_trans, k_cur, v_cur);
     }
@@ -115,7 +115,7 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
 }
 
 // Mask [n_kv, n_tokens] of rows with equal lengths, with the same two values as ragged_mask. It is made from
-// llama.cpp's mask, where a visible cell has ALiBi's distance instead of 0
+// llama.cpp's mask. There, with ALiBi, a visible cell has the negative distance instead of 0
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);
@@ -253,15 +253,16 @@ ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
     auto * kvtool = graph.cparams.kvtool;
 
-    // not with ALiBi: ggml chooses a head's slope by its index in the third dimension, but here this dimension has only
-    // the heads of one group
+    // This attention cannot be used with ALiBi. ggml chooses a head's slope by the head's index in the third dimension,
+    // but here this dimension has only the heads of one group
     if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->places.is_on()) {
         return nullptr;
     }
 
     const auto & l = *kvtool->find(il);
 
-    // llama.cpp's own attention is used for layers that need only one mask, and if values are a part of the keys (MLA)
+    // llama.cpp's own attention is used in two cases: the layer needs only one mask, or values are a part of the keys
+    // (MLA)
     if (l.n_head == 1 || kvtool->is_even(l) || !l.v) {
         return nullptr;
     }

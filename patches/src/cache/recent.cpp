@@ -197,8 +197,8 @@ void recent::clear() {
     }
 }
 
-// A query writes only the cells that llama.cpp's attention covers at that time. The remaining cells of its slot must be
-// 0 already
+// A slot must be 0 before a query uses it, because the query writes only the cells that llama.cpp's attention covers at
+// that time
 void recent::clear_devices() {
     for (auto & r : own.all) {
         if (stale && !r.copy.empty()) {

@@ -14,7 +14,7 @@
 
 namespace kvtool {
 
-// Number of keys and values that are sent to each layer at once: about as many as change in a step. Filling all cells
+// Number of keys and values that are sent to each layer at once. About as many change in a step. To fill all cells
 // takes many such copies, but this seldom happens
 static constexpr int n_sent = 128;
 

@@ -27,9 +27,9 @@ public:
     // reason why these layers cannot have residents; empty if they can
     static std::string unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash);
 
-    // n_query: maximum number of tokens of a step. n_filled: number of cells before the residents' cells that steps
-    // fill from the archive; steps with residents do not see them. n_thread: number of threads that choose residents.
-    // Throws no_room if a device lacks memory
+    // n_query: maximum number of tokens of a step. n_filled: number of cells that steps fill from the archive. They lie
+    // before the residents' cells, and steps with residents do not see them. n_thread: number of threads that choose
+    // residents. Throws no_room if a device lacks memory
     resident_cells(
             const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
             int n_filled, int n_thread);
@@ -49,7 +49,7 @@ public:
     // cap: soft cap of logits
     float choose(int n_live, float cap);
 
-    // note that the keys of live cells have changed, but not the keys in the first n cells
+    // call this if keys of live cells have changed; the keys in the first n cells are unchanged
     void forget_live(int n = 0) { n_copied = std::min(n_copied, n); }
 
     // the mask on a layer's device, F16 [n_filled + n_region, 1, 1, rows on the device], and the index of the layer's

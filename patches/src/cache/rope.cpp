@@ -13,7 +13,7 @@ bool rope::has_pair(int i) const {
     const int * s = sections;
     const int   j = i % std::max(1, s[0] + s[1] + s[2] + s[3]);
 
-    // interleaved: pairs belong to the first three sections in turn
+    // interleaved sections: the pairs belong alternately to the first three sections
     return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
 }
 
@@ -72,8 +72,8 @@ struct rope_walk {
                 visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
                 return;
             case GGML_OP_MUL_MAT:
-                // The first factor of a product is an input only if it is the Hadamard matrix of quantized keys.
-                // Otherwise it is the model's weights, and the product makes the keys: the walk ends there
+                // If the first factor of a product is an input, it is the Hadamard matrix of quantized keys. Otherwise
+                // the first factor is the model's weights. This product computes the keys, so the walk ends there
                 if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
                     is_mapped = true;
                     visit(t->src[1], offset);

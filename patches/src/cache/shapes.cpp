@@ -34,8 +34,8 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values can use the keys' list, with two exceptions. Transposed values need other indices. Rotated keys are in a
-    // separate list, so their values would be missing
+    // Values can use the list of the keys, with two exceptions. Transposed values need other indices. If keys are
+    // rotated, they are in a separate list, so their values would be missing here
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
@@ -62,14 +62,15 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
 
-// True if a list of n entries fits into a list of length `room`. The remaining entries repeat the last entry. An empty
-// list has no entry to repeat, so it fits only if the length is 0
+// True if a list of n entries fits into a list of length `room`. The rest of the longer list is filled with copies of
+// the last entry. An empty list has no entry that could be copied, so it fits only if `room` is 0
 static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Number of merges with terms on this level, after the list of merges has been filled up to n_all by repeating the last
-// merge. The last merge has the fewest terms. If even this merge has terms on the level, all n_all merges have some
+// Number of merges with terms on this level. First, the list of merges is filled up to n_all entries with copies of its
+// last merge. The last merge has the fewest terms: if it has terms on the level, all n_all merges have some. Otherwise
+// the copies have none
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }

@@ -46,8 +46,8 @@ layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_t
 // edit's last entries
 bool holds(const layer_shape & room, const layer_shape & shape);
 
-// lengths for the lists of a new graph. If `before` is not null, no list is shorter than its list in `before`, the
-// previous graph
+// Return lengths for the lists of a new graph. before: lengths in the previous graph, or null. No list becomes shorter
+// than in the previous graph
 std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
 
 // bytes of a layer's lists

@@ -36,7 +36,7 @@ void signals::resize() {
     places.assign(layers.size(), {});
     devices.clear();
     if (!make_device_sums()) {
-        // a device lacks memory for the sums, so the host adds up all signals
+        // if a device lacks memory for the sums, the host adds up all signals
         places.assign(layers.size(), {});
         devices.clear();
     }
@@ -101,8 +101,9 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
         case LLAMA_KVTOOL_SIGNAL_LAST:
             return ggml_cpy(ctx, t, sum);
         case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
-            // The sum is 0 if the cell was last important to the batch's last query, -1 if to the query before it, and
-            // so on. It is counted from the end of the batch, so the graph is the same for every batch
+            // The sum says which query the cell was last important to: 0 is the batch's last query, -1 is the query
+            // before it, and so on. Queries are counted from the end of the batch, so the graph is the same for every
+            // batch
             ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
             return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
         }
@@ -131,7 +132,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
         }
     }
 
-    // if the graph has no signals for the host, no copies are on their way
+    // if the graph has no signals for the host, nothing is copied
     n_query_staged = staged ? n_tokens : 0;
 
     if (!graph.probes.empty() && !devices.empty()) {
@@ -172,8 +173,8 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
     if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
-        // src: the last query of the batch that the cell was important to, counted from 1; 0 if there was no such
-        // query. The loop has no branches because it takes half the time without them
+        // src: number of the last query that the cell was important to. The first query of the batch has number 1; src
+        // is 0 if there is no such query. The loop has no branches, because without them it takes half the time
         const float n_query = n_query_own;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;
@@ -229,7 +230,8 @@ void signals::collect(int s, const float * src, std::vector<float> & dst) const 
         if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
             dst[i] = src[i];
         } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
-            // src: 0 if the cell was last important to the last query, -1 if to the query before it, and so on
+            // src says which query the cell was last important to: 0 is the last query, -1 is the query before it, and
+            // so on
             const float before = dst[i] > 0.0f ? dst[i] + n_query_device : 0.0f;
             dst[i] = src[i] + n_query_device > 0.0f ? 1 - src[i] : before;
         } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {

@@ -32,11 +32,11 @@ public:
     // sum
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // start to copy the signals that the host adds up from a computed graph
+    // a graph has been computed: start to copy the signals that the host adds up
     void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
-    // call `collect` first: add signal s [n] of a row's n_query queries, which must be newer than all queries added
-    // before
+    // Add signal s [n] of n_query queries to a row's sum. These queries must be newer than all queries that were added
+    // before. Call `collect` first
     void add(int s, int row, const float * from, size_t n, int n_query) {
         fold(s, from, sums[s][row].data(), n, n_query);
     }
@@ -51,7 +51,7 @@ public:
 
 private:
     // Sums of all layers whose cache lies on one device, in that device's memory. They are copied to the host only when
-    // they are read. Copying them after every batch would be most of the traffic to another machine
+    // they are read. If they were copied after every batch, this would be most of the traffic to another machine
     struct device_sums {
         ggml_backend_buffer_type_t buft;
 
@@ -67,7 +67,7 @@ private:
 
     // location of a layer's sums
     struct place {
-        int    device = -1; // -1: on the host
+        int    device = -1; // -1 if the sums are on the host
         size_t first  = 0;  // index in the device's sums where the layer's sums [n_head][n_cell] begin
     };
 

@@ -14,10 +14,10 @@
 
 using namespace kvtool;
 
-// maximum number of tokens per row that can be traced: more than anyone inspects, but few enough to fit in memory
+// maximum number of tokens per row that can be traced; larger records might not fit in memory
 static constexpr int32_t most_traced = 4096;
 
-// maximum number of resident means, and of resident tokens, in a row: a device has no memory for more
+// maximum number of resident means in a row; also the maximum number of resident tokens. No device has memory for more
 static constexpr int32_t most_resident = 1 << 20;
 
 // Return the state of a context that has an archive. If it has no archive, set the error and return null
@@ -30,7 +30,7 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-// do the same as with_archive, but first wait until background work on the archive has ended
+// the same as with_archive, but waits first until background work on the archive has ended
 static llama_kvtool * with_settled_archive(llama_context * ctx) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool || !kvtool->staging) {

@@ -37,8 +37,8 @@ struct llama_kvtool_graph {
     // the step's signals that the host adds to its sums; t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // If several layers read the same cells, this holds the sums of their signals until the last of these layers is
-    // built. The recent signal and squares have a value per query: [n_kv, q, n_head_kv]
+    // If several layers read the same cells, their signals are added. This holds the sums until the last of these
+    // layers is built. The recent signal and squares have a value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -53,11 +53,11 @@ struct llama_kvtool_graph {
     kvtool::joint_input * joint = nullptr;
 };
 
-// Note how the new keys are rotated; k_cur is null if a layer reads an earlier layer's cells. If rows are ragged, also
-// store the keys and values at the end of each row, set k and v to views of the layer's cells, and return true. (v is
-// unchanged if values are a part of the keys.) Otherwise return false.
-// unused: inputs that nothing reads if rows are ragged. They must stay in the graph, because some of llama.cpp's
-// memories fill them anyway
+// Note how the new keys are rotated. If rows are ragged, also store the new keys and values at the end of each row, set
+// k and v to views of the layer's cells, and return true. Otherwise return false. v is unchanged if values are a part
+// of the keys. k_cur is null if the layer reads an earlier layer's cells.
+// unused: inputs that no operation reads if rows are ragged. These inputs must stay in the graph, because some of
+// llama.cpp's memories always fill them
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
@@ -67,14 +67,14 @@ bool llama_kvtool_store(
                 int   il,
         std::initializer_list<ggml_tensor *> unused = {});
 
-// if there is an archive: fill the layer's last cells with synthetic cells, or with the archived tokens that the
-// queries q attend to most
+// If there is an archive, write synthetic cells to the layer's last cells. Without synthetic cells, write the archived
+// tokens that the queries q attend to most
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// Mask of a layer. This is kq_mask in most cases. It is a mask per row if rows are ragged (rows have different lengths)
-// or if the model has ALiBi (rows have different distances). With synthetic cells, each token sees only the cells made
-// for it
+// Return the mask of a layer. In most cases this is kq_mask. Each row has a separate mask if rows have different
+// lengths (ragged), or if the distances to keys differ between rows (ALiBi). A token sees only those synthetic cells
+// that were computed for this token
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
 // attention of the queries q to all archived tokens and to the live cells; null unless archived tokens are staged
@@ -106,8 +106,8 @@ ggml_tensor * llama_kvtool_join(
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
 // True if attention ignores the model's index, which chooses cells for each query. A context with kvtool never has more
-// cells than the index may choose, so the index would choose all of them. For this reason the index's keys need not be
-// moved along with the cells
+// cells than the index may choose, so the index would choose all cells. For this reason, edits need not move the
+// index's keys along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
@@ -121,9 +121,9 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more tokens can be decoded: the context is usable, and every row has free cells for these tokens in
-// addition to the cells for recalled tokens. llama.cpp cannot check this. It does not know how long ragged rows are, or
-// that the cells for recalled tokens are reserved
+// True if n_tokens more tokens can be decoded: the context is usable, and every row has enough free cells. Cells for
+// recalled tokens are not free. llama.cpp cannot check this. It does not know the lengths of ragged rows, and it does
+// not know that cells for recalled tokens are reserved
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

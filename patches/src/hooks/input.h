@@ -33,7 +33,7 @@ public:
 
     void set_input(const llama_ubatch * ubatch) override;
 
-    // batches and caches of another size are not checked here: llama.cpp builds a new graph for them anyway
+    // The sizes of the batch and of the cache are not checked here. If they change, llama.cpp builds a new graph anyway
     bool can_reuse(const llm_graph_params &) override;
 
     llama_kvtool & kvtool;
@@ -63,7 +63,8 @@ public:
 
     std::vector<made> made;
 
-    // indices of the cells that a step fills from the archive; layers share them if these cells begin at the same index
+    // Indices of the cells that a step fills from the archive. Layers share this input if the first of these cells has
+    // the same index
     struct filled {
         int64_t first;
 
@@ -88,7 +89,7 @@ public:
         // mask of the rows after the live cells, [n_all - n_live]: 0 for archived tokens, -INFINITY for the remaining
         // rows
         ggml_tensor * tail = nullptr;
-        ggml_tensor * mask = nullptr; // [n_all, n_tokens]: llama.cpp's mask, followed by the tail for each query
+        ggml_tensor * mask = nullptr; // [n_all, n_tokens]: for each query, llama.cpp's mask and then `tail`
 
         std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
 

@@ -54,7 +54,7 @@ bool joint_input::can_reuse(const llm_graph_params &) {
     for (size_t i = 0; res && i < parts.size(); ++i) {
         const auto & m = own.members[i];
 
-        // can_reuse does more than check: it also gives the new batch to the member's inputs
+        // can_reuse is not only a check: it also gives the new batch to the member's inputs
         res = parts[i]->version == m.lctx->kvtool->version && parts[i]->n == m.n &&
             parts[i]->res->can_reuse(llama_kvtool::graph_params(m, parts[i]->res.get()));
     }
@@ -203,8 +203,9 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
         return fail(format("a model with %s takes no joint steps", why));
     }
 
-    // With quantized cells, llama.cpp would multiply queries, keys and values by Hadamard matrices before the members'
-    // attention. A member with quantized cells does this again, so the multiplication would be done twice
+    // The cells of lctx must not be quantized. Otherwise llama.cpp would multiply queries, keys and values by Hadamard
+    // matrices before the members' attention. Members with quantized cells do the same, so the multiplication would be
+    // done twice
     if (const ggml_type type = type_of_cells(lctx); type != GGML_TYPE_F16) {
         return fail(format("the cells of a context for joint steps must be f16, got %s", ggml_type_name(type)));
     }
@@ -234,7 +235,7 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     return 0;
 }
 
-// reserve cells in a member's memory for its tokens of a batch; returns false if they do not fit
+// reserve cells in a member's memory for the member's tokens in the batch; returns false if the tokens do not fit
 bool llama_kvtool::begin(member & m, const llama_batch & batch) {
     llama_batch own = {};
 

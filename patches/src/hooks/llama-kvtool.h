@@ -32,10 +32,10 @@ extern "C" {
 #endif
 
 // Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit. Only the recent
-// signal reaches further back: it covers the last n_query queries. An edit moves the attention of these queries along
-// with the cells; an edit that hides cells clears it.
-// The query heads of one KV head form a group; `group` in the parameters sets how their values are reduced to one
-// value. If several layers read a row's cells, the values of these layers are added.
+// signal reaches further back: it covers the last n_query queries. Edits move the attention of these queries along with
+// the cells, but an edit that hides cells clears the recent signal.
+// The query heads of one KV head form a group. The parameter `group` sets how the values of these heads are reduced to
+// one value. If several layers read a row's cells, the values of these layers are added.
 // A cell is important to a query that has seen t tokens (including the query's own token) if A >= 1/t.
 enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // sum over the queries
@@ -60,37 +60,37 @@ struct llama_kvtool_params {
     // number of queries that the recent signal covers, at least 1; each query needs one float per row and cell
     int32_t  n_query;
 
-    // `llama_kvtool_read_future` looks ahead this many positions. The context stores its last n_query queries for this.
-    // 0: it stores no queries
+    // number of later positions that `llama_kvtool_read_future` covers. If this is not 0, the context stores its last
+    // n_query queries
     int32_t  n_future;
 
     // maximum number of draft tokens of a step; also the maximum number of tokens that `llama_kvtool_drop` removes
     int32_t n_draft;
 
-    // Maximum number of queries that steps store, so that their signals can be computed together later. 0: each step
-    // computes its own signals at once. Steps always do so without flash attention, with an archive, or if layers lie
-    // on a worker. Steps with draft tokens are an exception: they always store their queries. Draft tokens are not
-    // possible with both signals and an archive
+    // Maximum number of queries whose signals are deferred: steps store their queries, and the signals of several steps
+    // are computed together later. If this is 0, each step computes its signals at once. The same holds without flash
+    // attention, with an archive, or if layers lie on a worker. Steps with draft tokens always store their queries.
+    // Draft tokens are not possible with both signals and an archive
     int32_t n_defer;
 
     // archive
     // number of cells at the end of each row that every step fills from the archive; 0: there is no archive
     int32_t n_recall;
     // Number of synthetic cells per token of a step: one for each query head of a row. Attention to these cells equals
-    // attention to the whole archive. 0: there are no synthetic cells; instead, the n_recall archived tokens with the
-    // most attention return to cells
+    // attention to the whole archive. If this is 0, the n_recall archived tokens with the most attention return to
+    // cells instead
     int32_t n_made;
-    // For a step of one token: each row attends exactly to this many clustered tokens (whole clusters are chosen) and to
-    // all tokens without clusters. The means of the other clusters represent the remaining tokens. 0: the step attends
-    // to all tokens exactly
+    // In a step of one token, each row attends exactly to this many clustered tokens, and to all tokens without
+    // clusters. Whole clusters are chosen. The means of the other clusters represent the remaining tokens. If this is
+    // 0, the step attends to all tokens exactly
     int32_t n_exact;
     // distance limit: a token farther away is treated as if it were at this distance
     int32_t n_near;
     int32_t type_k;   // ggml_type of archived keys
     int32_t type_v;   // ggml_type of archived values
 
-    // false: archived keys and values of fewer than 8 bits are multiplied by a Hadamard matrix before they are rounded.
-    // true: they are not, as in archives of earlier versions
+    // If false, archived keys and values of fewer than 8 bits are multiplied by a Hadamard matrix before they are
+    // rounded. If true, they are not multiplied. This was so in archives of earlier versions
     bool plain;
 
     bool log_n;  // scale attention logits by log_512(t)
@@ -107,7 +107,7 @@ struct llama_kvtool_move {
 };
 
 // V[row, dst] = sum of weight * V[row, src] over all terms with this (row, dst). These terms must be neighbours in the
-// list. All sources are read before anything is written. Merges come before moves.
+// list. All sources are read before anything is written. Merges are computed before moves.
 struct llama_kvtool_term {
     int32_t row;
     int32_t dst;
@@ -126,15 +126,15 @@ struct llama_kvtool_edit {
     // free
     int32_t   n_keep;
     // Cell n_keep - 1 gets position pos_0 + n_keep - 1, and the other cells in use get lower positions. The next token
-    // must have position pos_0 + n_keep. If this changes the newest token's position, positions in sliding layers
-    // change by the same amount. If n_hidden equals n_keep, sliding layers are emptied
+    // must have position pos_0 + n_keep. If the newest token gets another position in this way, positions in sliding
+    // layers change by the same amount. If n_hidden equals n_keep, sliding layers are emptied
     llama_pos pos_0;
 
     // only if rows are ragged, else null: the number of cells that each row keeps, at most n_keep
     const int32_t * n_keep_row;
 
-    // the first n_hidden cells of each row are hidden from all later queries. 0 if rows are ragged. pos_0 must be at
-    // least -n_hidden
+    // The first n_hidden cells of each row are hidden from all later queries. n_hidden must be 0 if rows are ragged,
+    // and pos_0 must be at least -n_hidden
     int32_t n_hidden;
 
     // true: the edit is computed as a graph even if the cache is in host memory
@@ -195,24 +195,24 @@ struct llama_kvtool_layer {
 // negative number if contexts of this model cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
 
-// Maximum number of cells per layer for this model; INT32_MAX unless the model has an index that chooses cells for each
-// query. With an index, a layer may have only as many cells as the index chooses. The index then always chooses all
-// cells
+// Maximum number of cells per layer for this model. If the model has an index that chooses cells for each query, a
+// layer may have only as many cells as the index chooses, so that the index always chooses all cells. Otherwise
+// INT32_MAX
 LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 
 // true if the model biases attention by distance (ALiBi)
 LLAMA_API bool llama_kvtool_has_alibi(const struct llama_model * model);
 
-// true if the newest tokens of a step can be removed. This is so if the model has no recurrent layers, or if llama.cpp
-// can keep the recurrent states after each of a step's last tokens
+// True if the newest tokens of a step can be removed: either the model has no recurrent layers, or llama.cpp can keep
+// the recurrent states after each of a step's last tokens
 LLAMA_API bool llama_kvtool_can_drop(const struct llama_model * model);
 
 // true if the model has layers for multi-token prediction (MTP), these layers are loaded, and llama.cpp can compute
 // them. A context of type LLAMA_CONTEXT_TYPE_MTP runs them
 LLAMA_API bool llama_kvtool_has_mtp(const struct llama_model * model);
 
-// make later decodes keep the hidden states that MTP layers read: if `all`, the states of all tokens, else only of
-// tokens with logits
+// Make later decodes keep the hidden states that MTP layers read. all: true for the hidden states of all tokens, false
+// for tokens with logits only
 LLAMA_API int32_t llama_kvtool_output_hidden(struct llama_context * ctx, bool all);
 
 // read the hidden states of tokens first .. first + n - 1 of the last decode: out[n][llama_model_n_embd_out]
@@ -241,8 +241,8 @@ LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 // more
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// Give each layer n_cell[layer] cells. This must be at least n_recall more than the layer's live cells. The cells of
-// residents are added to this number. Unless rows are ragged, all layers need the same number
+// Give each layer n_cell[layer] cells: at least as many as the layer's live cells plus n_recall. Cells of residents are
+// added to this number. Unless rows are ragged, all layers need the same number
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // read a signal into out[n_row][n_cell]; entries beyond a layer's cells are 0
@@ -260,11 +260,11 @@ LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * o
 LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // Compute the logits that the last n_last queries would give each row's first n_cell cells if these queries came again
-// soon. Each query is rotated to the mean of the positions pos .. pos + n_future - 1, where pos is the position that
-// the next token is rotated to. For each head of a row's group, this writes the mean and the variance of the logits
-// over the queries, each as [n_row][n_head][n_cell]. n_head is the number of heads of the largest group, counted over
-// all layers that read a row's cells. Entries are 0 for heads that a smaller group does not have, and for cells beyond
-// a layer's cells. The logits have no soft cap and no ALiBi
+// soon. For this, each query gets the mean of the rotations to the positions pos .. pos + n_future - 1, where pos is
+// the position that the next token is rotated to. For each head of a row's group, this writes the mean and the variance
+// of the logits over the queries, each as [n_row][n_head][n_cell]. n_head is the size of the largest group. A group has
+// the heads of all layers that read the row's cells. Entries are 0 for heads that a smaller group does not have, and
+// for cells beyond a layer's cells. The logits have no soft cap and no ALiBi
 LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);
@@ -348,10 +348,10 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has three kinds
-// of residents: the mean of each cluster (at most n_mean), the tokens without a cluster, and n_token archived tokens,
-// which are in the clusters that the last queries attended to most. Residents lie in additional cells at the end of
-// each row, so a step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells
-// again. n_token 0 ends this. Returns the bytes on devices.
+// of residents: the mean of each cluster (at most n_mean), the tokens without a cluster, and up to n_token tokens of
+// the clusters that the last queries attended to most. Residents lie in additional cells at the end of each row, so a
+// step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again. n_token 0
+// ends this. Returns the bytes on devices.
 // Not available without flash attention or without synthetic cells, with signals, with an index, if values are a part of
 // the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq must be above n_draft.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
@@ -360,9 +360,10 @@ LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean
 LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
-// largest share of a query's attention that fell on clusters which are chosen now but were not resident. Attention to
-// tokens without a cluster, and to live tokens after the last edit, is not counted. 0 if the step had no residents. To
-// repeat the step, drop its tokens and decode them again
+// share of a query's attention on clusters that are chosen now but were not resident in this step. The query with the
+// largest share determines the result. Attention to tokens without a cluster is not counted, and neither is attention
+// to live tokens after the last edit. 0 if the step had no residents. To repeat the step, drop its tokens and decode
+// them again
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
@@ -370,9 +371,9 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
 // Rewind the stream. The archive deletes its tokens from position `end` on. The newest n_cell of the remaining archived
 // tokens return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
-// rotated to their position minus base. This call rotates the returned keys; the caller edits all other cells.
-// next: position that the stream's next token had at the time when the newest of the remaining archived tokens was
-// archived. Archived tokens more than n_near before this position are treated as beyond n_near.
+// rotated to their position minus base. This call rotates the returned keys; the caller edits all other cells. next:
+// the stream's next position at the time when the newest remaining token was archived. Archived tokens more than n_near
+// before `next` are treated as beyond n_near.
 LLAMA_API int32_t llama_kvtool_rewind(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 

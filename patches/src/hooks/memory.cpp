@@ -315,9 +315,9 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position. Earlier cells may have any lower position. If they have such
-    // positions already, their entries are kept, because building the table with its sets and maps again would cost as
-    // much as moving a few cells
+    // Only the last cell needs an exact position. Earlier cells may have any lower position. If all of them have lower
+    // positions already, keep their entries. To fill the whole table with its sets and maps would cost as much as
+    // moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -382,8 +382,8 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end) {
     auto & cells = kv.v_cells[0];
 
-    // Mark recalled tokens only if the context's newest token is visible. If it is hidden, the recalled tokens would be
-    // the only visible tokens, and llama.cpp would require the next token to follow their position, which is 0
+    // Mark recalled tokens only if the context's newest token is visible. Otherwise the recalled tokens would be the
+    // only visible tokens. Their position is 0, and llama.cpp would require position 1 for the next token
     const int n_own = n_used(kv, n_recall);
     if (n_own == 0 || !cells.seq_has(n_own - 1, 0)) {
         begin = end = 0;

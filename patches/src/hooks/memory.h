@@ -42,7 +42,7 @@ struct llama_kvtool_memory {
     static llama_kv_cache         * index_cache  (const llama_context & lctx);
     static llama_memory_recurrent * recurrent    (const llama_context & lctx);
 
-    // create a memory with one cell; `describe` finds the same layers in it as in a memory of any other size
+    // create a memory with one cell for `describe`, which reports the same layers for a memory of any size
     static std::unique_ptr<llama_memory_i> smallest(const llama_model & model);
 
     // reason why a model with this memory cannot be used; empty if it can
@@ -119,7 +119,7 @@ struct llama_kvtool_memory {
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
     // Number of tokens whose recurrent states were dropped since the last decode. A tensor of states has n_rs_seq + 1
-    // states, the newest first. The next decode begins with the state at this index
+    // states, the newest first. If this number is n, the next decode begins with state n
     static int n_dropped(const llama_memory_recurrent & mem);
 
     // Set the position of the newest token that recurrent layers have read; -1 if they have read no token. The state

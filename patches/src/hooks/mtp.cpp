@@ -16,7 +16,7 @@ bool llama_kvtool_has_mtp(const llama_model * model) {
     if (!model || model->hparams.n_layer_nextn == 0 || model->hparams.router_layer >= 0) {
         return false;
     }
-    // in this model's MTP graph, llama.cpp rotates with one position per token, so it aborts with M-RoPE
+    // This model's MTP graph has only one position per token. M-RoPE needs several, so llama.cpp would abort
     if (model->arch == LLM_ARCH_GLM4_MOE && model->hparams.use_mrope()) {
         return false;
     }

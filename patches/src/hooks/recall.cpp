@@ -14,9 +14,9 @@
 
 namespace kvtool {
 
-// For each query, find the live cell with the highest probability. Returns two tensors [1, 1, n_tokens*n_head]: the
-// query's product with this cell's key (or the logit, if there is a soft cap), and the cell's probability in a softmax
-// over the live cells and the attention sink
+// For each query, find the live cell with the highest probability. Returns two tensors [1, 1, n_tokens*n_head]. The
+// first has the query's product with this cell's key (with a soft cap: the logit). The second has the cell's
+// probability in a softmax over the live cells and the attention sink
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {
@@ -87,7 +87,8 @@ void llama_kvtool_recall(
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
-    // a graph that is built only to reserve memory may have too many tokens for the synthetic cells
+    // Limit the number of tokens: a graph that is built only to reserve memory may have more tokens than there is room
+    // for synthetic cells
     const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
@@ -113,7 +114,7 @@ void llama_kvtool_recall(
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
-    // copy k keys or values, which begin at element `at` of the result, to the k cells from `first` on
+    // Copy k keys or values to the k cells from `first` on. In the result t, they begin at element `at`
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {

@@ -22,7 +22,8 @@ using namespace kvtool;
 // graph
 //
 
-// The mask of all rows on a layer's device: llama.cpp's mask of the live cells, then the residents' mask
+// Return the mask for all rows on a layer's device. It has llama.cpp's mask of the live cells, followed by the
+// residents' mask
 static ggml_tensor * mask_of(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * live_mask, size_t i) {
     ggml_context * ctx = graph.ctx0;
 
@@ -84,8 +85,8 @@ ggml_tensor * llama_kvtool_resident(
 //
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
-    // Only steps of one token (plus draft tokens) use residents. Prompts are read in longer steps; they lose more than
-    // generated tokens if a cluster is missing
+    // Only steps of one token (plus draft tokens) use residents. Longer steps read prompts. If a cluster is missing,
+    // reading a prompt suffers more than generating tokens
     return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
         n_hidden == 0 && archive->n_traced == 0;
 }
@@ -163,7 +164,8 @@ void llama_kvtool::drop_residents() {
     }
 }
 
-// A step writes the states after its last tokens over the first states, so the state before it moves behind them
+// A step overwrites the first n_tokens states of each tensor with the states after its tokens. Copy the state before
+// the step to the place behind them, so that the step can be undone
 bool llama_kvtool::keep_states(llama_context & lctx, int n_tokens) const {
     const auto * mem = memory::recurrent(lctx);
     if (!mem || memory::n_dropped(*mem) == n_tokens) {

@@ -24,7 +24,8 @@ static constexpr int64_t n_together = 256;
 // inputs
 //
 
-// for each head of each live cell, the index of the staged row that receives it: [n_head*n_live], cell by cell
+// For each live cell and each head, the index of the staged row that the cell is written to: [n_head*n_live], cell by
+// cell
 static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
     for (const auto & r : in.rows) {
         if (r.n_head == n_head) {

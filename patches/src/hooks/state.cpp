@@ -381,8 +381,10 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
     } else {
-        // Only draft tokens can be removed. The attention of other tokens is already in the signals, and llama.cpp
-        // keeps earlier recurrent states only for the last step. The state before a step is kept only with residents
+        // If the step's attention is already in the signals, no token can be removed. With residents, all tokens of the
+        // step can be removed, because the recurrent state before the step is kept. Otherwise only draft tokens can be
+        // removed. Tokens of earlier steps cannot be removed, because llama.cpp keeps recurrent states only for the
+        // last step
         const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
         n_removable = is_in_signals ? 0 : graph.is_resident ? n_tokens : std::min(n_marked, n_tokens - 1);
     }

@@ -78,8 +78,8 @@ struct llama_kvtool {
 
     int n_resident = 0; // how many of the last n_recall cells are for residents
 
-    // Version of the tensors that graphs view, unique over all contexts. A graph is invalid if it views tensors of an
-    // older version
+    // Version of the tensors that graphs view. No two contexts have the same version. A graph is invalid if it views
+    // tensors of an older version
     uint64_t version = 0;
 
     std::unique_ptr<kvtool::joint> joint; // null if the context decodes its own tokens
@@ -101,8 +101,8 @@ struct llama_kvtool {
     // number of tokens in the archive
     int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
 
-    // True if the next step attends to all archived tokens on the device. False if the archive is empty: llama.cpp's
-    // own attention then sees all tokens
+    // True if the next step attends to all archived tokens on the device. If the archive is empty, this is false,
+    // because llama.cpp's own attention sees all tokens
     bool is_staging() const { return staging && n_archived() > 0; }
 
     // cells that a step fills from the archive
@@ -123,13 +123,13 @@ struct llama_kvtool {
     // see llama_kvtool_missed
     float missed(llama_context & lctx);
 
-    // Prepare a step of n_tokens with residents: bring their cells up to date, and keep the recurrent states before it.
-    // Returns false if a device failed
+    // Prepare a step of n_tokens tokens with residents: bring the residents' cells up to date, and keep the recurrent
+    // states from before the step. Returns false if a device failed
     bool place_residents(llama_context & lctx, int n_tokens);
     bool keep_states(llama_context & lctx, int n_tokens) const;
 
-    // Drop the residents. This is called if the archive's tokens or the cells change in a way that residents do not
-    // follow
+    // Drop the residents. This is called if the archive's tokens or the cells change and the residents cannot be
+    // updated accordingly
     void drop_residents();
 
     // see llama_kvtool_stage
@@ -141,7 +141,7 @@ struct llama_kvtool {
     // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // the layers of the model that attend to rows; their stored queries are not set
+    // the layers of the model that attend to rows; asker::t is not set
     std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
@@ -190,8 +190,8 @@ struct llama_kvtool {
     // sizes
     //
 
-    // See llama_kvtool_resize. n_resident: how many of these cells are for residents; if it is negative, that number
-    // does not change
+    // See llama_kvtool_resize. n_resident: number of cells for residents; if it is negative, the number of cells for
+    // residents does not change
     int32_t resize(llama_context & lctx, const int32_t * n_cell, int n_resident = -1);
 
     //
