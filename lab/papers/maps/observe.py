@@ -117,8 +117,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If llama.cpp asks, say whether the tensor is wanted. Otherwise read it, and return True to go on.
-        """
+        """If llama.cpp asks, say whether a tensor is wanted. Otherwise read it and return True."""
         # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)

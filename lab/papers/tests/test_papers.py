@@ -392,8 +392,7 @@ def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(kinds.NUMBERS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_number_of_a_paper_is_in_a_table(path):
-    """Find misspelt policies and unused tables. Otherwise nobody would notice that their numbers are missing.
-    """
+    """Find misspelt policies and unused tables. Otherwise their numbers would be missing unnoticed."""
     tables = [table.paper.items() for each in EXPERIMENTS.values() for table in each.tables]
     for name in json.loads(path.read_text(encoding="utf-8"))["tables"]:
         numbers = kinds.numbers(path.stem, name)
