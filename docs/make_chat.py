@@ -42,12 +42,13 @@ def main() -> None:
 
 
 def typed(state: str) -> str:
-    """The screen, colours included, after the questions were typed and answered.
+    """Type the questions, wait for the answers, and return the screen with its colours.
 
-    state: a folder for the history of what is typed.
+    state: a folder for the history of the input.
     """
     own = SETTINGS | {"PATH": f"{KVTOOL.parent}:{os.environ['PATH']}", "XDG_STATE_HOME": state}
-    # `env` sets them last; the shell that tmux starts would change some that `tmux -e` sets
+    # set the variables with `env`: if `tmux -e` set them, the shell that tmux starts would change some of
+    # them
     shell = shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), "bash", "--norc"])
     size = ("-x", str(WIDTH), "-y", str(HEIGHT))
     tmux("-f", os.devnull, "new-session", "-d", *size, "-c", str(ROOT), shell)
@@ -64,7 +65,7 @@ def typed(state: str) -> str:
 
 
 def wait(prompt: str) -> None:
-    """Wait until the last line is this prompt, and stays so for two seconds."""
+    """Wait until the last line is this prompt and the screen has not changed for two seconds."""
     same, before = 0, ""
     while same < 4:
         time.sleep(0.5)

@@ -127,7 +127,7 @@ def page() -> str:
 
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every command that runs something, with the words that call it."""
+    """Yield every command that has no subcommands, with the words that call it."""
     for name in group.commands:
         command = group.commands[name]
         if hasattr(command, "commands"):
@@ -203,7 +203,10 @@ def _metavar(param: Any) -> str:
 
 
 def _default(param: Any) -> str:
-    """The option's default as text: words if it has some, else its value; "" without a default."""
+    """Return the option's default as text: a description if there is one, else the value.
+
+    Return "" if there is no default, or if it is not shown.
+    """
     if words := default_of(param):
         return words
     if param.show_default is False:

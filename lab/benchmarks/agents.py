@@ -332,7 +332,7 @@ def _table(rows: list[Json], args: argparse.Namespace) -> Table:
     for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
         group = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
         of = [[row for row in group if row["server"] == name] for name in servers]
-        # this is one number if all servers got the same prompts
+        # if all servers got the same prompts, they report the same number of tokens
         tokens = dict.fromkeys(f"{sum(row['tokens'] for row in each):,}" for each in of if each)
         read = [sum(row["read"] or 0 for row in each) if each else None for each in of]
         took = [sum(row["first_s"] for row in each) if each else None for each in of]

@@ -45,7 +45,7 @@ N_STEP = 12
 N_NEAR = 4096
 
 N_FRAME = 6000
-"""Number of positions after which the numbering of positions starts again at 0."""
+"""Number of positions before the numbering starts again at 0."""
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
     """Measure one policy. Return the scored turns, and the facts that were asked for."""
     text, _, budget = name.partition("@")
     kind, options = split_policy(text)
-    # 8 * N_WORDS more tokens are for the turn that passes the last --at, and for a question
+    # leave room for 8 * N_WORDS more tokens: for the turn that passes the last --at, and for a question
     n_all = args.at[-1] + args.score + 8 * N_WORDS
     n_cell = int(budget or args.budget) if policies.load(kind).evicts else min(n_all, model.n_ctx_train)
     engine = Engine(model, policies.fit(kind, n_cell, None, options), Settings(n_threads=args.threads))

@@ -2,8 +2,8 @@
 
     python -m lab.benchmarks.divergence FILE --stock path/to/llama-perplexity --type q8_0
 
-Both programs read the same pieces of 512 tokens, in batches of 64 and with flash attention. They compare the
-second half of each piece. llama-perplexity stores the log-probabilities of all tokens in 16 bits. kvtool
+Both programs read the same pieces of 512 tokens, in batches of 64 and with flash attention. Only the second
+half of each piece is compared. llama-perplexity stores the log-probabilities of all tokens in 16 bits. kvtool
 stores the log-probabilities of the most likely tokens, and treats all remaining tokens as one token.
 """
 

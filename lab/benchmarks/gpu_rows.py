@@ -275,7 +275,8 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700, recall's archive is nearly empty: most of its time is the cost of interrupting each layer
+    # at depth 700 recall's archive is nearly empty. Its operation then takes mostly the time of interrupting
+    # each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (
@@ -299,7 +300,7 @@ def profile(args: Args) -> Iterator[Row]:
         taken = []
         for at in range(8 + N_STEP):
             if at == 8:
-                # forget the first steps, which compile and capture graphs
+                # do not count the first steps, which compile and capture graphs
                 timers.wall.clear()
                 timers.cpu.clear()
                 taken.clear()
@@ -386,7 +387,7 @@ def hybrid(args: Args) -> Iterator[Row]:
 
     read_s and plain_s: time to read the tokens with and without checkpoints, measured in turns. copy_ms: time
     to take one more checkpoint. step_ms: time of a step of one token with room for draft tokens, or with
-    residents; none_ms: without.
+    residents. none_ms: time of the same step without these.
     """
     model = Model(args.model)
     n = 4096 if args.small else 16384

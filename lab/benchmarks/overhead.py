@@ -120,7 +120,7 @@ class Kvtool:
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
-        """Step through two evictions, up to the next eviction. After that, evictions have equal distances."""
+        """Step through two evictions, until the next is due. From then on, evictions have equal distances."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
@@ -151,7 +151,7 @@ class Kvtool:
         return self.engine.n_kv >= self.engine.policy.budget
 
     def step(self) -> float:
-        """Decode one token, after an eviction if one is due. Return the time in seconds."""
+        """Decode one token. If an eviction is due, evict first. Return the time in seconds."""
         token = self._next(1)
         start = self.now()
         self.engine.step(token)

@@ -2,8 +2,8 @@
 
     python -m lab.benchmarks.scoring FILE --policies h2o,buzz --budget 256
 
-Stock decodes the text in batches of 64, with logits of every token. Tokens are removed from the cache before
-each batch, so that at most 512 cells are used after it. Stock only decodes: its logits are not used.
+Stock decodes the text in batches of 64, with logits of every token. Before each batch, tokens are removed
+from the cache. After the batch, at most 512 cells are used. Stock only decodes: its logits are not used.
 
 The runs measure everything that `kvtool compare` measures, with KL and top-1 against the full cache. All
 times are CPU times. Stock and the policies take turns. Each ratio is computed from two times of the same

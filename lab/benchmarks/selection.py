@@ -6,10 +6,10 @@ A full cache evicts, grows by as many tokens, and evicts again. The time is the 
 `observe`, `plan` and `move` on one thread. It does not include reading signals and editing the cache.
 
 The last columns are for two shapes: SmolLM2-135M with 512 cells, and an 8B model (32 layers with 8 KV heads
-of 128 dimensions) with 1,024 cells. They show the time per generated token with an eviction every 16 tokens,
-the bytes of the policy's state, and the state's share of the bytes of an f16 cache. `name:option=value:...`
-is a policy with options. `full`, which never evicts, is left out, and so are policies whose rows may keep
-different numbers of cells.
+of 128 dimensions) with 1,024 cells. They show three numbers: the time per generated token if an eviction
+comes every 16 tokens, the bytes of the policy's state, and the ratio of these bytes to the bytes of an f16
+cache. `name:option=value:...` is a policy with options. `full`, which never evicts, is left out, and so are
+policies whose rows may keep different numbers of cells.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
 The command after -- starts a server at http://127.0.0.1:8123/v1. Each turn is the next part of the book.
 Every request has the whole chat, as usual with this API. At the first error, the program prints it and stops.
 
-With --chats, several chats take turns: each request belongs to a different chat than the request before. With
---same, `kvtool chat` gets the same turns afterwards, and its replies must be the same (recall needs --pin for
-this).
+With --chats, several chats take turns: each request continues another chat. With --same, `kvtool chat` gets
+the same turns afterwards, and its replies must be the same (recall needs --pin for this).
 """
 
 from __future__ import annotations

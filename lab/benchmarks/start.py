@@ -7,8 +7,8 @@ Each run is a new process. The class Llama comes from the sources from which kvt
 loads the same library.
 
 Time is the time from the start of the process to the first byte of the reply. Memory is the peak of resident
-memory, of the chat and of a process that only imports the modules. kvtool's chat has about --tokens tokens,
-so that it exceeds its budget and evicts. A Llama with as many cells cannot do this.
+memory. It is measured for the chat, and for a process that only imports the modules. kvtool's chat has about
+--tokens tokens, so that it exceeds its budget and evicts. A Llama with as many cells cannot do this.
 """
 
 from __future__ import annotations

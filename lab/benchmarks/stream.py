@@ -161,7 +161,7 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Receive tokens and stream them through an empty cache. For each None, send the next batch's scores."""
+    """Receive tokens, and stream them through an empty cache. After each None, send the scores of a batch."""
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
         while True:

@@ -209,7 +209,8 @@ def answer_of(reply: Json) -> Json:
     usage, forgotten = reply["usage"], reply["kvtool"]["forgotten"]
     if "output" in reply:
         calls = [item for item in reply["output"] if item["type"] == "function_call"]
-        # the prompt and the schemas have NAMESPACE__NAME, but this API returns the two parts separately
+        # in the prompt and the schemas a tool is NAMESPACE__NAME, but this API returns the two parts
+        # separately
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
         texts = [item["content"][0]["text"] for item in reply["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]

@@ -3,9 +3,9 @@
     python -m lab.benchmarks.wire wiki.test.raw --budget 512 --tokens 64
 
 All layers are on one worker on loopback. A proxy between kvtool and the worker counts bytes. Stock is the
-same library with nothing of kvtool enabled. Its cache is full except for the counted tokens. The cache of a
-policy has reached its budget before counting starts, so that the policy plans every --evict-every tokens. A
-policy may have options (recall:exact=512).
+same library with nothing of kvtool enabled. Before the tokens are counted, its cache is full except for the
+cells that these tokens take. The cache of a policy has reached its budget before counting starts, so that the
+policy plans every --evict-every tokens. A policy may have options (recall:exact=512).
 
 The bytes beyond stock are shown per plan and by kind. `signals` are sent from the worker to kvtool. `edits`
 are sent to the worker: they say which cells move. `graphs` are llama.cpp's graphs, which are sent unless the

@@ -48,8 +48,8 @@ class Look:
     method
         The paper's method.
     rivals
-        Rows that the method is compared with. If this is only `full`, the claim is that the method is about
-        as good as `full`, or with `above` that it is better than `full`.
+        Rows that the method is compared with. If the only rival is `full`, the claim is that the method is
+        about as good as `full`. With `above`, the claim is that the method is better than `full`.
     column
         Heading of the column in the tables, or the beginning of the heading.
     scores

@@ -29,7 +29,7 @@ class CompareRun:
     model
         The file of the model; empty for kvtool's default.
     types
-        Types of keys and values; only `full` runs with all of them, other policies with the first.
+        Types of keys and values. `full` runs with all of them. Other policies run only with the first type.
     minutes
         Approximate time on one core of a small machine.
     """
@@ -44,7 +44,7 @@ class CompareRun:
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """Yield a command for each text with missing lines; it runs only the missing policies."""
+        """Yield a command for each text that lacks lines. A command runs only the missing policies."""
         kept = [line for line in kept if line["tokens"] == self.max_tokens]
         for file in self.files:
             there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
@@ -66,7 +66,7 @@ class CompareRun:
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
         for record in stored:
-            # True for a run without a budget: it has a cell for each token of the text or the context
+            # a run without a budget has a cell for each token of the text or of the context
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
             if "error" in record or not label or record["text"] not in texts:
@@ -110,7 +110,9 @@ class CompareRun:
 
 @dataclass(frozen=True, slots=True)
 class EvalRun:
-    """A `kvtool eval` for each policy ("h2o:decay=0.9") and budget; `full` has one command, without a budget.
+    """A `kvtool eval` for each policy ("h2o:decay=0.9") and budget.
+
+    `full` has no budget, so it has one command.
 
     Attributes
     ----------
@@ -238,7 +240,7 @@ class MapRun(ByText):
 
 
 def _label(labels: Sequence[str], record: records.Record) -> str:
-    """The label that names the most of the record's parameters; "" if no label matches."""
+    """Return the label that names most of the record's parameters, or "" if no label matches."""
     named = [label for label in labels if _names(label, record)]
     return max(named, key=lambda label: len(split_policy(label)[1]), default="")
 

@@ -176,7 +176,10 @@ def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
-    """Rotate f32[n, head, head_dim]. The result has all first numbers of pairs, then the second numbers."""
+    """Rotate f32[n, head, head_dim] by RoPE, which rotates pairs of numbers.
+
+    The result has the first numbers of all pairs, then the second numbers.
+    """
     half = model.head_dim // 2
     a, b = (x[..., :half], x[..., half:]) if model.pairs_are_halves else (x[..., ::2], x[..., 1::2])
     angle = np.arange(len(x))[:, None, None] * model.freq[i]

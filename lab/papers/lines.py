@@ -105,7 +105,10 @@ def option_words(label: str) -> list[str]:
 
 
 def about(*measured: records.Record, lines: int = 1) -> Line:
-    """Seconds and versions for a line. The time of all records is divided by the number of their lines."""
+    """Return the seconds and the versions for each of `lines` lines that are made from these records.
+
+    The seconds of all records together are divided by the number of lines.
+    """
     versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
     # CPU time is preferred, because it does not depend on other programs
     seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in measured)

@@ -2,11 +2,13 @@
 
     python -m lab.papers.merging wiki.test.raw --budget 256 --nll runs
 
-Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. Variants
-differ in the use of an evicted value. The table shows the mean nll from token `--budget` on; the mean
-difference from `evict`, with its standard error from blocks of 64 tokens; the share of tokens with a lower
-nll; and the own share. The own share is the weight of a token's original value in its merged value at the end
-(median of the tokens between sinks and window). Results in the folder of --nll are not measured again.
+Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. A variant
+decides what happens to the value of an evicted token. Only tokens from number `--budget` on are scored. The
+table has four numbers for each variant: the mean nll, the mean difference from `evict` (its standard error
+comes from blocks of 64 tokens), the share of tokens whose nll is lower than with `evict`, and the own share.
+The own share is the weight of a token's original value in its merged value at the end. It is the median of
+the tokens between sinks and window. A variant that already has a result in the folder of --nll is not
+measured again.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class Variant(WeightedKV):
     scale
         Factor that multiplies the victim's share in the merged value.
     counts
-        True if, in later merges, a merged value has the weight of itself and of all its victims.
+        True if a merged value counts more in later merges: with its own weight plus the weights of all its
+        victims.
     together
-        Number of rows that evict the same tokens, by the sum of their average attention. Each row merges by
-        its own average.
+        Number of rows that evict the same tokens. These rows choose the tokens by the sum of their average
+        attention, but each row merges by its own average.
     """
 
     left: bool = False
@@ -62,7 +65,8 @@ class Variant(WeightedKV):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Return the state, three arrays f32[row, cell].
 
-        They have the sum of attention, the weight of merged victims, and 1 minus the own share.
+        The arrays have, for each token, the sum of its attention, the weight of the victims that were merged
+        into it, and 1 minus its own share.
         """
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
@@ -208,14 +212,20 @@ def main() -> None:
 
 
 def paired(difference: np.ndarray) -> str:
-    """Format the mean of f64[n], its error (from blocks, as neighbours correlate) and the share below 0."""
+    """Format three numbers of f64[n]: the mean, its standard error, and the share of values below 0.
+
+    The error is computed from blocks, because neighbouring values depend on each other.
+    """
     n = len(difference) // BLOCK
     error = difference[: n * BLOCK].reshape(n, BLOCK).mean(axis=1).std(ddof=1) / n**0.5
     return f"{difference.mean():+.4f} +- {error:.4f} | {(difference < 0).mean():.0%}"
 
 
 def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray, float]:
-    """The nll f64[n - 1], and the own share of the values between sinks and window at the end."""
+    """Return the nll f64[n - 1], and the median own share at the end.
+
+    The median is over the tokens between sinks and window.
+    """
     path = None
     if args.nll:
         args.nll.mkdir(parents=True, exist_ok=True)

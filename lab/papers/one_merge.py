@@ -90,7 +90,10 @@ def rows(model: Llama, tokens: np.ndarray):
 
 
 def average_of(attention, at: int):
-    """Attention f64[token] to the first `at` tokens: sum over heads, mean over queries that see the token."""
+    """Return f64[token], the attention that each of the first `at` tokens gets.
+
+    It is the sum over the heads, and the mean over the queries that see the token.
+    """
     return attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
 
 

@@ -44,7 +44,7 @@ PARTS = {"share": _share, "attention": _overlap, "queries": _near, "values": _ra
 def item_scores(record: records.Record) -> dict[str, float]:
     """An item's scores, and the number of cells that its cache held.
 
-    For `choice` also the log-probability of the right choice among all, in nats.
+    For `choice`, the scores include the log-probability of the right choice among all choices, in nats.
     """
     scores = dict(record["scores"])
     if scores and "cells" in record:

@@ -80,7 +80,10 @@ def _share(places: Mapping[Place, Measurements]) -> None:
 
 
 def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
-    """True if a place has values of every data set that its pooled column needs, such as LongBench's EN."""
+    """True if a place has values. A place in a pooled column needs values of every data set.
+
+    An example of a pooled column is LongBench's EN.
+    """
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 
@@ -137,8 +140,8 @@ def _of_line(line: Line) -> dict[str, list[float | None]]:
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
     """Return the items' contributions to the geometric mean of three means, to first order (delta method).
 
-    The mean of the contributions is the geometric mean, and their standard error is its standard error. If
-    one of the three means is 0, the result is a single 0 without an error.
+    The mean of the contributions is the geometric mean. The standard error of their mean is the standard
+    error of the geometric mean. If one of the three means is 0, the result is a single 0 without an error.
     """
     items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
     means = np.mean([item for item in items if None not in item], axis=0)

@@ -43,7 +43,10 @@ _BATCH = 512
 
 
 def sharing(label: str, by: str = "heads") -> str:
-    """Label of a policy whose rows share their layer's budget, or whose layers share (by="layers")."""
+    """Return the label of a policy with a shared budget.
+
+    by: "heads" if the rows of a layer share a budget, "layers" if all layers share the budget.
+    """
     return f"{label}:{by}=adaptive"
 
 
@@ -92,7 +95,7 @@ class PolicyRow:
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
-        """Raise UsageError for a row that cannot be measured, and the errors of `fit` for n tokens."""
+        """Raise UsageError if the row cannot be measured. For n tokens, also raise the errors of `fit`."""
         name, _ = split_policy(self.policy)
         kind = policies.load(name)
         if kind.evicts and self.type_kv != "f16":
@@ -110,8 +113,8 @@ class PolicyRow:
     def fit(self, n: int, n_answer: int, n_ctx: int) -> Policy:
         """The policy for a prompt of n tokens. n_ctx: the model's trained context.
 
-        Raises InputError for a prompt of which nothing would be evicted, or that does not fit in the context,
-        and UsageError for an unknown policy.
+        Raises InputError if nothing of the prompt would be evicted, or if the prompt does not fit in the
+        context. Raises UsageError if the policy is unknown.
         """
         name, options = split_policy(self.policy)
         spec = policies.spec(name, _ROOM if self.removed else None, options)

@@ -68,8 +68,8 @@ def run(
 ) -> None:
     """Run the missing commands of these runs. After each, keep the part of its results that tables need.
 
-    more: further options of each command. models: folder of the runs' models. model: used in place of them.
-    Ends the program if a command fails.
+    more: further options of each command. models: folder of the runs' models. model: a model that is used
+    instead of the runs' models. Ends the program if a command fails.
     """
     for name in names:
         asked, path = RUNS[name], results / f"{name}.jsonl"

@@ -30,7 +30,7 @@ class Score:
     scale
         Factor of the printed number.
     digits
-        Its decimal places.
+        Number of decimal places.
     exp
         Whether the exponential of the mean is printed.
     less
@@ -140,7 +140,7 @@ class Measurements:
         return statistics.mean_error(*self._units(self.values))
 
     def minus(self, other: Measurements) -> Difference | None:
-        """Test the differences, unit by unit; None for fewer units than a test needs."""
+        """Test the differences from another sample, unit by unit. Return None if there are too few units."""
         if len(self.apart(other).values) < 2:
             return None
         sums, weights = self.differences(other)
@@ -151,7 +151,10 @@ class Measurements:
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
     def differences(self, other: Measurements) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of the differences from another sample, and the weight, of each unit: f64[unit]."""
+        """Return the differences from another sample, summed by unit, and the weights of the units.
+
+        Both are f64[unit].
+        """
         return self._units(self.apart(other).values)
 
     def apart(self, other: Measurements) -> Measurements:

@@ -26,7 +26,10 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """Return f64[task], the gain in score (0..1) over equal budgets. by: "heads" or "layers", which share."""
+    """Return f64[task], the gain in score (0..1) over equal budgets.
+
+    by: "heads" if the rows of a layer share a budget, "layers" if the layers share the budget.
+    """
     by_task: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)
@@ -47,7 +50,7 @@ def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes:
 
 
 def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
-    """Return f64[item], the score at these bytes, interpolated between the lines."""
+    """Return f64[item], each item's score at this number of bytes. It is interpolated between the lines."""
     at, scores = (np.array([line["scores"][name] for line in lines]) for name in ("device", "string_match"))
     order = np.argsort(at, axis=0)
     at, scores = np.take_along_axis(at, order, 0), np.take_along_axis(scores, order, 0)
@@ -55,7 +58,7 @@ def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
 
 
 def rows() -> Iterator[str]:
-    """The table, from the records kept."""
+    """Yield the lines of the table, which is made from the stored records."""
     lines = tables.kept(["ruler"])
     yield "| what shares | question | equal cells | p | equal bytes | p |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"

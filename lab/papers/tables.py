@@ -145,7 +145,7 @@ def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
 
 
 def _model(run: str, results: Path) -> str:
-    """The model of a run's records, or of the run if it has no records."""
+    """Return the model that the run's records name. If there are no records, return the model of the run."""
     return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 

@@ -14,7 +14,11 @@ TWELVE = (*BOOKS, *CHAPTERS, *PAPERS)
 """Texts of three kinds. Each text is a unit of the tests."""
 
 EIGHT = (*BOOKS, *PAPERS)
-"""Fewer texts, for a slower model. With eight, p can be 2^-7, which is significant among six tests (Holm)."""
+"""Fewer texts, for slower models.
+
+With eight texts the lowest possible p is 2^-7. This is low enough for a significant result among six tests
+(Holm).
+"""
 
 FOUR_KINDS = {
     "books": ("pg19/10321.txt", "janeausten/emma.txt"),
@@ -39,5 +43,8 @@ _SETS = {
 
 
 def listed(files: tuple[str, ...]) -> str:
-    """The names of texts. A set that many commands read has one name, which README.md explains."""
+    """Return the names of these texts. For a set that many commands read, return the name of the set instead.
+
+    lab/papers/README.md explains the names of sets.
+    """
     return _SETS.get(files) or ", ".join(Path(file).name for file in files)

@@ -69,9 +69,10 @@ def size(budget: str) -> float:
 
 
 def compared(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, int]:
-    """Results by place, for all places that a test compares with the paper's method.
+    """Return the test's result for each place that is compared with the paper's method.
 
-    1 is better, -1 worse, 0 not significant.
+    A result is 1 if the place is better than the paper's method, -1 if it is worse, and 0 if the difference
+    is not significant.
 
     The chance that any of a table's tests is wrong is 5 % (Holm). A single number, such as a Self-BLEU, has
     no test.

@@ -38,7 +38,7 @@ RUNS: dict[str, Run] = {
     "xsum-3shots": EvalRun(
         "summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12, minutes=30
     ),
-    # one example: with three, this model would need two minutes for a summary
+    # use one example, because with three examples this model would need two minutes for a summary
     "xsum-1shot-1.5b": EvalRun(
         *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=1"), 8, LARGE),
         minutes=20,

@@ -29,7 +29,7 @@ Run = CompareRun | EvalRun | MapRun | FadingRun | RulerRun
 """Kinds of runs. A run has a command for each text or task, or for each policy and budget."""
 
 Place = tuple[str, str]
-"""Row and column of a table: a policy, and a budget or a text."""
+"""Row and column of a table. A row is usually a policy, and a column a budget or a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,10 @@ def numbers(paper: str, *tables: str) -> dict[Place, str]:
 
 
 def directions(paper: Mapping[Place, str], method: str) -> dict[Place, int]:
-    """Return 1 for each number of a paper that is higher than its own method's number, -1 for lower ones."""
+    """Compare each number of a paper with the number of the paper's own method.
+
+    Return 1 for a higher number, -1 for a lower number.
+    """
     return {
         (row, column): 1 if float(number) > float(paper[method, column]) else -1
         for (row, column), number in paper.items()

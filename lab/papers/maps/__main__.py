@@ -28,7 +28,7 @@ from lab.papers.maps.measure import Heads, Place, Reading
 from lab.papers.maps.observe import Observed
 
 NEAR = (1, 16, 256)
-"""Distances in tokens: `queries` counts the queries whose most similar earlier query is not farther back."""
+"""Distances in tokens. `queries` counts queries whose most similar earlier query is within each distance."""
 
 WITH_PLACES = ("attention", "queries")
 """Kinds that draw single heads."""

@@ -24,7 +24,7 @@ Place = tuple[int, int]
 """Layer, and head in it."""
 
 CARRIED = 0.9
-"""An effective rank is the number of largest singular values with this fraction of the sum of squares."""
+"""Share of the sum of squares that the largest singular values must have. Their number is the rank."""
 
 Measure = Callable[[Observed, Place, np.ndarray], tuple[float, ...] | None]
 """Takes the kind, place and array of an `observe.Visit`, and returns the head's numbers, or None."""
@@ -149,8 +149,8 @@ class SimilarQueries(Heads):
     Attributes
     ----------
     distance
-        i32[head, n - 1], tokens from each query except the first back to the most similar earlier query; 1
-        for the query just before.
+        i32[head, n - 1], for each query except the first: distance in tokens to the most similar earlier
+        query. 1 if this is the query just before.
     cosine
         f64[head], mean cosine similarity of a query and the most similar earlier query.
     maps

@@ -1,9 +1,9 @@
 """Observe the queries, keys, values and attention that a model computes while it reads a text.
 
-llama.cpp's callback before and after each operation of its graph shows them; the patch is not needed.
-A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
-keys and queries after RoPE, "kq_soft_max" the attention, "kqv" its product with the values.
-Keys before RoPE have no name; the graph shows from which tensor RoPE makes the keys that go to the cache.
+llama.cpp shows them to a callback, before and after each operation of its graph. The patch is not needed. A
+layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
+keys and queries after RoPE, "kq_soft_max" the attention, "kqv" its product with the values. Keys before RoPE
+have no name; the graph shows from which tensor RoPE makes the keys that go to the cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Observed(Enum):
 
 
 Visit = Callable[[Observed, int, int, np.ndarray], None]
-"""Takes the kind of array, the layer, the head, and f32[n, dim], or for ATTENTION f32[n, n] by query and key.
+"""A function that takes the kind of array, the layer, the head, and the array.
 
-Heads are query heads for QUERIES and ATTENTION, KV heads for the rest.
+The array is f32[n, dim], or for ATTENTION f32[n, n] by query and key. Heads are query heads for QUERIES and
+ATTENTION, and KV heads for all other kinds.
 """
 
 _DTYPES: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
@@ -72,7 +73,7 @@ def observe(
 
     A layer's queries and keys come first, then its attention, head by head, then its values. The text is one
     batch, so that llama.cpp holds the attention of one layer at a time. The cache is in F32, without flash
-    attention. An array is a copy. An exception of the visitor ends the reading.
+    attention. The visitor gets copies of the arrays. If it raises an exception, the reading ends.
 
     Raises ModelError if llama.cpp does not show a wanted array of a layer (keys before RoPE may be missing),
     and the errors of `Decoder`.
@@ -116,7 +117,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If llama.cpp asks, return True for a wanted tensor. Otherwise read it, and return True to go on."""
+        """If llama.cpp asks, say whether a tensor is wanted. Otherwise read it and return True."""
         # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)
@@ -196,7 +197,7 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """If llama.cpp asks, return True for a tensor that may be keys before RoPE. Otherwise keep it."""
+        """If llama.cpp asks, say whether the tensor may be keys before RoPE. Otherwise keep the tensor."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
             # this operation writes to a cache

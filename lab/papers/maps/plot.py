@@ -26,7 +26,8 @@ _FAINT = 1e-5
 def attention(measured: Attention, title: str) -> Figure:
     """Draw attention by query and key: important keys green, other keys darker if they get more attention.
 
-    Red frames mark the last query whose most similar earlier query is some way back, and this earlier query.
+    Red frames mark two similar queries. One is the last query whose most similar earlier query is some way
+    back. The other is this earlier query.
     """
     heads = {(a, b): share for a, b, share in zip(measured.layer, measured.head, measured.share, strict=True)}
     figure, panels = _grid(measured.maps, f"attention of {title}", colorbar=False, n_below=3)

@@ -33,7 +33,7 @@ def test_means_are_those_of_the_definition(merge):
     rng = np.random.default_rng(1)
     n, group, dim, budget, n_query = 60, 2, 8, 20, 4
     query, key, value = (rng.normal(size=shape) for shape in ((n, group, dim), (n, dim), (n, dim)))
-    # values that are close to each other, as a model's are
+    # values that are close to each other, like the values of a model
     value *= 0.05
     given = (each.astype(np.float32) for each in (query, key, value))
     outputs = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
@@ -52,7 +52,7 @@ def test_cells_that_take_the_bytes_of_means():
     outputs = attend(query, key, value, cells, 20)
     kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
     assert outputs[-1, :, 0] == pytest.approx(np.mean(kept))
-    # `spare` also keeps the output of each of these queries, 8 * 2 bytes
+    # `spare` also keeps the outputs of the queries: 8 * 2 bytes for each of the 4 * 2 queries
     assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
     assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
 

@@ -1,4 +1,4 @@
-"""Lines that lab/papers/records keeps of a run's results."""
+"""Which lines of a run's results are kept in lab/papers/records."""
 
 from __future__ import annotations
 

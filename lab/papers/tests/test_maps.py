@@ -53,7 +53,7 @@ def of_twin(path, tokens):
 
 
 def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
-    """Return what `of_twin` returns, as computed by llama.cpp, and the layers."""
+    """Return the same arrays as `of_twin`, but computed by llama.cpp. Also return the layers."""
     model, arrays = Model(path), {what: {} for what in Observed}
 
     def visit(what, layer, head, array):
@@ -309,12 +309,12 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     green, red = (
         np.abs(picture - np.array(colour)).max(axis=2) < 0.02 for colour in ((0, 0.62, 0.25), (0.88, 0, 0))
     )
-    # green: the first quarter of the columns, below the diagonal
+    # the green pixels are in the first quarter of the columns, below the diagonal
     columns = np.flatnonzero(green.sum(axis=0) > 100)
     rows = np.flatnonzero(red.mean(axis=1) > 0.3)
     assert len(columns) > 100
     assert green[:, columns].sum() / green.sum() > 0.9
-    # the frames of queries 500 and 999 are half of the map apart, twice the width of the green area
+    # the frames of queries 500 and 999 are half of the map apart. The green area is a quarter of the map wide
     assert rows[-1] - rows[0] == pytest.approx(2 * (columns[-1] - columns[0]), rel=0.2)
 
 
@@ -384,7 +384,8 @@ def test_a_map_is_json_a_table_and_a_picture(kind, program, tmp_path):
         assert lines[-1].split()[:2] == ["all", f"{result['mean']['share']:.1%}"]
         assert lines[1].split()[1] == f"{np.mean(result['share'][:4]):.1%}"
     else:
-        # by default the first, middle and last layers are shown; of two layers the second is middle and last
+        # by default the first, middle and last layers are shown. If there are two layers, the second layer is
+        # both the middle and the last
         assert [line.split()[:2] for line in lines[1:5]] == [[a, b] for a in "01" for b in "02"]
         assert lines[5].split()[:3] == ["all", "8", "heads"]
         last = result["mean"]["random" if kind == "attention" else "within_256"]

@@ -80,7 +80,8 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # 40 items of +-1: the mean's error is 0.16. The first of Holm's three tests needs a mean of 2.4 errors
+    # with 40 items of +-1 the mean's standard error is 0.16. In the first of Holm's three tests a mean is
+    # significant if it is at least 2.4 standard errors
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -256,7 +257,7 @@ def test_data_sets_are_those_asked_for(measured):
         for of, right in (("qasper", 1), ("trec", 0))
         for line in lines(full={"f1": [right, 1]}, h2o__64={"f1": [right, 0]})
     ]
-    # like a line of an older version, which lacks this score
+    # lines of older versions lack this score
     del stored[0]["scores"]["f1"]
     text = measured(stored, ScoreTable("f1", by=("of",), of=("qasper",), pooled={"all": None}))
     assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
@@ -302,8 +303,9 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
-    # the units are texts: four books or two papers are too few for a test, and in one of the six texts H2O is
-    # better, not worse. If blocks were units, the books would have a verdict
+    # the units are texts. Four books or two papers are too few for a test. All six texts have no verdict
+    # either, because H2O is worse in five texts and better in one. If blocks were units, the books would have
+    # a verdict
     assert "better" not in text
     assert "worse" not in text
     text = measured(list(of_texts(6, [0.1] * 6)), table)

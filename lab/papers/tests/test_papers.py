@@ -282,7 +282,7 @@ def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name)
     folders = ("--results", tmp_path / "results")
     program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *folders)
     assert calls[0][-7:-4] == ("-m", "b.gguf", "-t")
-    # with --results `run` does not write the document
+    # with --results, `run` does not write the document
     assert "kvtool" not in document.read_text()
     program(monkeypatch, "show", name, *folders)
     shown = capsys.readouterr().out
@@ -392,7 +392,7 @@ def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(kinds.NUMBERS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_number_of_a_paper_is_in_a_table(path):
-    """Without this test, numbers of a misspelt policy or of an unused table would be missing unnoticed."""
+    """Find misspelt policies and unused tables. Otherwise their numbers would be missing unnoticed."""
     tables = [table.paper.items() for each in EXPERIMENTS.values() for table in each.tables]
     for name in json.loads(path.read_text(encoding="utf-8"))["tables"]:
         numbers = kinds.numbers(path.stem, name)

@@ -152,7 +152,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
-    # each prompt is read once for all rows, even if some of them have its result already
+    # each prompt is read once for all rows, even if some rows already have a result for this prompt
     records.rewrite(
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
@@ -176,5 +176,5 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     assert not any(each["length"] == 3900 for each in records.read(out))
     needs = refused(capsys, *command, "--tasks", "qa_1")
     assert "--squad=FILE; --tasks=... leaves it out" in needs
-    # a record has the references, as a record of kvtool eval has
+    # the record has the references, like a record of kvtool eval
     assert json.loads(before.splitlines()[0])["references"]

@@ -35,7 +35,8 @@ def test_without_a_difference_one_test_in_twenty_finds_one():
 
 
 def test_of_many_tests_holm_lets_chance_find_one_in_a_table_of_twenty():
-    # Holm's steps (1979): 4 x .005, 3 x .01, 2 x .03; then 1 x .04, raised to the .06 of the step before
+    # Holm (1979) multiplies the sorted p-values: 4 x .005, 3 x .01, 2 x .03 and 1 x .04. The last product is
+    # raised to .06, the product before it
     assert significance.holm(np.array([0.01, 0.04, 0.03, 0.005])) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert significance.holm(np.array([0.9, 0.8])).tolist() == [1, 1]
     assert significance.holm(np.array([])).tolist() == []
