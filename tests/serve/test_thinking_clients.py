@@ -20,7 +20,7 @@ from kvtool.serve.tools.formats import HERMES
 from tests import tiny
 from tests.serve.answered import Answering
 from tests.serve.here import here
-from tests.serve.test_serve_clients import chat, filled, message
+from tests.serve.test_serve_clients import filled, read_chat, read_message
 
 _ALL = [
     json.loads(line)
@@ -62,7 +62,7 @@ def test_thought_answer_and_calls_come_apart_and_a_thought_that_comes_back_is_re
         sent = server.ask(line["path"], body, headers=line["headers"])
         assert sent.status_code == 200, sent.text
         assert '"ignored"' not in sent.text
-        answer = (message if line["path"].startswith("/v1/messages") else chat)(sent.text, body)
+        answer = (read_message if line["path"].startswith("/v1/messages") else read_chat)(sent.text, body)
         assert (answer.thought.strip(), answer.text) == (thought, text)
         assert json.loads(answer.call[1]) == call[1] if name else answer.call is None
         answers.append(answer)
