@@ -79,7 +79,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compare the name of the class, because click 8.1 does not have this class: it prints the help itself
+        # compare the name, because click 8.1 has no class NoArgsIsHelpError and prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None

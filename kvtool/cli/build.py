@@ -34,7 +34,7 @@ def build(
     cmake_args = device_args(devices) if cpu or devices else asked_cmake_args()
     try:
         needs.check_environment()
-        # so that Ctrl-C removes a half-finished build
+        # raise KeyboardInterrupt at Ctrl-C, so that a half-finished build is removed
         with interrupt.raising():
             built = wheel.find_or_build(sources.patches_dir(), cmake_args)
             is_new = wheel.install(built, cmake_args)

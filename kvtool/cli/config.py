@@ -47,9 +47,10 @@ def config(
 ) -> None:
     """Show which defaults are set in the config file and in the environment.
 
-    Every option can have a default in the file, written budget = "10%": at the top level for all commands, in
-    a table [chat] for one, in a table [models."NAME"] for a model. A variable, KVTOOL_BUDGET for all commands
-    or KVTOOL_CHAT_BUDGET for one, beats the file. The command line beats both.
+    Every option can have a default in the file, for example budget = "10%". Write it at the top level for all
+    commands, into a table [chat] for one command, or into a table [models."NAME"] for one model. A variable
+    overrides the file: KVTOOL_BUDGET for all commands, KVTOOL_CHAT_BUDGET for one command. An option that you
+    type overrides both.
     """
     if path:
         typer.echo(settings.config_file())

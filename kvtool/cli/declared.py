@@ -112,11 +112,11 @@ def _number_parser(
 ) -> Callable[[Any], int | float]:
     """Return a function that click calls to read and check a number.
 
-    The number is checked while the command line is parsed. At that time, an error can name the setting from
-    which the number comes.
+    The function runs while click parses the command line. If it raises an error, the message can therefore
+    name the setting from which the number comes.
 
-    is_list: True for a repeatable option. The function gets its numbers one by one. `Option.read` gets all
-    numbers later.
+    is_list: True for a repeatable option. click calls the function once for each number, so that the function
+    cannot call `Option.read`, which takes all numbers.
     """
 
     def parse(raw: Any) -> int | float:

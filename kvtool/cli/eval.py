@@ -168,7 +168,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", args.plot)
-    # check before the model is downloaded
+    # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
     from kvtool.config import archive, notes
@@ -212,7 +212,8 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # some tasks ask all items in one stream; if such a stream is not complete, no records are kept
+            # a task that asks all items in one stream has to start over after it was stopped, so do not
+            # report how many items are finished
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -410,7 +411,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
-    # compute this only once, because each interval takes thousands of random samples
+    # compute the groups only once, because the interval of each mean takes thousands of random samples
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
@@ -472,9 +473,10 @@ def _mean_cells(score: Mean) -> tuple[str, str, str]:
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """Return a score's means as a grid, for a task whose `by` has two names.
+    """Return the means of a score as a table, for a task that groups its items by two fields (`task.by`).
 
-    The result is (values of the first name, values of the second name, means for each pair of values).
+    The result is (row titles, column titles, rows). Row titles are the values of the first field, and column
+    titles are the values of the second field. A mean is None if no item has these two values.
     """
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]

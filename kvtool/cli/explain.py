@@ -212,7 +212,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # leave out `recalled`, because the policy itself sets it if the model has values
+        # leave out `recalled`, which users can set only for models without values (MLA)
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

@@ -63,7 +63,7 @@ def room() -> Room:
 
 
 def fits(entry: Entry, room: Room) -> bool | None:
-    """Return True if a model fits into `room`, None if the model's size is unknown."""
+    """Return True if a model is at most as large as `room` allows, None if the model's size is unknown."""
     return None if entry.about_bytes is None else entry.about_bytes <= room.n_bytes
 
 

@@ -34,7 +34,7 @@ class _AnswerOptions(GenerationOptions):
     n: int | None = redeclared(
         GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
     )
-    # chats use 0.8 by default, but with 0.8 fewer answers are right (docs/sampling.md)
+    # the default temperature of chats is 0.8, but at 0.8 fewer answers are right (docs/sampling.md)
     temp: float = redeclared(GenerationOptions, "temp", 0.4)
 
 

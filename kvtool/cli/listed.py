@@ -32,7 +32,10 @@ GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Commands with the name of a built-in function of Python. Each has the name of the command's function."""
+"""Commands whose names are also names of built-in functions of Python.
+
+Each command has the name of the function in kvtool that runs it.
+"""
 
 
 def module_of(command: str) -> str:

@@ -74,7 +74,7 @@ def list_(
             | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
             | _json_stored(copy)
-            # if a file is in the user's own folder, it takes no bytes of the cache
+            # a model file in the user's own folder takes no bytes of kvtool's cache folder
             | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, copy in known
         ]

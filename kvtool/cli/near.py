@@ -119,9 +119,9 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice about options of these programs. Each text is followed by the options for which it is given.
+"""Advice about options that only other programs have, or whose values are different in kvtool.
 
-These are options that kvtool does not have, or whose values are different in kvtool.
+Each text is followed by the options for which it is given.
 """
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}

@@ -81,7 +81,8 @@ def perplexity(
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)
-    # stream the text even if the policy reads prompts whole, because every token must be scored
+    # evict after each batch, even if the policy usually decodes a whole prompt before it evicts, because
+    # every token must be scored
     run = run.changed(prefill="stream")
     with (
         closing(source(file)) as text,

@@ -175,7 +175,7 @@ def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..
     redirect = sys.stdout is not None and sys.stdout.isatty()
     with _bars(*columns, redirect_stdout=redirect, speed_estimate_period=600) as bar:
         task = bar.add_task(label, total=n, completed=n_done)
-        # call this once before the first step, because rich needs two calls to measure the speed
+        # record the start with an advance of 0, because rich measures the speed between two calls
         bar.advance(task, 0)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)
 

@@ -147,7 +147,7 @@ def serve(
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # store a reduced context length, because otherwise the note would be printed again by `open_run`
+    # store the context length, which may be reduced: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
@@ -201,7 +201,10 @@ def _opened(
     system: str | None,
     most_bytes: int,
 ) -> Iterator[SlotPool]:
-    """Open the first engine, and yield the slots that answer requests. Also set the site's policy."""
+    """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
+
+    Also set `site.policy`. It may not be the requested policy, because `open_run` may replace the policy.
+    """
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
@@ -250,8 +253,8 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # with --rpc there is only one cache: if a worker had no memory for a second cache, this would end the
-        # server
+        # with --rpc, allow only one cache: if a worker had no memory for a second cache, the server process
+        # would end
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
@@ -264,8 +267,8 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # check the memory if there is no GPU, because Linux allocates more memory than it has; a GPU does
-            # not need the check, because it reports an error
+            # without a GPU, check the free memory, because Linux allocates more memory than it has. A GPU
+            # reports an error if its memory does not suffice
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
@@ -282,7 +285,7 @@ def _opened(
 
 
 def _connect(site: Site, pool: SlotPool) -> None:
-    """Set the functions and values of the site that its routes need to use the model and the slots."""
+    """Set the fields of `site` that need the loaded model, such as `tokenize`, `count` and `props`."""
     from kvtool.serve.slot import text_of
 
     slot = pool.slots[0]

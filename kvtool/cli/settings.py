@@ -32,7 +32,7 @@ Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # in `kvtool policies`, these options only change the list that is shown; no model runs
+    # `kvtool policies` runs no model. These options only change the list that it prints
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
@@ -103,7 +103,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # skip the top level if all options of the command are in OPTIONS_OF_ONE
+    # skip the top level if OPTIONS_OF_ONE lists all options of the command
     chosen = [
         table
         for table in all_tables
@@ -118,7 +118,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # the values of -o are for the policy of the same source; if a later source sets a policy, drop them
+        # if this layer sets the policy, drop the values of -o for the policy of earlier layers
         if "policy" in layer:
             result.pop("options", None)
         result |= layer
@@ -297,8 +297,8 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 def _instead(name: str, meant: Mapping[str, str]) -> str:
     """Return " Did you mean ...?" for a variable that does not belong to an option.
 
-    "" if there is no suggestion. meant: maps names that a user may type to the right names of variables. It
-    has a name for every name of every option.
+    "" if there is no suggestion. meant: maps possible names of variables to the right names. An option with
+    several names has only one variable, but a user may form a variable from any of these names.
     """
     rest = name.removeprefix(VARIABLE)
     right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))

@@ -60,7 +60,7 @@ def worker(*, args: _WorkerOptions) -> None:
     n_bytes = None if args.mem is None else parse_bytes(args.mem)
     if n_bytes == 0:
         raise UsageError("--mem must be above 0; leave it out to lend all memory")
-    # try to use the port, because ggml does not say why it cannot listen
+    # first listen at the port here, because ggml would not say why listening fails
     listener(address, port).close()
 
     from kvtool.llama.crash import guard
@@ -135,7 +135,7 @@ def _names(devices: list[dict[str, object]]) -> str:
 def _stdout_lines() -> TextIO:
     """Return the lines that this process, including C code, writes to stdout from now on."""
     if sys.stdout is None:
-        # stdout is closed: open another file as number 1, so that the pipe does not get this number
+        # stdout is closed: open /dev/null as file descriptor 1, so that no end of the pipe gets this number
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()

@@ -81,7 +81,8 @@ def chat(
         if args.session:
             if saved:
                 files.resume(args.session)
-            # check this before the first turn: without this place no turn could be saved
+            # check this before the first turn: if another file has the path of the session's archive, no turn
+            # can be saved
             archive_file.check_place(args.session)
         with_thinking(generation, conversation.set_effort)
         conversation.pin_system()

@@ -67,9 +67,9 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # the version of the chat that the session file holds
+        # `chat.version` when the chat was last saved to `path` or loaded from there, or None
         self._saved_version: int | None = None
-        # the values of `_comparable` for the chat that the session file holds
+        # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
@@ -162,12 +162,13 @@ class ChatFiles:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
-        """Write the session if it has a path. If this fails, the error is stored in `unsaved`.
+        """Write the chat to `path`, unless `path` is None. If this fails, store the error in `unsaved`.
 
-        undone: True after an undo. The session then no longer has the undone turns. But if the session holds
-        an earlier chat, the session is not written, because further undos can lead back to that chat.
+        undone: True after an undo. The file is then replaced by one without the undone turns. There is one
+        exception: if the file holds an earlier chat, it is not replaced, because the user may return to that
+        chat with further undos.
 
-        is_new_turn: True after a new turn. In this case the session is always written.
+        is_new_turn: True after a new turn. The file is then always written.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()
@@ -220,9 +221,9 @@ class ChatFiles:
             self._set_aside.append(aside)
 
     def _holds_earlier_chat(self, path: Path) -> bool:
-        """True if the session holds an earlier chat, to which further undos can lead back.
+        """Return True if the session file holds an earlier chat, to which the user may return with undos.
 
-        False if the session holds turns of this chat that were undone.
+        Return False if the file holds the present chat, perhaps with turns that were undone since.
         """
         is_ours = self._saved is not None and self._saved["id"] == self.chat.id
         return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
@@ -247,7 +248,7 @@ class ChatFiles:
                 self.recovered.append(spare)
 
     def _comparable(self) -> Meta:
-        """Return the values of the chat that `_would_lose` compares later."""
+        """Return values of the present chat, in the form that `_would_lose` takes."""
         return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
     def _write(self, path: Path) -> None:
@@ -308,7 +309,7 @@ class ChatFiles:
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        # computed only when needed, because hashing a large model takes time
+        # call `fixed_of` only if its result is needed, because it hashes the model, which takes time
         return fixed_of(self.chat.writer.engine, self.run.policy)
 
 
@@ -376,8 +377,9 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
 
     The policy of the session is treated as if the user had typed it.
 
-    A session of an old kvtool may have parameters that the policy no longer has. In that case, these
-    parameters and the adjustable parameters are left out, unless the user typed -o.
+    A session of an old kvtool may have parameters that the policy no longer has. In that case, unless the
+    user typed -o, these parameters are left out. The policy's adjustable parameters are then also left out:
+    they may have other values than in the session.
     """
     from kvtool import policies
 
@@ -433,17 +435,20 @@ _FLAGS = {
     "value_type": "--cache-type-v {}",
     "llama_cpp": "llama.cpp {}",
 }
-"""Texts with which messages show the values that `fixed_of` returns.
+"""Texts with which messages show the values that `fixed_of` returns. The value replaces {}.
 
-Parameters of a policy are not listed here. Messages show them as `-o name=value`.
+A name that is not listed here is a parameter of a policy. Messages show it as `-o name=value`.
 """
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the options that differ between two chats, as pairs (theirs, ours).
+    """Return the options that differ between a session and the present chat.
 
-    Only the first of these differences is returned: models, adapters, policies, budgets. If all four are the
-    same, all other differences are returned.
+    Each difference is a pair: the session's option and the chat's option, as text. If the models differ, only
+    this difference is returned. The same is true for adapters, policies and budgets, in this order. If all
+    four are the same, all other differences are returned.
+
+    theirs, ours: results of `fixed_of` for the session and for the chat.
     """
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
     # a chat without adapters has no value "lora"

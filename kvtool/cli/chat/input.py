@@ -72,7 +72,7 @@ class Prompt:
         buffer.start_selection()
         buffer.cursor_position = len(buffer.text)
         if buffer.selection_state:
-            # only in shift mode, typed text replaces the selection
+            # in prompt_toolkit's shift mode, typed text replaces the selection
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
@@ -97,7 +97,7 @@ def confirmed(question: str) -> bool:
 
 
 class Meant(NamedTuple):
-    """A command or a turn, without the quotes and backslashes that the user typed around lines."""
+    """A command or a turn, from which `meant` has removed the quotes and the backslashes at line ends."""
 
     text: str
     is_command: bool
@@ -190,7 +190,7 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    # leave out searches, because prompt_toolkit itself handles Enter during a search
+    # while the user searches the history, prompt_toolkit itself handles Enter
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer

@@ -116,7 +116,8 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # text that is indented by half the width or more is not a list
+            # indent wrapped lines like the text of their first line, unless this is half the width or more:
+            # then the text is not an item of a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled

@@ -1,4 +1,7 @@
-"""A reply in a terminal. The thought is dimmed. When it ends, a line replaces it, and the answer follows."""
+"""Show a reply in a terminal.
+
+The thought is dimmed. When the thought ends, a single line replaces it, and the answer follows this line.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ class ReplyView:
         if self._hides:
             return Text("thinking", style="dim")
         n = max(min(_MOST_LINES, self._console.height // 2), 1)
-        # wrap only the end of the thought, as much as fits in n lines of the terminal
+        # wrap only the end of the thought: as many characters as n lines of the terminal can show
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)
         return Text("\n").join(lines[-n:])

@@ -30,7 +30,7 @@ _N_LINES = 8
 """When a chat is continued, at most this many lines of the last turn are shown."""
 
 _GONE = "the new turn is at the prompt again, and the turn that it replaced is gone"
-"""Note after the user took back a turn that had replaced another turn."""
+"""Note after undoing a turn that had replaced an older turn. The older turn is not restored."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Terminal:
     edits
         True if the next turn replaces the last turn.
     last_typed
-        Has one item. The key is the last turn. The value is the text that the user typed for this turn, in
-        which @FILE is not yet replaced by the text of the file.
+        Maps the last turn to the text that the user typed for it. In the turn, each @FILE is replaced by the
+        text of the file.
     keys
         Hides typed characters while the chat is busy.
     """
@@ -131,7 +131,8 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # if the template takes thoughts as a separate field, the content of a message contains no thought
+        # if the template has a separate field for thoughts, "content" is only the answer. Otherwise it may
+        # begin inside a thought, as the reply did
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -225,7 +226,8 @@ class Terminal:
         started = time.monotonic()
         writer.ends_loops = self.files.generation.stop_loops == "on"
         try:
-            # if the terminal is closed, an error ends the loop; closing `pieces` adds the reply to the chat
+            # if the terminal is closed, `view.write` raises an error. `closing` then closes the generator
+            # `pieces`, which adds the reply so far to the chat
             with view, closing(self.conversation.answer(self.files.generation.n)) as pieces:
                 for piece in pieces:
                     view.write(piece)
@@ -244,12 +246,11 @@ class Terminal:
         return not self.conversation.messages[-1]["content"].strip()
 
     def _refuse(self, text: str, again: bool) -> None:
-        """Put a refused turn at the next prompt, where typing replaces the turn.
+        """Put a refused turn at the next prompt.
 
-        A turn of several lines is dropped.
-
-        again: True if the turn should have replaced the last turn. Then any turn is put at the prompt, and
-        typing does not replace it.
+        again: True if the turn should have replaced the last turn. The user can then edit the refused turn at
+        the prompt. False for a new turn: the turn is put at the prompt only if it has a single line, and the
+        first character that the user types replaces the turn.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects = not again
@@ -272,8 +273,8 @@ class Terminal:
     def _cancel(self, instead: str | None) -> None:
         """Undo a turn that the user stopped before its reply began.
 
-        instead: None, or the text of the stopped turn if it had replaced another turn. This text is put at
-        the next prompt.
+        instead: text that is put at the next prompt. This is the text of the stopped turn if that turn had
+        replaced another turn, and None otherwise.
         """
         self.conversation.undo_turn()
         if instead is None:
@@ -284,13 +285,13 @@ class Terminal:
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
-    """Return a line about a chat of n tokens: the shares in the cache, in the archive and forgotten.
+    """Return a line about a chat of n tokens: which shares are cached, archived and forgotten.
 
-    If rows hold different tokens, these shares do not add up to 100 %. In this case the line has two other
-    shares: the mean share that a KV head keeps, and the share that all KV heads have forgotten.
+    If the KV heads have cached different tokens, these three shares do not add up to 100 %. The line then has
+    two other shares: the mean share that a KV head has cached, and the share that is forgotten.
 
-    n_held: mean number of tokens that a row holds. n_forgotten: number of tokens that are in no row and not
-    in the archive.
+    n_held: mean number of tokens that a KV head of a layer has cached. n_forgotten: number of tokens that no
+    KV head has cached and that are not archived.
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:

@@ -84,7 +84,7 @@ def stats(terminal: Terminal) -> None:
 
 
 def _renumbered(engine: Engine) -> str:
-    """Return a note if positions were assigned again because the chat exceeded its context, else ""."""
+    """Return a note if the chat exceeded the context, so that cached tokens got new positions, else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 _DEFAULT = "default"
-"""After this word, /think uses the default of the model's template again."""
+"""The user types `/think default` to return to the default of the model's chat template."""
 
 _HOT = 2
 """Above this temperature, replies make no sense.
@@ -93,7 +93,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # this can only come from the first save, during which Ctrl-C can stop the hashing of the model
+            # the first save hashes the model. Ctrl-C raises this error only during the hashing
             self.terminal.note("stopped")
         return True
 
@@ -195,7 +195,8 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # some templates put the budget into the prompt, and a changed prompt has to be read again
+            # some templates put the thinking budget into the prompt, so that the model has to read the chat
+            # again if the budget changes
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
@@ -248,11 +249,12 @@ class Commands:
         self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {does}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
-        """Change how much the model thinks before a reply.
+        """Change how much the model thinks before a reply. Return False if nothing was changed.
 
-        Return False if the chat cannot be copied for /undo, and the user therefore keeps the old setting.
+        If the change alters the text of the chat so far, the chat is first copied for /undo. If the disk has
+        no room for the copy, the user is asked, and may keep the old setting.
 
-        change: the command that the user typed. /undo names it.
+        change: the command that the user typed. /undo shows it.
         """
         chat = self.conversation
         again = chat.rereads(effort, budget)

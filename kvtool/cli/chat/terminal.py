@@ -55,8 +55,8 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
-    # if the prompt starts with a text, drop text that the user typed before the prompt appeared, because this
-    # text is not meant to be appended
+    # if kvtool puts a text at the prompt, drop the characters that the user typed before the prompt appeared:
+    # otherwise they would be appended to that text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:

@@ -221,7 +221,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
 
 
 def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
-    """Do the missing runs. Add each record to `results` and the file as soon as its run ends.
+    """Do the runs that have no result yet. When a run ends, add its record to `results` and to the file.
 
     Raises output.Stopped after Ctrl-C.
     """
@@ -238,7 +238,8 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # find the run of `full` that writes the reference; if the grid has no such run, add a run
+        # do the run of `full` first, because it writes the reference to which all other runs are compared.
+        # If it is not among the missing runs, add it
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 

@@ -39,7 +39,8 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # the sum of all attention in each row, in the unit of `attn`; each head and query adds 1 to it
+            # all attention of each row, in the unit of `attn`. The attention of one head in one query sums to
+            # 1, so all attention is the number of heads times the number of queries
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),

@@ -186,7 +186,7 @@ def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
 def _style(level: int) -> Style:
     if not level:
         return Style(color="color(244)")
-    # some terminals set this variable to "foreground;background"
+    # some terminals set COLORFGBG to the indices of their colours, as "foreground;background"
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
