@@ -60,7 +60,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
             "which archives nothing"
         )
     if not is_bytes:
-        # do not check whether so many tokens fit in memory, because the stream may always be shorter
+        # do not check whether n tokens fit in memory: n is only a limit, and the stream may have fewer tokens
         return {"archive": n}
     available, place = memory.total_bytes(), "this machine's memory"
     if file is not None:

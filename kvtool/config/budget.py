@@ -146,10 +146,10 @@ class Fitted(NamedTuple):
 
 
 def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> Fitted | None:
-    """Fit the policy of a run before its model is loaded. info: the model's header.
+    """Fit the policy of a run before its model is loaded. info: the model's header. Raises UsageError.
 
-    The result is None if this needs the loaded model: if the policy never evicts, or if the budget is in
-    bytes. For a budget in bytes, the policy's parameters are still checked. Raises UsageError.
+    Only a budget in cells can be fitted without the loaded model. The result is None if the policy never
+    evicts, or if the budget is in bytes. If it is in bytes, only the policy's parameters are checked.
     """
     if not spec.kind.evicts:
         return None
@@ -203,9 +203,9 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
 
 
 def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce the cells of a budget in bytes.
+    """Reduce the number of cells that `fit` computed from a budget in bytes.
 
-    The cells that recall adds in a step also take bytes, so the budget has to include them.
+    recall fills additional cells in each step. These cells also take bytes, which the budget has to include.
     """
     policy = fitted.policy.on(layers.n_group, layers.has_values)
     if not policy.recall:

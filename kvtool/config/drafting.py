@@ -117,10 +117,11 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_draft
 
-    # reset the options for workers, adapters and places of tensors, because they are for the large model
+    # reset --rpc, --lora and the options that place tensors, because they are for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # with workers, the values of these options are for all GPUs and workers together, so reset them
+        # the large model uses GPUs and workers, but the draft model does not use workers: reset the options
+        # whose values count GPUs and workers together
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:

@@ -116,7 +116,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest names of fields, even if the typed name is similar to a name in requests
+            # if the typed name is similar to a name that only requests have, suggest the name of its field
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")

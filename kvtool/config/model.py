@@ -87,7 +87,7 @@ def opened_on_model(
             placement=run.placement,
             adapters=run.adapters,
             mtp=mtp,
-            # keep a draft model off the workers, which the process has for the large model
+            # a draft model has no workers: it must not use the workers that the large model has
             local=not run.workers,
         )
         try:

@@ -43,7 +43,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
 
 def resident_note(engine: Engine) -> str | None:
-    """Return a note if the engine cannot have the residents that --resident asks for, else None."""
+    """Return a note if the device cannot hold archived tokens, as --resident asks, else None."""
     why = engine.residents.obstacle
     return f"--resident {engine.settings.resident} does nothing: {why}" if why else None
 

@@ -134,7 +134,7 @@ def open_run(
 
 
 def check(run: RunOptions) -> policies.PolicySpec:
-    """Return the policy that the options name. Raises UsageError if the options work with no model."""
+    """Return the policy that the options name. Raises UsageError if no model works with the options."""
     spec = policies.spec(run.policy, run.evict_every, run.options)
     if not spec.kind.evicts:
         if "budget" in run.typed:

@@ -91,7 +91,10 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
 
 
 def resident_cells(engine: Engine) -> str | None:
-    """Return a clause about the number of resident tokens and their bytes. None without resident tokens."""
+    """Return a clause about the archived tokens that the device also holds (--resident), and their bytes.
+
+    None if there are no such tokens.
+    """
     residents = engine.residents
     if not residents.n_token:
         return None
