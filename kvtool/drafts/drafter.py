@@ -35,7 +35,10 @@ class Searched(Source, Protocol):
     """Source that finds draft tokens by a fast search. It can return any requested number of tokens."""
 
     def look(self) -> int:
-        """Number of matching tokens before the tokens that `guess` would return; 0 without a match."""
+        """Find an earlier place that matches the end of the stream. Return how many tokens match, or 0.
+
+        `guess` then returns the tokens that follow this place.
+        """
 
 
 class Drafter:
@@ -55,7 +58,8 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = DraftLength()
-        # support and number of the last draft tokens. The support is 0 if the tokens are not from the lookup
+        # support (see `DraftLength`) and number of the last draft tokens. The support is 0 if they are not
+        # copied from the stream
         self._support = self._n = 0
         self._started = 0.0
 
@@ -93,13 +97,13 @@ class Drafter:
         if constraint and len(found):
             found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
-        # Without room for draft tokens, the time of the step is not used, because several streams may share
-        # this step
+        # do not measure a step that may have no draft tokens, because it may also decode tokens of other
+        # streams
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
 
     def stepped(self) -> None:
-        """Record the time of the step with these draft tokens."""
+        """Record the time of the step that decoded the last draft tokens."""
         if self._started:
             self._pace.took(self._n + 1, time.perf_counter() - self._started)
 

@@ -24,8 +24,8 @@ class Lookup:
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # `_newest` has the newest place with each hash. For each place, `_before` has the previous place with
-        # the same hash. -1 means that there is no such place
+        # each place of the stream has a hash of the N_KEY tokens before it. `_newest` has the newest place
+        # with each hash. For each place, `_before` has the previous place with the same hash, or -1
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 

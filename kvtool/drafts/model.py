@@ -40,7 +40,7 @@ class ModelDraft:
         n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
         self._engine = Engine(model, policy, settings)
-        # only `_read_draft` makes copies
+        # the engine itself makes no copies of its cache; `_read_draft` makes them
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
         # number of the stream's tokens that were read, and the draft tokens that were read after the stream
@@ -80,7 +80,7 @@ class ModelDraft:
         self._ahead.append(token)
 
     def _begin(self) -> None:
-        """Empty the cache, and mark the newest tokens as unread: as many tokens as the cache can hold."""
+        """Empty the cache. `_catch_up` then reads the newest tokens, as many as the cache can hold."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
@@ -94,7 +94,7 @@ class ModelDraft:
         if self._has_copy and n < len(self._ahead):
             n = 0
             if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
-                # start over, because memory was short and there is no copy
+                # no copy could be made, because memory was short: start over
                 self._begin()
         else:
             self._engine.drop_drafts(len(self._ahead) - n)

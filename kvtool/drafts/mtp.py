@@ -17,7 +17,7 @@ N_CELL = 512
 
 _N_ROW = N_CELL - MOST
 _N_FIRST, _N_NEWEST = 4, 256
-"""Number of first rows and number of newest rows that stay when there are already `_N_ROW` rows."""
+"""When `MtpDraft` has `_N_ROW` rows, only this many first rows and this many newest rows stay."""
 
 _N_BATCH = 128
 """Maximum number of tokens that the MTP layers read at once."""
