@@ -51,8 +51,10 @@ def remember(cmake_args: str) -> None:
 def device_args(devices: Collection[str]) -> str:
     """Return $CMAKE_ARGS and the flags for `devices`, which are keys of DEVICES.
 
-    If `devices` is empty, return the flags for the CPU alone. In this case, UsageError is raised if
-    $CMAKE_ARGS asks for a device. The flags of the last build are not used.
+    The flags of the last build are ignored, even if $CMAKE_ARGS is not set.
+
+    If `devices` is empty, the flags are for a build that supports only the CPU. Raises UsageError if
+    $CMAKE_ARGS then asks for a device.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]

@@ -71,7 +71,7 @@ def _runs(program: str) -> bool:
     words = shlex.split(program)
     if not words or not shutil.which(words[0]):
         return False
-    # run the program, because a Mac without the command line tools has a c++ that only prints a hint
+    # it is not enough that the file exists: on a Mac without the command line tools, c++ only prints a hint
     return subprocess.run([*words, "--version"], capture_output=True, check=False).returncode == 0
 
 

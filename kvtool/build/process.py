@@ -27,7 +27,7 @@ _CAUSES = {
     ),
     "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
 }
-"""Causes of failures. Each cause has a pattern, which the log matches if this is the cause."""
+"""Messages about causes of failures. A message is shown if its pattern matches the log of the failure."""
 
 
 class Progress:
@@ -96,7 +96,7 @@ def run(
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        # Ctrl-C needs no code here: it raises an error in this block, and the command also gets the signal
+        # Ctrl-C needs no code here: KeyboardInterrupt ends this block, and the command also gets the signal
         with Popen(
             command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:
