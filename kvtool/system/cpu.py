@@ -65,8 +65,8 @@ def default_threads() -> int:
     if not shared:
         return len(cpus)
     try:
-        # count different lists, because all CPUs of a core have the same list; half the number of CPUs may be
-        # wrong, because taskset can give the process only one CPU of a core
+        # all CPUs of a core have the same list, so the number of different lists is the number of cores. Do
+        # not halve the number of CPUs: taskset can give the process only one CPU of a core
         return len({(_CPUS / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in cpus})
     except OSError:
         return max(len(cpus) // 2, 1)

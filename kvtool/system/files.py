@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 from kvtool.system.paths import cache_dir
 
 LOCK = ".lock"
-"""The lock of a file has the file's name with this suffix. The lock of a folder has this name."""
+"""Suffix of the lock file of a file. The lock file of a folder is inside the folder, and this is its name."""
 
 
 PART = ".kvtool.part"
@@ -128,7 +128,7 @@ class Log:
     def append(self, text: str) -> None:
         """Append an entry. Raises OSError."""
         data = text.encode("utf-8", "replace")
-        # the end of the file, to which it is truncated after an error; a pipe cannot be truncated
+        # after an error, the file is truncated to its present size; a pipe cannot be truncated
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
         try:
             write_all(self._file, data)
@@ -143,13 +143,13 @@ class Log:
 
 
 def set_aside(path: Path, *suffixes: str) -> Path:
-    """Give a second name to each of several files. Return the second name PATH.n of `path`.
+    """Give second names to the file PATH (`path`) and to files that belong to it. Return the path PATH.n.
 
-    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. By default, the only
-    suffix is "", so that PATH itself gets a second name.
+    suffixes: for each suffix, the file PATH + suffix gets the second name PATH.n + suffix, if the file
+    exists. With the suffix "", which is the default, PATH itself gets the second name PATH.n.
 
-    n is the first number from 1 on for which there is no file PATH.n, and no file PATH.n + suffix. If an
-    OSError is raised, no file has a second name.
+    n is the smallest number from 1 on for which no file PATH.n and no file PATH.n + suffix exists. If OSError
+    is raised, no file has a second name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)
@@ -215,8 +215,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         # Remove the file, because filelock 4 does not do this on Unix. This is safe while the lock is held:
-        # if a waiting process gets a lock on a removed file, it tries again (its _finalize_locked_fd, since
-        # 3.24).
+        # if a waiting process gets a lock on a removed file, it tries again (_finalize_locked_fd in filelock,
+        # since 3.24).
         if os.name == "posix":
             with suppress(OSError):
                 path.unlink()
