@@ -1,6 +1,7 @@
-"""Start kvtool: for the command `kvtool` and for `python -m kvtool`.
+"""Start kvtool, for the command `kvtool` and for `python -m kvtool`.
 
-Before anything else is imported, Ctrl-C is set to end the program with one line.
+First, a signal handler is installed: at Ctrl-C, it prints one line and ends the process. Only then are the
+other modules imported, so that Ctrl-C also works during the imports.
 """
 
 import io

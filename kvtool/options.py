@@ -132,7 +132,7 @@ def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
 
 
 def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
-    """Declare an option again that the class `kind` declares, with a new default or other attributes."""
+    """Declare an option of the class `kind` again, with a new default or other attributes."""
     (original,) = (field for field in fields(kind) if field.name == name)
     changed = dataclasses.replace(original.metadata["option"], **attributes)
     return field(

@@ -32,7 +32,10 @@ MOST_THREADS = 512
 """Maximum number of CPU threads. With more threads, ggml ends the process."""
 
 MOST_RESIDENT = 2**20
-"""Maximum number of resident tokens of a row. llama_kvtool_reside has the same limit."""
+"""Largest value of --resident: the number of archived tokens of a row that the device also holds.
+
+The function llama_kvtool_reside of the patch has the same limit.
+"""
 
 _UNITS = {
     "B": 1,
