@@ -2,7 +2,8 @@
 
     python docs/make_chat.py
 
-It needs tmux, and takes minutes: a model of 1 GiB is downloaded once, and reads kvtool's own reference.
+This needs tmux and takes minutes, because the model reads docs/cli.md. At the first call, the model (1 GiB)
+is downloaded.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
 def typed(state: str) -> str:
     """Type the questions, wait for the answers, and return the screen with its colours.
 
-    state: a folder for the history of the input.
+    state: an empty folder, in which kvtool writes the history of the input.
     """
     own = SETTINGS | {"PATH": f"{KVTOOL.parent}:{os.environ['PATH']}", "XDG_STATE_HOME": state}
     # set the variables with `env`: if `tmux -e` set them, the shell that tmux starts would change some of
@@ -65,7 +66,7 @@ def typed(state: str) -> str:
 
 
 def wait(prompt: str) -> None:
-    """Wait until the last line is this prompt and the screen has not changed for two seconds."""
+    """Wait until the last line of the screen is `prompt` and the screen has not changed for two seconds."""
     same, before = 0, ""
     while same < 4:
         time.sleep(0.5)
@@ -79,7 +80,7 @@ def draw(screen: str) -> None:
     """Write the picture of a screen, without addresses of fonts, so that the picture loads nothing."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, color_system="truecolor")
-        # print one text, because a style continues in the next line
+        # print all lines as one text, because a style can begin in one line and go on in the next line
         console.print(Text.from_ansi(screen.rstrip("\n")), soft_wrap=True)
         svg = console.export_svg(title="kvtool chat", unique_id="kvtool")
     TARGET.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.S), encoding="utf-8")

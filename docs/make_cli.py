@@ -117,7 +117,7 @@ EXITS = {
 
 
 def page() -> str:
-    """The whole document."""
+    """Return the text of docs/cli.md."""
     root: Any = get_command(app)
     commands = dict(_commands(root, "kvtool"))
     index = [f"| [`{name}`](#{_anchor(name)}) | {_summary(command)} |" for name, command in commands.items()]
@@ -233,7 +233,7 @@ def _exit_codes() -> str:
 
 
 def _errors() -> Iterator[type[errors.KvtoolError]]:
-    """The kinds of error that users meet; each has its exit code."""
+    """Yield the classes of errors in kvtool.errors. Each class has an exit code."""
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.KvtoolError):
             yield kind
