@@ -109,7 +109,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # a thought or an answer may begin here, so it is not certain that any of the tokens fits
+            # it is not known yet whether a thought or an answer begins, so no token can be promised to fit
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -162,7 +162,8 @@ class AfterThought(Constraint):
         """Tags with which a reply may begin, each with the position after the tag."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # the budget allows no tokens of a thought, so allow only the tag of a reply without a thought
+            # the budget allows no thought: remove the tag that opens a thought, so that the reply must begin
+            # with the tag of a reply without a thought
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -256,7 +257,11 @@ class AfterThought(Constraint):
 
 
 def _place_after(header: str, tags: Tags) -> _Place:
-    """Return the position of a reply's first token. The header may open or close a thought."""
+    """Return the position of the first token after a reply header.
+
+    It is THOUGHT if the header opens a thought, and ANSWER if the header closes a thought or has the tag of a
+    reply without a thought. Otherwise it is START.
+    """
     _, opened, rest = header.rpartition(tags.start)
     if opened and tags.end not in rest:
         return _Place.THOUGHT

@@ -4,10 +4,11 @@ A session lists the parts with their offsets and hashes. A turn appends new part
 tokens, and then replaces the session file. If the process dies in between, the old session still lists the
 old parts, and the next turn overwrites the unlisted end of the file.
 
-There are three kinds of parts: keys and values of archived tokens, clusters of some blocks, and checkpoints.
-Clusters are saved so that a restored archive need not be clustered again. A block gets new clusters when it
-becomes far, because all tokens of a far block are treated as equally distant. The block's old clusters are
-then no longer listed.
+There are three kinds of parts: keys and values of archived tokens, clusters of these tokens, and checkpoints.
+Clusters are saved so that a restored archive need not be clustered again. Tokens are clustered in blocks of
+consecutive tokens. When the stream has become so long that a block counts as far, the block is clustered
+again, because all tokens of a far block are treated as equally distant. The session then lists the new
+clusters, and no longer the old ones.
 
 The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
 file, FILE.archive.next, if another session shares the old file or if less than half of the old file would be
@@ -129,8 +130,8 @@ class ArchiveFile:
         """Write the new parts of an archive and of checkpoints; yield the arrays that list all parts.
 
         The caller writes the session inside the context. If anything fails, the old session keeps its
-        parts. Another chat's archive at this path is set aside first. Raises OSError. Raises SessionError
-        if a file that is not an archive would be replaced.
+        parts. If FILE.archive belongs to another chat, it is renamed first: see `moved`. Raises OSError.
+        Raises SessionError if a file that is not an archive would be replaced.
         """
         self.open()
         self._set_other_aside()
@@ -138,7 +139,8 @@ class ArchiveFile:
         parts = contents.parts(old.offsets if old else {})
         file = old if old and old.suits(parts, contents.token_bytes) else None
         if parts and not file:
-            # list the parts again: the new file cannot get tokens that the archive has already deleted
+            # List the parts again for the new file. Parts of the old file may have tokens that the archive
+            # has deleted since, and these tokens cannot be written to a new file
             file, parts = self._begin(), contents.parts({})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -170,8 +172,9 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
-            # Keep the list: if only checkpoints are damaged, it has the id of this chat's file. By this id,
-            # `_set_other_aside` sees that the file does not belong to another chat
+            # `saved` lists no parts, but it may have the id of FILE.archive: a session is loaded without its
+            # checkpoints if FILE.archive has only checkpoints and is damaged. Keep the id, because it tells
+            # `_set_other_aside` that FILE.archive does not belong to another chat
             self._listed = saved
             return
         both = _, following = archive_paths(self._session)
@@ -182,7 +185,7 @@ class ArchiveFile:
                     self._file = _PartFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
-        # a killed process may have left these two steps undone
+        # a killed process may have left FILE.archive.next: rename it if the session lists it, or delete it
         self.finish_rename()
         if self._file:
             _delete(following)
@@ -202,7 +205,8 @@ class ArchiveFile:
         place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
-                # a second name shows that a killed process has already set this file aside
+                # if the file has a second name (hard link), leave it: a process that was killed has already
+                # set the other chat's archive aside under that name
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
@@ -212,10 +216,10 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Open the archive file a second time and return the new file. None if the session lists no parts.
+        """Return another file object for the archive file. None if the session lists no parts.
 
-        A copy for `undo` reads the present parts from the new file, even after a turn has replaced the
-        archive. Raises OSError.
+        A copy for `undo` keeps this object. Through it, the copy can read the present parts even after a turn
+        has replaced FILE.archive by another file. Raises OSError.
         """
         if not self._file:
             is_listed = bool(listed_parts(self._listed))
@@ -421,8 +425,8 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # if a block is far in only some rows, it is not in `blocks`. Its near clusters stay listed, because
-        # the other rows use them
+        # A block may be far in some rows but not yet in all rows. Then `blocks` does not have it. Keep its
+        # near clusters in the list, because the rows in which the block is near use them
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)
@@ -529,7 +533,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
             **{clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))},
             **{checkpoint_name(i): part for i, part in enumerate(listed_checkpoints(arrays))},
         }
-        # if there is no table, there are no archived tokens: all parts are checkpoints
+        # a session without the array TABLE has no archived tokens: all its parts are checkpoints
         self._begin, end = span(arrays) if TABLE in arrays else (0, 0)
         if not self._parts:
             self._data = np.empty(0, np.uint8)

@@ -80,15 +80,16 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Function that opens the session file and the archive file if they hold the present chat. Then
-        `remember` uses these files and does not write a copy. Otherwise the function returns None.
+        Function that returns the open session file and the open archive file if they hold the present chat.
+        `remember` then uses these files and does not write a copy. If the files do not hold the present chat,
+        the function returns None.
     template
         Chat template, with the variables for `effort`.
     effort
         How much replies think: see `set_effort`. None for the template's default.
     header
-        Reply header. Its tokens are held in the cache. The part that the template omits from earlier replies
-        is removed from the cache once the reply is finished.
+        Reply header. Its tokens are not evicted while they are the newest tokens. The part that the template
+        omits from earlier replies is removed from the cache once the reply is finished.
     shown
         Control tokens that `write` yields as text, because they delimit thoughts.
     thought_budget
@@ -131,7 +132,10 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Hold the reply header in the cache. Raises UsageError if the header leaves no room there."""
+        """Protect the newest tokens from eviction, as many as the reply header has.
+
+        Raises UsageError if the cache has no room for other tokens then.
+        """
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
@@ -271,8 +275,8 @@ class Conversation:
     def read_prompt(self, tokens: np.ndarray) -> bool:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
-        The last part of the header is not read here, because `write` reads it: the text that the template
-        omits from earlier replies, and the reply's beginning if a client gave a beginning.
+        The tokens after `header.kept` are not read here. `write` reads them: the text that the template omits
+        from earlier replies, and the beginning of the reply if a client gave it.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
@@ -298,8 +302,10 @@ class Conversation:
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
         """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
 
-        Call `finish_reply` afterwards. may_change: True if that call may change the reply in the cache. This
-        is the case if its argument `start` may be a text.
+        The caller must call `finish_reply` afterwards.
+
+        may_change: True if `finish_reply` may change the reply in the cache, because the caller may pass a
+        text as its argument `start`.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
@@ -335,7 +341,7 @@ class Conversation:
         start: text that the template writes between `header.kept` and the answer of an earlier reply, for
         example a thought. None to leave the reply unchanged.
 
-        If the cache already holds `start` at this place, nothing is read. Otherwise the cache is rewound to
+        If the reply in the cache already has this form, nothing is read. Otherwise the cache is rewound to
         the end of `header.kept`, and only `start` and the answer are read.
         """
         before, self._before_reply = self._before_reply, None
@@ -372,13 +378,13 @@ class Conversation:
         return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
     def _start(self, text: str) -> np.ndarray:
-        """Return the tokens of a first turn. Pins the system prompt and holds the reply header."""
+        """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`."""
         tokens, n = self._first(text)
         self._pin(n)
         return tokens
 
     def _pin(self, n: int) -> None:
-        """Pin the first n tokens, and hold the reply header."""
+        """Pin the first n tokens, and call `hold_header`."""
         self.writer.engine.pin(n)
         self.hold_header()
 
@@ -451,7 +457,8 @@ class Conversation:
         self.restore(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server saves a mark after every reply: keep only marks that a user's message follows
+            # A server saves a mark after every reply. Keep only the marks that a user's message follows,
+            # because `undo` takes back one turn of the user
             following = self.messages[mark.n_message : mark.n_message + 1]
             if [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)
@@ -488,7 +495,8 @@ class Conversation:
             try:
                 self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy())))
             except OSError:
-                # If this copy is missing, undo cannot reach older copies: drop older copies to make room
+                # The disk may have no room. Drop older copies to make room for this copy: without this copy,
+                # undo could not go back to them
                 if not len(self.undo_stack):
                     self._archive_file.close()
                     return False
@@ -527,7 +535,8 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # the stream before the command is lost with the copy, so drop the marks in that stream
+                # Only the damaged copy had the stream before the command. Drop the marks in that stream,
+                # because the engine cannot be rewound to them
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

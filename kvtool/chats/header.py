@@ -16,7 +16,10 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""`Header.ends` compares all tokens after `kept`, and this many tokens at the end of `kept`."""
+"""Number of tokens at the end of `Header.kept` that `Header.ends` compares.
+
+It also compares all tokens after `Header.kept`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

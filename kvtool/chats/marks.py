@@ -1,15 +1,17 @@
-"""Marks keep markers in messages plain text, so that only the template's markers become control tokens.
+"""Marks: characters in messages which ensure that only the template writes control tokens.
 
-A chat is rendered as one text. If a message quotes a web page that contains an <|im_end|>, this marker would
-end the turn. Therefore, before rendering, each marker in messages and tool definitions gets a mark after its
-first character. When the text is tokenized, the mark is removed, and the marked text is tokenized without
-looking for markers. Templates can trim and compare marked texts, and write them as JSON.
+A marker is the text of a control token, for example <|im_end|>. A chat is rendered as one text. If a message
+quotes a web page that contains <|im_end|>, this marker would end the turn. Therefore, before rendering, each
+marker in messages and tool definitions gets a mark after its first character. When the text is tokenized, the
+marks are removed, and the texts that had marks are tokenized without looking for markers. Templates can trim
+and compare marked texts, and write them as JSON.
 
 The model's replies are marked in the same way. The tags of a thought at the beginning of a reply are not
-marked, because the template reads them. Some markers are ordinary words of the vocabulary, such as <think> in
-most models. These markers keep their tokens in any message, because prompts use them. But in a tool's result,
-such a marker is marked if the template uses it. Otherwise a </tool_response> in a result would end the
-result.
+marked, because the template reads them.
+
+Some special tokens are ordinary words of the vocabulary, such as <think> in most models. Messages may contain
+these tokens, because prompts use them. Therefore they get no marks, with one exception: in a tool's result,
+such a token is marked if the template uses it. Otherwise a </tool_response> in a result would end the result.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from kvtool.llama.model import Model
 JOINT, CUT = "\U00010877", "\U00010878"
 """The marks are two ornaments of the Palmyrene script. Jinja filters and Python's repr do not change them.
 
-JOINT: the texts on both sides are tokenized together. CUT: they are tokenized separately. CUT is for markers
-that llama.cpp would find even in plain text. If a message contains such an ornament, the ornament is doubled.
+When a JOINT is removed, the text before it and the text after it are tokenized together. When a CUT is
+removed, these two texts are tokenized separately. A CUT is needed for markers that llama.cpp would find even
+in plain text. If a message itself contains one of the ornaments, the ornament is doubled.
 """
 
 _MARK = re.compile(f"[{JOINT}{CUT}]")

@@ -16,7 +16,10 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two texts with different first characters: any other text shares its first character with at most one."""
+"""Two marks to insert into a chat, so that its text changes at this place.
+
+Their first characters differ. Therefore at least one of them differs from the text that was there.
+"""
 
 
 def template_of(model: Model) -> Template:
@@ -42,9 +45,9 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
     """Return the text with which every chat with this system prompt begins.
 
     The text ends with the prompt's last character. If there are tools, it ends where the user's text begins,
-    because templates put tools after the system prompt. It is found by rendering chats that differ in one
-    place. Returns None if there is no such text: the template cuts the prompt or puts it after the user's
-    message. Raises ModelError.
+    because templates put tools after the system prompt. To find the end, chats with different system prompts
+    or users' messages are rendered and compared. Returns None if there is no such text, because the template
+    cuts the prompt or puts it after the user's message. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:

@@ -77,7 +77,10 @@ class Roles:
 
     @cached_property
     def _is_known(self) -> bool:
-        """True if the template renders the simplest chat. If not, small chats tell nothing about it."""
+        """True if the template renders a chat that is one user's message.
+
+        If it does not, small chats cannot show which roles it takes. `_shows` then assumes all roles.
+        """
         return self._shows_all(["user"])
 
     def _shows(self, *roles: str) -> bool:

@@ -36,7 +36,7 @@ The numbers are increased when the meaning of the file's contents changes.
 """
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
-"""Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""
+"""Name of a chat's file in a server's folder. A number at the end means that the file has an earlier turn."""
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
 """Names of arrays, each with the format number of a session that has this array."""
@@ -67,7 +67,8 @@ def lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 in_use = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(in_use) from None
-            # check this after locking: a server locks its folder first, and then checks the chats' locks
+            # look for a server only after locking the session: a server locks its folder first, and then
+            # checks the locks of the chats
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
                 in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
                 raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")
@@ -168,8 +169,9 @@ def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tup
     """Read a file that `dump` wrote. The arrays are views of the mapped file, read when they are used.
 
     name: name of the file in error messages. archive: the open archive file, or the path of the session. If
-    the session lists segments and `archive` is a path, the path's FILE.archive is opened. If only checkpoints
-    are missing or damaged, they are left out. Raises SessionError as `read` does, and OSError.
+    it is a path, and the session lists parts, the path's FILE.archive is opened. If FILE.archive is missing
+    or damaged, and has no archived tokens but only checkpoints, the checkpoints are left out. Raises
+    SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:

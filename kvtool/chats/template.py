@@ -138,7 +138,7 @@ class Template:
 
     @cached_property
     def of_marked(self) -> Template:
-        """The same template, which takes messages and tools whose texts are already marked."""
+        """Copy of the template for messages and tools that are already marked. The copy marks no texts."""
         other = self._copy()
         other._marks = False
         return other
@@ -340,7 +340,7 @@ class Template:
             between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
         except ModelError:
             return False
-        # text that the template also writes before a later turn does not belong to a system prompt
+        # if the template writes a text before every user's message, the text is no system prompt
         n = len(os.path.commonprefix([before[::-1], between[::-1]]))
         return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 

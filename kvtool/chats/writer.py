@@ -166,7 +166,8 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # the stream was being read again when it was stopped, so some of the first n tokens are unread
+            # an earlier call began to read the stream again, but was stopped, so some of the first n tokens
+            # are still unread: keep them unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -184,9 +185,9 @@ class Writer:
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decode i32[n] tokens. Return False if reading was stopped.
 
-        after_step: called after each step with the slice of the tokens that the step decoded. If `after_step`
-        is given, tokens are read as for measuring perplexity: all tokens give logits, and the policy plans
-        whenever a plan is due.
+        after_step: called after each step with the slice of the tokens that the step decoded. If it is given,
+        all tokens give logits, and each step ends at the latest when the policy has to evict. Perplexity is
+        measured in the same way.
         """
         self._drop_drafts()
         self._unread = np.concatenate([self._unread, tokens])
@@ -196,7 +197,8 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""
-        # False if the engine has read tokens that this writer does not know and so could not read again
+        # the stream can be read again only if this writer has all its tokens: False if the engine has also
+        # read tokens that did not come from this writer
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])

@@ -77,9 +77,9 @@ class ComputeLock:
                 self._is_held = False
 
     def await_step(self, mine: threading.Lock) -> None:
-        """Let other threads compute until another member calls `resume` with `mine`.
+        """Give the compute lock to other threads, and wait until another member has decoded the joint step.
 
-        mine: the lock of the member that calls this method.
+        mine: a lock of the waiting member. The member that decodes the step passes it to `resume`.
         """
         self.release()
         mine.acquire()

@@ -109,8 +109,9 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # reduce the permits of `_room` to one for each slot. All slots are busy, and their jobs and
-                # this job hold permits. The last `acquire` therefore waits until a slot is free
+                # From now on, `_room` must give one permit for each existing slot, so take the other permits
+                # away. All slots are busy, and each of their jobs has a permit. This job has one more permit
+                # than there are slots. Therefore the last `acquire` waits until a slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

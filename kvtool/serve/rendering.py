@@ -127,7 +127,7 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # text of the template's own header if `with_begun` has replaced this header; otherwise ""
+        # text of the template's own reply header if `with_begun` made this object; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -190,11 +190,12 @@ class Rendering:
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with its thought in the field START.
+        """Return the reply with the text before its answer, such as the thought, in the field START.
 
-        If the thought is equal to `_usual_start`, the reply does not get this field.
+        The reply does not get the field if the text is equal to `_usual_start`, the text that the template
+        writes before an answer without a thought.
 
-        region: the text between the previous reply and this reply. It may contain the thought.
+        region: the text between the previous reply and this reply.
         """
         start = self._thought_in(region)
         # clients strip white space from thoughts; normalize the white space, so that equal thoughts have
@@ -211,9 +212,12 @@ class Rendering:
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the part of a text after `Header.kept`.
+        """Return the part of a region that belongs to a reply: a thought, or other text before the answer.
 
-        If the text has no such header, return the thought at its end. If it has no thought, return "".
+        This is the part after the last `Header.kept`. If the region does not have `Header.kept`, return the
+        thought at the end of the region, or "" if the region does not end with a thought.
+
+        region: see `_with_start`.
         """
         if (start := self._behind_header(region)) is not None:
             return start
@@ -301,7 +305,11 @@ class Rendering:
         return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
-        """Return the text after a reply's calls. Used if a template shows results of calls in the reply."""
+        """Return the text of a chat after the calls of the reply messages[i - 1].
+
+        Used if a template writes the results of calls inside the reply. To find the text, a call with a
+        random name is added after the reply's calls. Return the text after this call in the rendered chat.
+        """
         name = f"kvtool_{secrets.token_hex(8)}"
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
@@ -333,9 +341,10 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Mark messages and tools for `_bare`. Return the messages, and the tools that the template shows.
+        """Return the arguments of `_text`: marked messages, and the marked tools that the template shows.
 
-        If the template has no native format for tools, the tools are listed in the system prompt.
+        The tools are None if there are no tools, or if the template has no native format for tools. In the
+        second case, the tools are listed in the system prompt instead.
         """
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):

@@ -352,7 +352,7 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Emit the last event: the message, the reason why it ended, and how much of the stream is held."""
+        """Emit the last event: the message, the reason why it ended, and the numbers that `_held` returns."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
@@ -409,9 +409,10 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 
 
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
-    """Return how much of a stream is held.
+    """Return how many tokens of a stream are in the cache, are in the archive, and are forgotten.
 
-    If n_share is not 0, also return, for each of the last n_share tokens, the share of rows that hold it.
+    If n_share is not 0, also return, for each of the last n_share tokens, the share of rows (KV heads of a
+    layer) whose cache has the token, and whether the archive has the token.
     """
     engine = writer.engine
     held: dict[str, Any] = {

@@ -36,8 +36,8 @@ _KINDS = {
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
     """Convert the body of a request to a body of /v1/chat/completions. Raises ApiError.
 
-    Also return `ClientPlaces.places` for the converted body. Fields that have the same meaning in both APIs
-    are copied.
+    Also returns a map from paths in the new body, such as "messages[1]", to paths in the request: see
+    `ClientPlaces.places`. Fields that have the same meaning in both APIs are copied.
 
     is_counted: True if the client wants only the number of tokens of the prompt.
     """
@@ -84,7 +84,8 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
 def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
     """Raise ApiError if the messages cannot be answered, or if max_tokens is missing.
 
-    n_max: value of max_tokens, or None if it is missing. last: place of the last message.
+    n_max: value of max_tokens, or None if it is missing. last: path of the last message in the request, such
+    as "messages[2]", for errors.
     """
     if n_max is None:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
@@ -99,6 +100,7 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
 def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:
     """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
 
+    The place is the part of the request from which the message is made, such as "messages[2].content[0]".
     Each result of a tool becomes a message of the chat.
     """
     message = need(value, dict, where)
@@ -111,7 +113,8 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
         if block["type"] == "text":
             texts.append(_text(block, "text", at))
         elif block["type"] == "thinking":
-            # only Anthropic can check the signature, so leave it out; a redacted thought has no text
+            # leave the signature out, because only Anthropic can check it; leave redacted thoughts out,
+            # because they have no text
             thoughts.append(_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
@@ -125,7 +128,11 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
 
 
 def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
-    """Yield (place, block) for each block. Raises ApiError if the type of a block is not in `kinds`."""
+    """Yield (place, block) for each block of a value. A string is a single block of text.
+
+    The place is the path of the block in the request, such as "messages[2].content[0]". where: path of the
+    value. Raises ApiError if the type of a block is not in `kinds`.
+    """
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
     if not isinstance(value, list):
@@ -215,7 +222,7 @@ def _choice(value: object) -> object:
 
 
 def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
-    """Return (place, schema) of the JSON schema for the answer. The schema may be None."""
+    """Return (path in the request, schema) for the JSON schema of the answer. The schema may be None."""
     where = "output_config.format" if output_format is None else "output_format"
     given = config.get("format") if output_format is None else output_format
     if given is None:
@@ -249,7 +256,7 @@ def error_body(error: ApiError, request_id: str) -> Body:
 
 
 class AnthropicBodies(AnswerBodies):
-    """Makes the bodies of one message.
+    """Makes the body of one message, or the events of its stream.
 
     Parameters
     ----------

@@ -73,12 +73,12 @@ class AnswerBodies:
         return ": ping\n\n"
 
     def _held(self, end: Body) -> Body:
-        """Return the field "kvtool", which says how much of the chat is held."""
+        """Return the field "kvtool": the policy, numbers of tokens in cache and archive, and remarks."""
         return {"kvtool": {"policy": self._policy, **end["held"]}}
 
 
 class CompletionBodies(AnswerBodies):
-    """Makes the bodies of one answer in OpenAI's API.
+    """Makes the body of one answer in OpenAI's API, or the lines of its stream.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class CompletionBodies(AnswerBodies):
         return _line(self._head() | {"choices": [choice]} | (more or {}))
 
     def counts(self, end: Body) -> Body:
-        """Return the numbers of tokens and the times of an answer, and how much of the chat is held."""
+        """Return the numbers of tokens and the times of an answer, and the field "kvtool"."""
         n_prompt, n_cached, n = end["n_prompt"], end["n_cached"], end["n_written"]
         n_read = n_prompt - n_cached
         return {

@@ -17,7 +17,7 @@ MOST_DEEP = 200
 """Maximum number of levels of a request's JSON. It is limited because functions that process it recurse."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
-"""A field with one of these values is turned off."""
+"""Values that turn a field of a request off."""
 
 _TEXT_ONLY = "kvtool only reads and writes text; remove it"
 
@@ -95,8 +95,8 @@ HARMLESS = frozenset(
         # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
         *("prediction",),
-        # llama-server; the last two fields set up two samplers, and requests that use these samplers are
-        # refused
+        # llama-server. The last two fields belong to two samplers that kvtool does not have. They do not
+        # matter, because a request that turns on one of these samplers is refused
         *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),
@@ -121,7 +121,7 @@ _ESCAPE = re.compile(
         "XX", "[0-9a-fA-F]{2}"
     )
 )
-"""Escapes in JSON. The group matches every escape that is not a lone surrogate (half of a character)."""
+"""An escape in JSON. If it is a lone surrogate (half of a character), group 1 matches nothing."""
 
 
 def parsed(data: bytes) -> Any:
@@ -278,7 +278,7 @@ _NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", 
 
 
 def need(value: object, kind: type[_T], where: str) -> _T:
-    """Return the value. Raises ApiError if it does not have this type. where: its place in the request."""
+    """Return the value. Raises ApiError if it does not have this type. where: path of the value."""
     if not isinstance(value, kind):
         raise wrong(where, _NEEDED[kind], value)
     return value

@@ -49,7 +49,10 @@ class OutputFormat:
     strict: bool = False
 
     def rules(self) -> tuple[Rules, list[str]]:
-        """Return the rules for the answer, and remarks on keywords that are not enforced. Raises ApiError."""
+        """Return a grammar for the answer, and remarks on keywords of the schema that it does not enforce.
+
+        Raises ApiError.
+        """
         if self.kind == "schema":
             schema = enforced_at(self.value, self.where, strict=self.strict)
             return schema.rules, remarks_of(schema, self.where)
@@ -61,7 +64,10 @@ class OutputFormat:
 
 
 def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
-    """Call `enforced` for the schema in the field `where`. Raises ApiError, which names the wrong keyword."""
+    """Return the part of a schema that can be enforced, as `enforced` does.
+
+    where: the request's field that has the schema. Raises ApiError, which names the keyword that is wrong.
+    """
     try:
         return enforced(schema, strict=strict)
     except UsageError as error:

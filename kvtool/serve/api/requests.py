@@ -36,7 +36,7 @@ _NUMBERS = {
 """Names of numbers in requests to OpenAI's servers or llama-server, mapped to fields of `Sampling`."""
 
 _ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
-"""Fields in which -1 means all written tokens, as in llama-server."""
+"""Fields that say how many of the newest tokens a penalty applies to; -1 means all, as in llama-server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +260,8 @@ def text(body: object, defaults: Defaults) -> TextRequest:
 
 def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
-    # in requests for chats, this field is true or false; some clients also send false here, and it means no
-    # log-probabilities
+    # In /v1/completions, "logprobs" is a number. But some clients send false, as in /v1/chat/completions:
+    # treat false as no log-probabilities
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 
@@ -321,7 +321,7 @@ def check_model(name: str | None, defaults: Defaults) -> None:
 
 
 def _n_share(options: dict[str, Any] | None) -> int:
-    """Return the number of tokens in "share" of the field `kvtool`."""
+    """Return `Request.n_share`: the value of "share" in the object `kvtool` of a request, or 0."""
     fields = Fields(options or {})
     n = fields.whole("share", 0, 2**31 - 1) or 0
     fields.refuse(fields.left)

@@ -21,8 +21,8 @@ _LOGPROBS = "message.output_text.logprobs"
 def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     """Convert a body to a body of /v1/chat/completions. Raises ApiError.
 
-    Also return `ClientPlaces.places` for the converted body. Fields that have the same meaning in both APIs
-    are copied.
+    Also returns a map from paths in the new body, such as "messages[1]", to paths in the request: see
+    `ClientPlaces.places`. Fields that have the same meaning in both APIs are copied.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
@@ -135,6 +135,8 @@ def _tools(value: object, places: dict[str, str]) -> object:
 def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
     """Yield (place, name of the namespace or None, tool) for each function. Raises ApiError.
 
+    The place is the path of the tool in the request, such as "tools[0]".
+
     Two kinds of tools are left out: tools that OpenAI's servers run, such as web_search, and tools whose
     input is not JSON. These tools do not cause an error, because clients send them to every model.
     """
@@ -163,7 +165,7 @@ def _response_format(given: Any) -> Any:
 
 
 class ResponseBodies(AnswerBodies):
-    """Makes the bodies of one response.
+    """Makes the body of one response, or the events of its stream.
 
     Parameters
     ----------

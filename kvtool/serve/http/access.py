@@ -27,7 +27,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, is_over, started = 0, False, time.perf_counter()
-        # here the routes store the job of the answer, and the error that the client gets
+        # the routes store two values in this dict: the job of the answer, and the error that the client gets
         state: dict[str, Any] = scope.setdefault("state", {})
 
         async def send_noted(message: Message) -> None:

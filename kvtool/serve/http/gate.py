@@ -84,9 +84,11 @@ def check_key(limits: Limits, http: Request) -> None:
 def check_host(limits: Limits, http: Request) -> None:
     """Raise ApiError if a request comes from a foreign web page and no key is needed.
 
-    If only this machine may be the host, also raise ApiError for any other host name: a page can let its own
-    host name resolve to this machine's address. CORS does not prevent this, because browsers send the request
-    even if the page may not read the answer.
+    CORS does not prevent such requests, because browsers send a request even if the page may not read the
+    answer.
+
+    If only this machine may be the host, also raise ApiError if the request names another host: a web page
+    can let its own host name resolve to this machine's address.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")

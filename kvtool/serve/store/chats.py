@@ -33,7 +33,7 @@ _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?
 
 @dataclass(eq=False, slots=True)
 class StoredChat:
-    """A chat after a turn. After the next turn, there is a new object for the chat, with the same file.
+    """State of a stored chat after a turn. After the next turn, a new object with the same file replaces it.
 
     Attributes
     ----------
@@ -156,7 +156,8 @@ class ChatStore:
         ----------
         before
             The stored chat that this chat continues, or None. The new chat replaces the stored chat, except
-            in two cases: the stored chat is a start, or another request has already continued it.
+            in two cases: the stored chat has only a system prompt, or another request has already continued
+            it.
         digest
             Digest of the chat's messages.
         conversation

@@ -9,7 +9,10 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""`Rendering` adds this field to a reply, for the thought or another unusual text before the reply."""
+"""Field that `Rendering` adds to a reply. It has the text before the answer, such as the reply's thought.
+
+Replies before which the template writes only its usual text do not get this field.
+"""
 
 
 class History:

@@ -21,16 +21,17 @@ from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum number of tokens for a checkpoint, unless checkpoints are small.
+"""Minimum number of tokens before a checkpoint. Small checkpoints need only one token.
 
-The same number is the assumed cost of loading another chat, expressed in tokens.
+The number has a second use: loading a stored chat is assumed to take as long as reading this many tokens.
 """
 
 _GAPS, _FAR_GAP = 32, 8192
-"""Two limits for the distance between two stops of `Resumer._stops`, which depend on `Checkpoints.spacing`.
+"""Divisors in two limits for the distance between neighboring stops of `Resumer._stops`.
 
-The distance is at least spacing / 32. It is also at least spacing / 8192 times the distance to the end of the
-prompt. With the smallest spacing, these limits are 32 tokens and an eighth of the distance to the end.
+The first limit is spacing / 32 tokens, with `Checkpoints.spacing`. The second limit is spacing / 8192 times
+the number of tokens from the earlier stop to the end of the prompt. The distance must be above both limits.
+With the smallest spacing, 1024 tokens, they are 32 tokens and an eighth of the way to the end.
 """
 
 
@@ -40,16 +41,17 @@ class _Candidate(NamedTuple):
     Attributes
     ----------
     n
-        Number of tokens at the beginning that stream and chat have in common. The cost of loading the stream,
-        expressed in tokens, is subtracted.
+        Number of tokens of the chat that need not be read if the stream is continued. `_LEAST_START` is
+        subtracted if the stream must be loaded and has no reply of the chat.
     n_stream
         Number of tokens of the stream.
     chat
         The stored chat to which the stream belongs. None for the engine's stream if it is not stored.
     tokens, n_pinned
-        Results of `_after`.
+        Tokens of the chat after the replies that the stream already has, and number of pinned tokens: see
+        `Resumer._after`.
     first
-        Number of tokens of the stream that are before `tokens`.
+        Number of tokens of the stream before the place where `tokens` begin.
     marks
         Marks at the ends of those replies of the chat that are in the stream.
     """
@@ -128,7 +130,7 @@ class Resumer:
         return self._engine.n_kept(min(n, self._engine.n_past))
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
-        """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n]."""
+        """Bring the engine to the longest stored beginning of a chat. Return the other tokens, i32[n]."""
         at, self._at = self._at, None
         for candidate in self._candidates(at, messages, tools, history):
             if (tokens := self._rewind(candidate, at, history)) is not None:
@@ -233,8 +235,9 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt needs other pins. Do not rewind after an eviction, because pins cannot change
-        # after it. Also do not rewind if this system prompt is stored, because it can be loaded
+        # If the chat has another system prompt than the stream, other tokens must be pinned. In two cases, do
+        # not rewind then: after an eviction, because pins can no longer change, and if the chat's system
+        # prompt is stored, because it can be loaded instead
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
         # the new chat replaces the stored chat if all marks of the stored chat stay
@@ -250,8 +253,8 @@ class Resumer:
         if chat:
             chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
-        # also return tokens of the stream before `first`: they may be unread if an earlier request was
-        # stopped
+        # if an earlier request was stopped, some tokens of the stream before `first` may be unread: return
+        # these tokens also
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -275,11 +278,11 @@ class Resumer:
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read the system prompt and the tools of a new chat, and store them. Return the other tokens.
 
-        If checkpoints are not small, read only full batches here. In this way, the batches are the same as if
-        the whole prompt was read at once, and so the cache is the same.
+        If checkpoints are not small, only full batches are read here. Then the batches are the same as if the
+        whole prompt was read at once, and therefore the cache is also the same.
         """
-        # if the cache can be rewound anywhere, only pinned tokens have to be stored, because pins cannot
-        # change after an eviction
+        # If the cache can be rewound to any token, a later chat with the same start can rewind this chat.
+        # Then only pinned tokens are stored here, because pins cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.rewinds_anywhere else self._n_start
         if not self._engine.checkpoints.are_small:
@@ -291,8 +294,8 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        # if checkpoints are whole caches, also store the start: the engine has room for only a few of these
-        # checkpoints, and a long chat may no longer have one here
+        # If a checkpoint is a copy of the whole cache, also store the start as a chat. The engine has room
+        # for only a few such checkpoints, and may drop the checkpoint after the start during a long chat
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
@@ -305,9 +308,9 @@ class Resumer:
         checkpoint. If a checkpoint is a copy of the whole cache, short prompts get no checkpoint. If the
         engine makes no checkpoints, nothing is read.
 
-        keeps_thought: True if the thought of the reply stays in the prompt until the user's next message.
-        With that message, the template leaves the thought out, and the chat continues after the checkpoint.
-        In this case short prompts also get a checkpoint.
+        keeps_thought: True if the thought of the reply stays in the prompts of later requests until the
+        user's next message. From then on, the template leaves the thought out. The chat must then go back to
+        a checkpoint before the thought. Therefore short prompts also get a checkpoint.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
         # also count the tokens that an earlier request has left unread because it was stopped

@@ -52,11 +52,11 @@ class Parser:
     The text is the reply without its calls. If there are no calls, the joined texts are equal to the reply. A
     call includes its tags and the white space around it.
 
-    A malformed or incomplete call is text, and so is a call of an unknown tool. The search for calls then
-    continues after the opening tag. If one call of a list is text, the whole list is text.
+    A call counts as text if it is malformed or incomplete, or if its tool is unknown. The search for calls
+    then continues after the opening tag. If one call of a list counts as text, the whole list does.
 
-    Each parser also accepts Hermes's tags, because rules may force a model to write them. If the calls of a
-    format are JSON objects, models often write other tags or no tags. For such formats, the parser also
+    Each parser also accepts Hermes's tags, because a grammar may force a model to write them. If the calls of
+    a format are JSON objects, models often write other tags or no tags. For such formats, the parser also
     accepts calls in Markdown code blocks, calls in the tags around the list of tools, and a reply that has
     only calls without tags.
 
@@ -68,8 +68,8 @@ class Parser:
     tools
         Tools that the model may call. The result of `check_tools`.
     rules
-        "call" if rules force the model to write a call. "or" if rules allow a call or an answer. "" if there
-        are no rules. With rules, an incomplete call is left out and is not text.
+        "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
+        if there is no grammar. With a grammar, an incomplete call is left out and does not count as text.
 
     Attributes
     ----------
@@ -267,7 +267,8 @@ class _GrowingText:
         depth, in_string = 0, False
         while depth or at == start:
             match = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
-            # `at` may be beyond the text, because a character after a backslash is skipped before it has come
+            # `at` may be beyond the end of the text: the character after a backslash is skipped even if it is
+            # in the next piece
             at = match.end() if match else max(at, len(self.text))
             if not match:
                 if self.has_ended:

@@ -27,7 +27,11 @@ _PLAIN_OBJECT = {
 
 _PARTS = {"properties", "items", "prefixItems"}
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-"""A reference to something other than a definition. It cannot be resolved in a parameter's schema alone."""
+"""A reference in a tool's schema that does not point to a definition.
+
+The rules of a parameter are made only from the parameter's schema and the definitions. Therefore such a
+reference cannot be resolved.
+"""
 
 
 class _NoSyntax(Exception):
@@ -37,8 +41,9 @@ class _NoSyntax(Exception):
 class CallRules:
     """Writes the rules of a tool call, in a syntax that `Parser` reads.
 
-    The arguments must fit the tool's schema. If the format cannot express the schema, for example a pattern
-    for a text without quotes, the rules are for a call in Hermes's format.
+    The arguments must fit the tool's schema. Some formats cannot express every schema: a format that writes
+    texts without quotes cannot express a pattern for a text. In this case, the rules are for a call in
+    Hermes's format.
 
     Parameters
     ----------
@@ -137,7 +142,8 @@ class CallRules:
             item = self._add(
                 f"{name}_item{n}", f"{self._literal(syntax.start + key + syntax.middle)} {value}"
             )
-            # a rule "first" is for a call without arguments so far, a rule "next" for a call with arguments
+            # rules "first" apply before the first argument of a call, and rules "next" after it, where
+            # `between` separates the arguments
             for rule, before in (("first", ""), ("next", self._literal(syntax.between))):
                 skip = "" if key in required else f" | {name}_{rule}{n + 1}"
                 self._add(f"{name}_{rule}{n}", f"{before} {item} {name}_next{n + 1}{skip}")

@@ -245,8 +245,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # kvtool does not know the formats with these two texts; list the texts before other texts that the same
-    # templates have
+    # A template with one of these two texts has a format that kvtool does not know. Such a template also has
+    # some of the texts below, so the two texts must come before these
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

@@ -52,7 +52,10 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
 
 
 def json_of_marked(text: str, mark: str) -> str:
-    """Convert a text to JSON. Its strings have marks instead of quotes. Names may have no marks."""
+    """Return the JSON of a text that has `mark` before and after each string, instead of quotes.
+
+    Names in objects may be without marks and quotes.
+    """
     parts = text.split(mark)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
