@@ -23,7 +23,10 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Key of a reconstruction pass: (signal request, texts and sizes, n_pinned, n_held, tokens of a chunk).
+"""Key of the signals of a reconstruction pass.
+
+The policy's request, its `ReconstructionPass`, the numbers of pinned and of held tokens, and the number of
+tokens of a chunk.
 """
 
 
@@ -86,11 +89,11 @@ class CachedPrompt:
     def put(self, cache: PolicyCache) -> int:
         """Copy the first n tokens of the prompt into an engine's empty cache, and return n.
 
-        `fits` must be true for the cache. The caller decodes the tokens that were not copied, because the
-        policy needs the signals of their queries. There are three cases. All tokens are copied if `signals`
-        has everything that the policy reads, or if a reconstruction pass follows. If the policy reads only
-        signals of the newest query or of the last n_query queries, all tokens except the tokens of these
-        queries are copied. Otherwise n is 0.
+        `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
+        reads, or if a reconstruction pass follows. Otherwise the policy needs signals of queries that only a
+        decode computes, so the caller decodes the tokens of these queries. If these are only the newest query
+        or the last n_query queries, the tokens before them are copied. In all other cases nothing is copied,
+        and n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)

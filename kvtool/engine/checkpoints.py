@@ -30,9 +30,10 @@ measurement. It assumes that a GPU reads 5,000 tokens a second and copies 6 GB a
 """
 
 _LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
-"""Limits for the copies of whole caches that are saved in FILE.archive: a number of copies, and a size.
+"""Limits for the copies of whole caches that are saved in FILE.archive.
 
-Up to this number, all copies are saved. More copies are saved only if all of them fit into this size.
+Up to `_LEAST_SAVED` copies are saved in any case. More copies are saved only if all saved copies together
+take at most `_MOST_SAVED_BYTES`.
 """
 
 _NAMES = 2**14
@@ -42,9 +43,9 @@ _LEAST, _MOST_SHARE = 8, 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
 _SHARE = 16
-"""Checkpoints of sliding and recurrent layers get a 16th of the free memory if that is the higher limit.
+"""The default limit for checkpoints of sliding and recurrent layers is at least a 16th of the free memory.
 
-Copies of whole caches do not get this limit, because each copy is as large as the cache.
+The limit for copies of whole caches has no such minimum, because each copy is as large as the cache.
 """
 
 
@@ -86,8 +87,8 @@ class Checkpoints:
     ----------
     max_bytes
         Maximum bytes of all checkpoints. It is 0 if the argument is 0, if memory is short, or if a stream can
-        be rewound without checkpoints. It is also 0 if there is an archive that cannot be rewound together
-        with the rows.
+        be rewound without checkpoints. It is also 0 if there is an archive, but a rewind cannot restore
+        the rows (see `PolicyCache.keeps_all`).
     are_whole
         True if a checkpoint is a copy of the whole cache.
     is_paused
@@ -121,7 +122,7 @@ class Checkpoints:
             self.max_bytes = most if most >= n_bytes else 0
         elif max_bytes < n_bytes:
             raise UsageError(
-                # rounded up, so that the printed size is accepted
+                # round up the printed size, so that it is accepted as the argument
                 f"--checkpoints must be at least {-(-n_bytes // 1024)}KiB for one checkpoint of this "
                 "model and budget, or 0 for none"
             )
@@ -198,7 +199,7 @@ class Checkpoints:
         return np.frombuffer(data, np.uint8)
 
     def put_back(self, checkpoint: Checkpoint, n_cell: int) -> None:
-        """Restore the whole cache from a checkpoint, but keep the current numbers of pinned and held tokens.
+        """Restore the cache from a copy of the whole cache, but do not change `n_pinned` and `n_held`.
 
         n_cell: maximum number of tokens in the cache.
         """
@@ -209,7 +210,7 @@ class Checkpoints:
         cache.context.forget_logits()
 
     def _thin(self) -> None:
-        """Drop the checkpoint that saves the least reading."""
+        """Drop the checkpoint that is least useful for later rewinds. See `_least_useful`."""
         del self._all[_least_useful(self._all, self._cache.rows.n_past)]
 
     def to_save(self) -> list[Checkpoint]:
@@ -237,8 +238,8 @@ class Checkpoints:
         after = next((each for each in self._all if each.n_past > n), None)
         if self.are_whole or n == n_before or not after:
             return n_before, before
-        # if gaps were closed between the two checkpoints, the positions have changed, and the later state
-        # does not fit
+        # Closing the gaps between positions changes the positions in the state. The later state therefore
+        # fits only if no gaps were closed between the two checkpoints
         if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state

@@ -40,9 +40,10 @@ class ExactReader:
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
 
-        Exact reading needs the true distances between keys. These are lost beyond half of the context, and
-        when gaps between positions are closed. While attention to archived tokens is traced, no text is read
-        exactly, because attention can be traced only on the host.
+        Exact reading needs the true distances between queries and keys. It is therefore limited to the first
+        half of the context, because larger distances are replaced by half of the context. It also ends when
+        gaps between positions are closed, because this changes distances. While attention to archived tokens
+        is traced, no text is read exactly, because attention can be traced only on the host.
         """
         cache, rows = self._cache, self._cache.rows
         archive = cache.context.archive

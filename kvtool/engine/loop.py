@@ -121,12 +121,12 @@ class Engine:
         self.context.close()
 
     def reset(self) -> None:
-        """Forget all tokens, and set the numbers of pinned and held tokens to 0."""
+        """Forget all tokens, and set `n_pinned` and `n_held` to 0."""
         self.checkpoints.cut(0)
         self.cache.reset()
 
     def empty(self) -> None:
-        """Forget all tokens, but keep the numbers of pinned and held tokens."""
+        """Forget all tokens, but do not change `n_pinned` and `n_held`."""
         self.checkpoints.cut(0)
         self.cache.empty()
 
@@ -202,9 +202,10 @@ class Engine:
             self.context.decode(tokens, self.rows.next_rot, n_output)
 
     def evict_if_due(self, n: int = 1) -> None:
-        """Evict if fewer than n tokens are left until the policy's next plan. Raises the errors of `evict`.
+        """Evict if fewer than n tokens can be decoded before the next plan. Raises the errors of `evict`.
 
-        A step calls this method with n = 1 before it decodes tokens, and with n = 0 afterwards.
+        A step calls this method with n = 1 before it decodes tokens, so that at least one token has room.
+        Afterwards it calls this method with n = 0, to evict if it decoded more tokens than had room.
         """
         if self.n_until_plan < n:
             self.evict()
@@ -309,8 +310,8 @@ class Engine:
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
         """Decode a text i32[n] in steps. After each step, yield the slice of tokens that it decoded.
 
-        With `late` and a `chunk_size`, each step is divided into parts, and there is a slice for each part.
-        The results are the same.
+        If `late` is True and the engine has a `chunk_size`, each step is divided into parts, and the slice of
+        each part is yielded. This does not change the results.
 
         late
             True if a step may continue although a plan is due. A prompt is then read in longer steps. If
@@ -342,9 +343,10 @@ class Engine:
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole and then compressed once.
 
-        The settings or the policy can ask for this. If only the policy asks, and the text does not fit, the
-        text is streamed instead, except if the policy has a reconstruction pass. With a policy that recalls,
-        a text is read whole if it cannot be read exactly and a GPU has room for it.
+        Only the first text of a stream is read in this way, and only if it is longer than the budget. If the
+        settings ask for whole reading, or if the policy has a reconstruction pass, each such text is read
+        whole. If the policy asks for whole reading without such a pass, the text is read whole if it fits.
+        If the policy recalls, the text is read whole if it cannot be read exactly and a GPU has room for it.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
@@ -437,8 +439,8 @@ class Engine:
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
-        # if cells are recalled, the step itself computes the signals. They would then include draft tokens
-        # that are rejected later, so there must be no draft tokens
+        # With recall, signals are computed during the step, so they would include draft tokens that are
+        # rejected later. Therefore there are no draft tokens if the policy reads signals
         if self.policy.recall and self.policy.reads:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
@@ -525,8 +527,8 @@ class Engine:
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
-            # an error leaves the engine either unchanged or empty. In an empty engine, this call drops all
-            # checkpoints
+            # Drop the checkpoints after the newest token. After an error, the engine is either unchanged, and
+            # no checkpoint is dropped, or it is empty, and all are dropped
             self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved, self.n_cell)
 

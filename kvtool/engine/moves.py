@@ -55,8 +55,9 @@ def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """Choose a kept cell from the tail of the row for each hole.
+    """Choose the cell whose content moves to each hole.
 
+    In each row, a hole is an evicted cell among the first n_keep cells. The tail is the cells from n_keep on.
     The first hole gets the first kept cell of the tail, the second hole the second, and so on.
 
     keep b1[row, n]

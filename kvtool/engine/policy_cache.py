@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NO_MOVES = np.empty((0, 4), np.int32)
 
 _STEP = 64
-"""Ragged layers grow and shrink by this many cells."""
+"""Ragged layers are resized to multiples of this number of cells."""
 
 
 class PolicyCache:
@@ -35,7 +35,7 @@ class PolicyCache:
     n_pinned, n_held
         Number of first tokens, and number of newest tokens, that are never evicted.
     n_planned
-        `Rows.n_past` at the last plan.
+        Number of tokens in the stream (`Rows.n_past`) at the last plan.
     n_evicted
         Number of cells that all rows together have evicted so far.
     n_restart
@@ -68,7 +68,7 @@ class PolicyCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens, and set the numbers of pinned and held tokens to 0."""
+        """Forget all tokens, and set `n_pinned` and `n_held` to 0."""
         # number of tokens that still fit into every layer, if rows are ragged
         self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
@@ -83,7 +83,7 @@ class PolicyCache:
         self.start()
 
     def empty(self) -> None:
-        """Forget all tokens, but keep the numbers of pinned and held tokens."""
+        """Forget all tokens, but do not change `n_pinned` and `n_held`."""
         n_pinned, n_held = self.n_pinned, self.n_held
         self.reset()
         self.n_pinned, self.n_held = n_pinned, n_held
@@ -133,10 +133,10 @@ class PolicyCache:
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        Without sliding layers this is n_kv. Sliding layers may hold more than n_kv tokens, and they drop
-        tokens whose position becomes negative. To prevent this, the position is at least n_swa. This minimum
-        is itself limited: to half of the context, and to n_ctx - n, so that positions are left for n more
-        tokens.
+        Without sliding layers the position is n_kv. Sliding layers may hold more than n_kv tokens, and they
+        drop tokens whose position becomes negative. If n_kv is less than n_swa, the position is therefore
+        raised to n_swa. It is raised to at most half of the context, and to at most n_ctx - n, because n
+        more tokens need positions.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -188,7 +188,8 @@ class PolicyCache:
         """Return a budget that has room for n pinned and held tokens and for other tokens."""
         policy = self.policy
         if policy.recall:
-            # multiply, because the number of cells for recalled tokens grows with the budget
+            # multiply by budget / n_keep, because the number of cells for recalled tokens grows with the
+            # budget
             return (n + 64) * policy.budget // policy.n_keep
         return n + policy.slack + 64
 

@@ -12,8 +12,8 @@ from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 _MISSED = 0.5
 """Maximum share of a query's attention that a step may miss. If a step misses more, it is repeated.
 
-The missed attention is attention to clusters that should have been resident. It is an estimate, which is
-higher for clusters whose keys differ much.
+The missed attention is attention to clusters that should have been resident. It is estimated. The more the
+keys of a cluster differ, the higher is the estimate.
 """
 
 _MOST_REPEATS = 3
@@ -129,7 +129,7 @@ def _n_cluster(n_archived: int) -> int:
 
 
 def _n_mean(n_archived: int) -> int:
-    """Return how many cells for means a row with n_archived tokens gets."""
+    """Return how many cells for means of clusters a row gets if n_archived tokens are archived."""
     # leave room for a quarter more clusters, because every enlargement copies all cells
     return min(-(-_n_cluster(n_archived) * 5 // 4 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
 

@@ -93,8 +93,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
-        # Use the checkpoint's number of live cells. While a prompt is read whole, a row has more live cells
-        # than usual, so limit the number to the usual maximum
+        # Use the number of live cells at the checkpoint. If the checkpoint was made while a prompt was read
+        # whole, there were more live cells than usual, so limit the number to the usual maximum
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
@@ -102,8 +102,9 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # The window begins at the archive's end or before it, because tokens after the archive's end have never
-    # been evicted. The limit is needed because `n_live` may count more evictions than there were
+    # Position of the oldest token in the window. It is at most the archive's end, because later tokens have
+    # never been evicted. The formula may give a later position, because `n_live` may count more evictions
+    # than there were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
@@ -111,10 +112,11 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
         # use the checkpoint's base, because the state of sliding layers has positions with that base
         part = checkpoint.part
         return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # Find the newest frame that had already started when the stream had n tokens. Whenever gaps are closed, a
-    # frame with a new base starts. The first token of the frame is the oldest token that was live at that
-    # time. A frame had started if its first token is before `begin`. If its first token is exactly `begin`,
-    # the frame had started only if n tokens did not fit in the context with the previous frame's base
+    # Whenever gaps between positions are closed, a frame starts: a run of tokens whose keys have a new base.
+    # The first token of the frame is the oldest token that was live at that time. Find the newest frame that
+    # had started when the stream had n tokens. A frame had started if its first token is before `begin`. If
+    # its first token is exactly `begin`, the frame had started only if n tokens did not fit in the context
+    # with the previous frame's base
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

@@ -54,8 +54,8 @@ class Rows:
     @property
     def live(self) -> np.ndarray:
         """i32[row]: number of live cells of each row."""
-        # `append` updates `_live` only if rows are ragged, because even this small sum takes 40 us right
-        # after a decode
+        # If rows are not ragged, each row has n_kv live cells. `append` then does not update `_live`, because
+        # even this small sum takes 40 us right after a decode
         return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
@@ -140,8 +140,9 @@ class Rows:
     def _write_ahead(self) -> None:
         """Write the positions of the next tokens into all free cells, so that `append` writes nothing.
 
-        The rows are far apart in memory, so writing many positions takes hardly longer than writing one.
-        Ragged rows end at different cells, so `append` writes their positions.
+        The rows are far apart in memory, so writing many positions to a row takes hardly longer than writing
+        one position. If rows are ragged, nothing is written here: their free cells begin at different
+        indices, so `append` writes their positions.
         """
         if not self.ragged:
             new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)

@@ -48,7 +48,7 @@ class Settings:
         Maximum draft tokens of a step, which `Engine.drop_drafts` can remove.
     over_budget
         True if a step may go over the budget until the eviction at its end. A prompt is then read in steps
-        that are longer than the slack.
+        of more tokens than the policy's `slack`.
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes

@@ -66,7 +66,11 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each signal's name and `Context.history`. `_converted` converts the values of IMPORTANT."""
+        """Yield (name, array) of each signal, and of the last queries if the policy reads FUTURE.
+
+        `Context.history` returns the values of a signal, and `_converted` converts the values of IMPORTANT.
+        Also yield "is_observed" if the policy has observed the window.
+        """
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:

@@ -106,8 +106,8 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # include the cells from rounding up: without them, there would be a gap between the live cells
-            # and the cells that a step fills
+            # include the cells that `pad` has added: without them, there would be a gap between the live
+            # cells and the cells that a step fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
@@ -132,7 +132,7 @@ def open_context(
         needs = "reading a prompt whole, without --prefill stream,"
     if needs:
         raise LibraryError(f"{UNPATCHED}, which {needs} needs; {HOW_TO_BUILD}")
-    # most chats do not need this module
+    # imported here, because most chats do not need this module
     from kvtool.llama.sequence import SequenceContext
 
     return SequenceContext(model, n_cell, settings.n_batch, **how)

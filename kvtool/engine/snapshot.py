@@ -24,7 +24,7 @@ _COUNTERS = (
 """An engine's counters, in their order in the array "engine"."""
 
 Counters: TypeAlias = "dict[tuple[str, str], int]"
-"""Values of the counters, by (part of the engine, attribute of that part)."""
+"""Values of the counters. A key has the name of a part of the engine, and the name of its attribute."""
 
 _MISFIT = "what was saved does not fit this model, policy or cache"
 

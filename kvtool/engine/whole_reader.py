@@ -19,9 +19,9 @@ from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _LEAST = 256
-"""Minimum room, in tokens, that a prompt must leave in the context, so that a chunk can be repeated.
+"""Minimum room, in tokens, that a prompt must leave in the context if there is a reconstruction pass.
 
-A prompt that leaves less room is read in segments.
+The pass uses this room to repeat a chunk of the prompt. A prompt that leaves less room is read in segments.
 """
 
 DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
@@ -192,7 +192,7 @@ class WholeReader:
             rows.rotate_from(0)
             n_known = cached.put(cache) if cached else 0
             if rows.ragged and n_known:
-                # `put` took cells without reserving them, so count the free cells again
+                # `put` has filled cells that `take_room` had not reserved, so count the free cells again
                 cache.make_room(len(segment) - n_known)
             signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
@@ -322,7 +322,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # watching was off until now, so these signals have no values yet; only their shapes are used
+        # `Context.watch` had turned the signals off until now, so only the shapes of these arrays are used
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -373,7 +373,10 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Reshape source i32[row, cell], to index an array with rows on axis 0 and cells on axis `cell_axis`."""
+    """Reshape source i32[row, cell] to indices that np.take_along_axis can use along the axis `cell_axis`.
+
+    The array that is indexed has n_axis axes. Rows are on axis 0, and cells on axis `cell_axis`.
+    """
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)
 

@@ -51,8 +51,8 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # If numba was imported before, it has not seen the variable, so set the folder here too. `vars` is used
-    # because mypy does not know CACHE_DIR
+    # numba reads the variable only when it is imported, and it may have been imported before. Therefore also
+    # set the folder here. `vars` is used because mypy does not know CACHE_DIR
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 

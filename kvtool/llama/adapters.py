@@ -50,7 +50,7 @@ class Adapter(NamedTuple):
 
         model: the model's name in the error.
         """
-        # imported here: most commands run without adapters
+        # import these here and not at the top, because most commands run without adapters
         from kvtool.models.gguf import constants
         from kvtool.models.header import read_file
 

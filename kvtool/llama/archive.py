@@ -88,7 +88,7 @@ class Archive:
         check(self.slab_bytes)
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
-            # round up, so that an archive of the printed size is accepted
+            # the message prints this size, so round up: an archive of the printed size must be accepted
             least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
                 f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "
@@ -107,7 +107,7 @@ class Archive:
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
-        """Return how many tokens certainly fit into the slabs. The first token may be anywhere in a slab."""
+        """Return how many tokens fit in the worst case, in which the first token is the last of its slab."""
         return max(n_slab - 1, 0) * self.n_token + 1
 
     @property
@@ -145,9 +145,10 @@ class Archive:
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def stage(self, n: int) -> int:
-        """Let steps attend to all archived tokens on each layer's device, which needs memory for n tokens.
+        """Let later steps attend to all archived tokens (at most n) on the device of each layer.
 
-        If n is 0, steps no longer do so. Return the bytes used on the devices.
+        While a step is computed, the tokens are copied to the devices layer by layer, through two buffers.
+        n = 0 ends this. Return the bytes of the buffers.
 
         Raises LibraryError if a device lacks memory or if the model does not support such steps.
         """
@@ -156,9 +157,11 @@ class Archive:
         return n_bytes
 
     def reside(self, n_mean: int, n_token: int) -> int:
-        """Let steps of one token and its draft tokens attend to residents instead of synthetic cells.
+        """Let steps of one token and its draft tokens attend to residents, without a search of the archive.
 
-        Residents are cells on the device that hold means of clusters and archived tokens.
+        Residents are cells on the device that hold the means of all clusters, and some archived tokens.
+        Without residents, a step searches the archive on the host, and writes the results to synthetic cells
+        (see docs/recall.md).
 
         Parameters
         ----------
@@ -185,12 +188,12 @@ class Archive:
         return n_bytes
 
     def missed(self) -> float:
-        """Choose the residents of the next step, and return how much the last step missed.
+        """Choose the residents of the next step, and return how much attention the last step missed.
 
-        The last step missed the clusters that are chosen now but were not resident then. The result is the
-        largest share of its attention that a query gave to these clusters. It is 0 if the last step had no
-        residents. Attention to two kinds of tokens is not counted: tokens without a cluster, and live tokens
-        after the last eviction.
+        The residents are chosen from the queries of the last step. A query missed its attention to the
+        clusters that are chosen now but were not resident in the last step. The result is the largest share
+        of attention that any query missed. It is 0 if the last step had no residents. Attention to two kinds
+        of tokens is not counted: tokens without a cluster, and live tokens after the last eviction.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))
@@ -202,13 +205,13 @@ class Archive:
         Parameters
         ----------
         cell
-            Cell for the oldest of the n tokens. The next cells are for the other tokens.
+            Index of the cell that gets the oldest of the n tokens. The newer tokens get the next cells.
         base
             From now on, keys in the cache are rotated to their position minus base. This includes the moved
             keys.
         next_pos
             Position that the stream's next token had when the newest remaining token was archived. Tokens
-            that are more than n_near positions before this position are far.
+            that are more than n_near positions before this position count as far (see `Clusters`).
         """
         check(lib.llama_kvtool_rewind(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -216,7 +219,7 @@ class Archive:
 
     @property
     def frames(self) -> list[tuple[int, int]]:
-        """(first position, base) of each run of tokens whose keys have the same base."""
+        """(first position, base) of each run of tokens whose keys have the same base. See `rebase`."""
         return [(first, base) for first, base in self._table()[_N_FIXED:].reshape(-1, 2).tolist()]
 
     @property
@@ -237,8 +240,8 @@ class Archive:
     def trace(self, n: int) -> None:
         """Let later steps record the n archived tokens of each row that get the most attention.
 
-        `attended` returns these tokens. n = 0 ends this. Recording makes steps a little slower. Models
-        without synthetic cells (MLA) always record the tokens that they recall.
+        `attended` returns these tokens. n = 0 ends this. Recording makes steps a little slower. With MLA,
+        steps copy archived tokens back into the cache, and always record the tokens that they copied.
         """
         check(lib.llama_kvtool_trace(self._owner.handle, n))
         self.is_traced = n > 0
@@ -246,8 +249,8 @@ class Archive:
     def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the archived tokens that each row attended to most in the last step, and their attention.
 
-        n: the number that was given to `trace`. For a model without synthetic cells: the maximum number of
-        recalled tokens. Returns positions i64[n_row, n], oldest first and padded with -1, and attention
+        n: the number that was given to `trace`. With MLA: the maximum number of tokens that a step copies
+        back into the cache. Returns positions i64[n_row, n], oldest first and padded with -1, and attention
         f32[n_row, n]. The attention is summed over the row's query heads and the step's tokens.
         """
         pos, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
@@ -277,7 +280,7 @@ class Archive:
         return data
 
     def save(self, *, tokens: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the named arrays that `restore` reads. tokens: False to yield only the table."""
+        """Yield the named arrays that `restore` reads. tokens: False to yield only the array `TABLE`."""
         table = self._table()
         begin, end = table[:2].tolist()
         yield TABLE, table
@@ -342,7 +345,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # the clusters of a block take half a byte for each row and token, which gives the number of rows
+            # compute the number of rows: a block's clusters take half a byte for each row and token
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
@@ -435,7 +438,7 @@ def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_byt
 
 
 def _table_of(saved: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Return the table in the arrays of `save`. None if there is no valid table."""
+    """Return the array `TABLE` from the arrays of `save`; None if it is missing or not valid."""
     table = saved.get(TABLE)
     fits = table is not None and table.dtype == np.int64 and table.ndim == 1 and len(table) >= _N_FIXED
     return table if fits else None

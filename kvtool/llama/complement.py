@@ -29,12 +29,12 @@ ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"}
 MOST = 24
 """Maximum schemas of a complement.
 
-A complement may reject some values that the original schema also rejects. It never accepts a value that the
-original schema accepts.
+Further schemas are left out. The complement then rejects some values that the original schema also rejects.
+It never accepts a value that the original schema accepts.
 """
 
 _MOST_LONG = 100
-"""Length of the longest text for `other_than`: its expression is nested once for each character."""
+"""Maximum length of a text for `other_than`, whose result is nested once for each character of the text."""
 
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000
@@ -72,7 +72,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield schemas. At least one keyword of the given schema rejects all values of a yielded schema."""
+        """Yield schemas whose values the given schema rejects, each because of one of its keywords."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -130,9 +130,10 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if each option lists its values, and no value is in the lists of two options.
+        """Return True if each option lists its values (const or enum), and no value is in two of the lists.
 
-        If all options are objects, it is enough that they list the values of a property that all require.
+        If all options are objects that require the same property, it is enough that they list the values of
+        this property, and that no value is in two of these lists.
         """
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
@@ -252,7 +253,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _other_values(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield schemas of values that are not listed."""
+    """Yield schemas that accept only values that are not in the list."""
     if types := ALL_TYPES - {_type(value) for value in values}:
         yield {"type": sorted(types)}
     for truth in (True, False):

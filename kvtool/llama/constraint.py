@@ -80,7 +80,7 @@ class Vocabulary:
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # `tokenize_bytes` calls this method again, with the part of the data that is valid text
+            # not valid UTF-8: `tokenize_bytes` calls this method again, with the valid data at the start
             return self.tokenizer.tokenize_bytes(data)
         # some tokenizers add a space at the start of a text; a control character before the text prevents it
         for lead in ("", "\x01"):

@@ -20,7 +20,7 @@ from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
 from kvtool.units import CACHE_TYPES, PLAIN, archive_types
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
-"""The C API's numbers for `SignalRequest.group`."""
+"""Number in the C API for each value of `SignalRequest.group`."""
 
 
 class Context(Decoder):
@@ -43,8 +43,8 @@ class Context(Decoder):
     n_draft
         Maximum tokens that `drop` can remove.
     repeats
-        True if steps with residents may be decoded again. `drop` can then remove all tokens of the step,
-        which may be n_draft + 1.
+        True if a step with residents may be decoded again. `drop` must then be able to remove all tokens of
+        the step: one token, and up to n_draft draft tokens.
     n_defer
         Maximum queries that steps store, so that signals of several steps are computed together. This needs
         flash attention. If 0, each step computes its own signals.
@@ -287,7 +287,7 @@ class Context(Decoder):
             in sliding layers change by the same amount. Sliding layers drop tokens whose position becomes
             negative.
         merge
-            New values for cells that stay.
+            New values for cells that stay. Indices are the cells' indices before the moves.
         n_keep_row
             Only if rows are ragged: i32[row], the number of cells that each row keeps, at most n_keep.
         n_hidden
@@ -318,17 +318,17 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        In that decode each token chooses the archived tokens that it attends to. The tokens do not share a
-        common choice of clusters.
+        In that decode, the archived tokens to attend to exactly are chosen separately for each token. In
+        other decodes, they are chosen once for all tokens.
         """
         check(lib.llama_kvtool_mark_drafts(self._context, n))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens from the cache, and their attention from the signals.
 
-        Raises LibraryError for more than n_draft tokens, and for tokens before the last edit. If there are
-        signals or recurrent layers, it also raises LibraryError unless the tokens are draft tokens of the
-        last decode. After a step with residents, all tokens of the step can be removed.
+        n is at most n_draft; after a step with residents, it may be all tokens of the step. If there are
+        signals or recurrent layers, only draft tokens of the last decode can be removed. Raises LibraryError
+        for other tokens, and for tokens before the last edit.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 

@@ -56,9 +56,9 @@ class FixedState:
     def can_cut(self, table: np.ndarray, pos: int) -> bool:
         """True if the state can be cut so that the next token has this position.
 
-        Sliding layers must then hold the whole window of this token. They hold the window of the present
-        next token, and some earlier tokens. A recurrent layer has only its newest state, so the result is
-        False for models with recurrent layers.
+        This is possible if sliding layers still hold all tokens in the window of the token at this position.
+        They hold the window of the present next token and some earlier tokens, so it is possible only for the
+        newest positions. It is impossible for recurrent layers, because they have only their newest state.
         """
         layers = self._context.model.layers
         if layers.of(Kind.RECURRENT):
@@ -74,7 +74,8 @@ class FixedState:
         """
         assert self.fits(table, data)
         if pos is not None:
-            # let the next token take the first cell that becomes free, so that older tokens keep their cells
+            # Let the next token take the cell that held a token with this position, because it is the first
+            # cell that becomes free. Older tokens then keep their cells
             first, cells = np.flatnonzero(table[1:] == pos)[:1], table[1:]
             table = np.concatenate([first, np.where(cells < pos, cells, -1)], dtype=np.int32)
         check(lib.llama_kvtool_set_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))

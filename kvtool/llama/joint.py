@@ -26,7 +26,7 @@ class Part:
 
 
 class JointContext:
-    """Decodes for up to n_most contexts in one step. It holds no tokens.
+    """Context that decodes tokens of up to n_most other contexts in one step. It stores no tokens itself.
 
     Parameters
     ----------

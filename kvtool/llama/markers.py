@@ -29,8 +29,8 @@ class Markers:
     attrs
         llama.cpp's token attributes by marker.
     tags
-        llama.cpp's token attributes by tag. A tag is a special token in brackets, such as <think>. It may
-        also be a marker.
+        llama.cpp's token attributes by tag. A tag is a control token or a user-defined token in brackets,
+        such as <think>. Some tags are also markers.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:
@@ -74,7 +74,7 @@ class Markers:
         return self._first.search(text) is not None
 
     def begun(self, text: str) -> Iterator[int]:
-        """Yield each index where a marker may begin: the text ends before the marker is complete."""
+        """Yield each index from which the rest of the text, at least two characters, begins a marker."""
         first = max(len(text) - max(self._sizes, default=0), 0)
         for match in self._first.finditer(text, first, len(text) - 1):
             if any(marker.startswith(text[match.start() :]) for marker in self._attrs):

@@ -200,7 +200,7 @@ class Model:
             return plain
         # llama.cpp allocates a cache of one cell for this call. With some damaged models it aborts
         with quiet(), crash_means(damaged(self.path)):
-            # a layer has up to three entries: cells, keys of an index, a state
+            # a layer has up to three entries, one for each of its caches: cells, keys of an index, a state
             entries = (ModelLayer * (3 * MAX_LAYERS))()
             n = lib.llama_kvtool_layers(self._model, entries, len(entries))
             if n < 0:
@@ -214,7 +214,7 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # in most architectures a window of 0 means that no layer slides: it would mask every token
+            # a window of 0 tokens would mask every token. In most architectures, 0 means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
@@ -224,7 +224,7 @@ class Model:
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
-        """Layers that attend to rows, each with its number of query heads per KV head."""
+        """Layers that attend to cells of all tokens, each with its number of query heads per KV head."""
         n_head = self._info.n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
 

@@ -71,7 +71,7 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # set operators are plain text here, outside a set. Escapes stay unchanged
+            # outside a set, escapes stay unchanged, and so do set operators, because they are plain text here
             yield part, False
 
 

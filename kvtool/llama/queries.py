@@ -20,10 +20,10 @@ class Queries:
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the logits that the last n_last queries would give if they came again next.
+        """Compute the logits that the last n_last queries would give if they came again at later positions.
 
-        Return their mean and their variance over the queries, each f32[row, head, n_kv] for the first n_kv
-        cells. pos: position to which the key of the next token is rotated.
+        Return the mean and the variance of the logits over the queries, each f32[row, head, n_kv] for the
+        first n_kv cells. pos: position to which the key of the next token is rotated.
         """
         shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)

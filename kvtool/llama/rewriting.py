@@ -92,8 +92,8 @@ class _Writer:
         Targets of each "$ref" that stands next to other keywords. These keywords restrict the same value as
         the target, and may name properties that the target does not name. Objects at the target must
         therefore allow unnamed properties. A schema is rewritten several times, until no new targets are
-        found. The constructor takes the targets that are known so far, and this set has the targets that are
-        found this time.
+        found. The constructor takes the targets that earlier passes have found. This set has the targets that
+        the present pass finds.
     left_out
         Keywords that are not enforced.
     """

@@ -10,8 +10,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 TABLE = "archive"
-"""Name of an archive's table. The table holds begin, end and the end of the far tokens. Then follow two
-numbers for each frame, which is a run of tokens whose keys have the same base: the first position, the base.
+"""Name of the array with an archive's table, i64[3 + 2 * n_frame].
+
+The first three numbers are the position of the first token, the position after the last token, and the
+position after the last far token (see `Clusters`). Two numbers follow for each frame: its first position, and
+its base. A frame is a run of tokens whose keys were rotated to their position minus the same base.
 """
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
@@ -80,7 +83,7 @@ class Clusters(NamedTuple):
 class SavedCheckpoint(NamedTuple):
     """Checkpoint after n_past tokens of the stream: the state of the sliding and recurrent layers.
 
-    If the policy forgets, a checkpoint is a copy of the whole cache instead.
+    If evicted tokens are lost, a checkpoint is a copy of the whole cache instead.
 
     Attributes
     ----------
@@ -144,7 +147,7 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """Return listed segments, oldest first, with their offsets; {} if arrays hold the tokens instead."""
+    """Return listed segments, oldest first, with their offsets; {} if each layer has an array of tokens."""
     if SEGMENTS not in saved:
         return {}
     digests = map(bytes, saved[DIGESTS])

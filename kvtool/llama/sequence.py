@@ -34,7 +34,7 @@ class SequenceContext(Decoder):
     """
 
     n_row = 1
-    # 0, because no policy that reads keys runs with this cache
+    # length of a key: 0, because no policy that reads keys runs with this cache
     n_dim = 0
     archive = queries = fixed_state = None
 
@@ -46,7 +46,8 @@ class SequenceContext(Decoder):
         self.n_head = np.full(1, sum(read(model.path).n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
-        # `_at`: each cell's present position in llama.cpp. `_pos_of`: its position at the next decode
+        # `_at`: the position that each cell has in llama.cpp now. `_pos_of`: the position that it will have
+        # at the next decode, after the recorded shifts
         self._at = self._pos_of = np.empty(0, np.int32)
 
     def signal_bytes(self, _n_cell: np.ndarray) -> int:
@@ -55,9 +56,9 @@ class SequenceContext(Decoder):
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Make the shifts of earlier edits, and then decode as `Decoder.decode` does."""
-        # Edits only record shifts, and llama.cpp gets the shifts here. It rotates the shifted keys only when
-        # it decodes. If edits shifted at once, a cache that is saved before the decode would have keys that
-        # are not rotated
+        # Edits only record shifts. llama.cpp gets the shifts here, because it rotates the shifted keys only
+        # when it decodes. If an edit passed its shifts to llama.cpp at once, and the cache was saved before
+        # the next decode, the saved keys would not be rotated yet
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)

@@ -18,9 +18,9 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Memory that a spare reports. A spare is a device that a worker serves a second time.
+"""Bytes of memory that a spare reports. A spare is a second handle of a worker's device.
 
-If a spare reported 0, llama.cpp would assume the host's memory, and put layers on the spare.
+If it were 0, llama.cpp would assume the size of the host's memory, and put layers on the spare.
 """
 
 

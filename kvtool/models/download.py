@@ -113,7 +113,8 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip first downloads into a temporary folder: put that into `folder`, so that its bytes are counted
+    # pip first downloads into a temporary folder. Let pip make that folder in `folder`, so that its bytes are
+    # counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with subprocess.Popen(
         [*command, *requirements],

@@ -54,7 +54,7 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
 def full_disk(text: str) -> OSError | None:
     """Return an OSError if a program's output says that the disk or the quota is full, else None."""
     for number in _FULL:
-        # Python writes error numbers in the first form, Rust in the second
+        # Python programs write the number as [Errno N], and Rust programs as (os error N)
         if f"[Errno {number}]" in text or f"(os error {number})" in text:
             return OSError(number, os.strerror(number))
     return None

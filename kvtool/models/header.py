@@ -95,7 +95,7 @@ class ModelInfo:
     def plain_layers(self) -> Layers:
         """Layers of a model that has one plain KV cache, or that runs only with the policy `full`.
 
-        For other models, this is wrong: use `Model.layers`.
+        For other models, the result is wrong, and `Model.layers` has the right layers.
         If the model uses MLA, `head_size_v` is 0 in all layers, because values are part of the keys.
         """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
@@ -229,8 +229,8 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
-        # if a model runs its layers in loops, llama.cpp counts the layers of each loop; only the layers of
-        # the first loop have weights
+        # If a model runs its layers several times (num_loops), llama.cpp counts each layer once for each
+        # loop. Only the layers of the first loop have weights
         weights=Weights.of(tensors, n_layer * n_loop + n_block - n_layer, n_block - n_layer),
         has_mtp=f"blk.{n_layer}.nextn.eh_proj.weight" in tensors,
     )

@@ -115,11 +115,11 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def choose(names: Iterable[str], quant: str) -> str | None:
-    """Return the name of the first model file with this quantization, in any case, or None.
+    """Return the name of the first model file with this quantization, or None.
 
-    quant: a quantization or the name of a file. The file does not have to be a model. If it is a part of a
-    split model, return the first part. If `quant` is empty, use the first quantization of DEFAULTS that the
-    repository has, or else return the first model.
+    quant: a quantization in upper or lower case, or the exact name of a file. The file does not have to be a
+    model. If it is a part of a split model, return the first part. If `quant` is empty, use the first
+    quantization of DEFAULTS that the repository has, or else return the first model.
     """
     names = list(names)
     known = models(names)
@@ -137,8 +137,9 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
     """Return the path of the model's file or first part in the cache. Return None unless all parts are there.
 
-    sure: True to accept only the first quantization of DEFAULTS if the reference names no quantization. A
-    later quantization would be right only if the server does not have an earlier one.
+    sure: has an effect only if the reference names no quantization. True to accept only the first
+    quantization of DEFAULTS: another file would be right only if the server did not have this quantization.
+    False to accept the file that `choose` finds in the cache.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []
@@ -152,7 +153,7 @@ def snapshot_of(reference: Reference) -> Path | None:
     """Return the cache's folder for the reference's revision, or None if the cache does not have it."""
     revision = reference.revision or "main"
     name = reference.folder / "refs" / revision
-    # the file of a branch or tag in refs has the name of its commit; folders are named after commits
+    # refs has a file for each branch or tag. The file contains the commit, which is the name of the folder
     with suppress(OSError):
         revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision

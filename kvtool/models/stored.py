@@ -149,8 +149,9 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # a quantization would not lead to this file, so use its name. There are three reasons: the name
-            # has no quantization, an earlier file has the same quantization, or the file is not a model
+            # The quantization does not identify this file, so use the file's name. There are three possible
+            # reasons: the name has no quantization, an earlier file has the same quantization, or the file is
+            # not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)
@@ -158,9 +159,10 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
 
 
 def _in_hub(reference: hub.Reference) -> Stored | None:
-    """Return the cached file that a reference names. Without it, return remains of interrupted downloads.
+    """Return the cached model that a reference names.
 
-    Return None if the cache has neither.
+    If the model is not cached, return the remains of interrupted downloads, or None if there are no remains.
+    Raises ModelError if the reference fits several models.
     """
     snapshot = hub.snapshot_of(reference)
     known = list(_of_snapshot(snapshot, reference)) if snapshot else []
@@ -194,7 +196,8 @@ def _unlink(path: Path) -> int:
         return n_bytes
     target = _target(path)
     path.unlink()
-    # the name of a file is a link to a blob, which may be a link to a blob that repositories share
+    # In huggingface_hub's cache, a file of a model is a link to a blob. The blob itself may be a link to a
+    # blob that several repositories share
     links = (link for link in hub.cache_folder().glob("models--*/**/*") if link.is_symlink())
     is_needed = any(_target(link) == target for link in links)
     return _unlink(target) if target.exists() and not is_needed else 0

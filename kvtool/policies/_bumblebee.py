@@ -50,8 +50,8 @@ def _phi(x, power):
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # Start above the root: if one of the two terms were missing, y would have to be larger. The function is
-    # convex, so Newton's method descends from the start to the root
+    # Newton's method starts at or above the root: at the lower of the two values at which one term alone
+    # equals x. The function is convex, so the method descends from there to the root
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
@@ -100,7 +100,7 @@ def _similarity(dot, cosine):
         # shift by one bit more, because 1 + c is up to 2
         return np.int32(min(max(int(dot) + _UNIT * _UNIT + 16, 0) >> 5, _ONE))
     whole = abs(int(dot)) if cosine == 2 else int(dot)
-    # _UNIT * _UNIT / _ONE is 2**4
+    # divide by _UNIT * _UNIT / _ONE, which is 2**4, so that the dot product of equal keys becomes _ONE
     return np.int32(min(max(whole + 8, 0) >> 4, _ONE))
 
 
@@ -204,7 +204,7 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
 def _loss(mixture, far, mass, total, full, power):
-    """Return how much g decreases if a token is evicted.
+    """Return how much the objective g decreases if a token is evicted. bumblebee.py defines g and f.
 
     far: decrease of f. mass: the token's attention sum. total: attention sum of all tokens that are left.
     full: phi(total).
@@ -228,9 +228,10 @@ def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosin
     pos: i32[row, n]. unit, mass, pairs, near, nearest: arrays of the state. Writes keep b1[row, n], and
     updates near and nearest for the kept tokens.
 
-    Two bounds save time. phi is concave, so mass times the slope of phi is a lower bound of the decrease of
-    c. near is an upper bound of the similarity to the nearest neighbour. The exact decrease is computed only
-    if these bounds do not decide.
+    bumblebee.py defines the objective g, and its terms f and c. Lower bounds of their decreases save time.
+    phi is concave, so c decreases by at least mass times the slope of phi, divided by phi of all attention.
+    near is an upper bound of the similarity to the nearest neighbour, so f decreases by at least (1 - near) /
+    (number of tokens). The exact decrease of g is computed only for tokens that these bounds do not exclude.
     """
     n_row, n = pos.shape
     alive = np.empty(n, np.int32)
@@ -333,9 +334,9 @@ def move_pairs(source, pairs):
 
 @kernel("i8(i2[:,::1], i8, i8, i4[::1])")
 def _gain(unit, cosine, cell, cover):
-    """Return by how much the sum of cover increases if a cell is added to the summary.
+    """Return by how much the sum of `cover` increases if a cell is added to the summary.
 
-    cover i32[n]: similarity of each cell to the summary.
+    cover i32[n]: similarity of each cell to the most similar cell of the summary.
     """
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
@@ -356,8 +357,9 @@ def _take(unit, cosine, cell, cover):
 def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
     """Choose n_keep tokens for the summary of each row.
 
-    The summary begins with all tokens before `first` and from `recent` on. Then the token that raises g most
-    is added, again and again, until there are n_keep tokens.
+    The summary begins with all tokens before `first` and from `recent` on. Then the token that raises the
+    objective g most is added, again and again, until there are n_keep tokens. bumblebee.py defines g, and its
+    terms f and c.
 
     pos i32[row, n], order i64[row, n] (the cells, oldest token first), keys f32[row, n, n_dim], mass f32[row,
     n], seeds i64[row] -> keep b1[row, n].

@@ -7,8 +7,9 @@ Both f and c are 0 for the empty set and 1 for all tokens. The paper's lambda is
 tau_s is the number of kept tokens.
 
 In a stream (Algorithm 2), an eviction removes the token whose removal costs g least, the oldest among equals.
-All other tokens represent themselves, so f loses (1 - s) / (number of tokens), where s is the similarity of
-the evicted token to its nearest neighbour.
+g is computed over the tokens that are live before the eviction. Kept tokens still represent themselves, and
+the evicted token is now represented by its nearest neighbour. f therefore decreases by (1 - s) / (number of
+tokens), where s is the similarity of the evicted token to this neighbour.
 
 A prompt that was decoded whole is summarized offline (Algorithm 1). The token that raises g most is added,
 the newest among equals, until the summary is full. The search is lazy or stochastic greedy (Mirzasoleiman et

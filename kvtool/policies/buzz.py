@@ -13,9 +13,9 @@ policies it leaves everything except the slack.
 
 With `-o kept=true`, the requested budget is the number of cells that an eviction leaves. Rows grow further
 before the next eviction, up to a real budget that is about 2.7 times as large. BUZZ then holds as many tokens
-as other policies after a prompt, but more on average in a long stream. The sizes are chosen for a steady
-state, in which each eviction leaves the same number of middle tokens. With the proportions of Theorem 3.1,
-this number equals the window.
+as other policies after a prompt, but more on average in a long stream. Window and threshold are chosen
+for a steady state, in which each eviction leaves the same number of middle tokens. With the proportions of
+Theorem 3.1, this number equals the window.
 
 With `-o logn=true`, attention logits are multiplied by log_512(n), where n is the number of tokens that the
 query has seen (section 3.5, equation 8). In the authors' code, this is commented out, and n is the number of
@@ -119,7 +119,7 @@ class BUZZ(Policy):
         sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
         window, threshold = params.get("window"), params.get("threshold")
         if params.get("kept"):
-            # compute with a stride of at least 3: the constructor refuses smaller strides later
+            # compute with a stride of at least 3, because only the constructor reports a smaller stride
             strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
@@ -142,7 +142,11 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """Return the parts of the budget. `rest` is the threshold, and `slack` is the token being decoded."""
+        """Return the number of cells for each use of the budget.
+
+        `rest` is the threshold, minus pinned tokens that are not sinks. `slack` is 1, for the token that is
+        being decoded.
+        """
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
@@ -164,7 +168,7 @@ class BUZZ(Policy):
         return self._sampled(view, state)
 
     def adopt(self, view: View, state: State) -> None:
-        """Mark the middle's tokens as old if the prompt was compressed."""
+        """Mark the tokens between sinks and window as old if the prompt was compressed."""
         self.observe(view, state)
         _, old = state
         first, recent = protected(view, self._n_most, self.sinks, self.window)

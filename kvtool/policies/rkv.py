@@ -17,8 +17,9 @@ Differs from the paper: the paper compresses every 128 generated tokens (--evict
 whenever the cache is full, also while it reads a prompt. Keys are rounded to eight bits, and compared before
 RoPE; the authors' code compares them after RoPE. The attention of the window's queries is added up, then
 divided by its sum over the tokens before the window. The authors' code instead takes the highest logit of a
-group, then normalises the attention of each query separately. If a key has no similar keys, the authors' code
-replaces its cosine with the first token by 0 in the first token's mean; kvtool does not.
+group, then normalises the attention of each query separately. If no key is similar to a key k, the authors'
+code still replaces one cosine of k by 0: its cosine with the first token, in the first token's mean. kvtool
+does not replace it.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

@@ -31,8 +31,8 @@ class RoCo(Ranked):
     window
         Newest tokens, never evicted. Default: 10, but at most half of the kept tokens that are not sinks.
     keep_std
-        Number of other tokens that are kept because the standard deviation of their attention is high.
-        Default: three tenths of the kept tokens, minus the window.
+        Number of tokens outside sinks and window that are kept because the standard deviation of their
+        attention is high. Default: three tenths of the kept tokens, minus the window.
     """
 
     budget: int

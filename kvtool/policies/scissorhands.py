@@ -76,7 +76,7 @@ class Scissorhands(Ranked):
     def _parts(self) -> tuple[int, int]:
         """Return the number of parts of the history, and the number of queries in each part.
 
-        There are at most as many parts as plans within the history.
+        There are at most as many parts as plans within the history, because each plan adds to one part.
         """
         n_part = min(_MAX_PARTS, -(-self.history // self.slack))
         return n_part, -(-self.history // n_part)
@@ -88,9 +88,10 @@ def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
 
     pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part].
 
-    First, the parts that have begun since the last plan are cleared. These are the n_begun parts that end
-    with `part`. Then the counts are added to the part with the index `part` modulo n_part. Counts are at most
-    65,535. If the new queries can give more low scores than that, their counts are scaled down.
+    Part i of the history has the index i modulo n_part, and so replaces part i - n_part. First, the parts
+    that have begun since the last plan are set to 0: the n_begun parts up to `part`. Then the low scores of
+    the new queries are added to `part`. Counts are at most 65,535. If the new queries can give more low
+    scores than that, their counts are scaled down.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]

@@ -26,7 +26,10 @@ from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""With at most this many evicted cells, a vectorised scan for each neighbour is faster than a sort."""
+"""Maximum number of evicted cells for which `_line_up` finds the next kept tokens without sorting them.
+
+For so few cells, a vectorised scan of all cells for each evicted cell is faster than a sort.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # Find the next kept token after each evicted token. The result is not used if another evicted token lies
-    # between the two tokens
+    # Find the next kept token after each evicted token. If it comes before the next evicted token, a run of
+    # evicted tokens ends there
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):
@@ -163,8 +166,8 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             own_average = average[row, line[turn[i]]]
             total = own_average + (average[row, line[right]] if line[right] < n else np.float32(0))
             into[i], share[i] = right, own_average / total if total > 0 else np.float32(0.5)
-        # in reverse order, because the weight of a value depends on the final weight of the token that it
-        # merges into
+        # compute the weights of values in reverse order, because the weight of a value depends on the final
+        # weight of the token that it merges into
         for i in range(n_gone - 1, -1, -1):
             weight[turn[i]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]

@@ -95,7 +95,7 @@ class Policy:
     adjustable: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:
-        # every policy is a dataclass
+        # declare these two members for type checkers: every subclass is a dataclass, which defines them
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, budget: int, slack: int, **params: Any) -> None: ...
@@ -170,7 +170,7 @@ class Policy:
     def on(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
-        has_values: True if values are separate from keys. Synthetic cells require this.
+        has_values: False if values are part of the keys (MLA). Recall then cannot use synthetic cells.
         """
         return self
 
@@ -206,7 +206,7 @@ class Policy:
         Unpatched llama.cpp does not expose attention, and it can remove a token only from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # If `ragged` depends on a parameter, it is a property of the class and never True here. Such a policy
+        # If `ragged` depends on a parameter, cls.ragged is a property object and not True. Such a policy
         # reads signals, so it needs the patch in any case
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
@@ -251,10 +251,11 @@ class Policy:
             total[:, : view.n_kv] += getattr(view, name)
 
     def plan(self, view: View, state: State) -> Plan:
-        """Choose the cells to keep: fewer than the budget in every row, and the same number in all rows.
+        """Choose the cells to keep: fewer than `n_live` in every row, and the same number in all rows.
 
-        The engine calls this method when view.n_kv >= budget. The method may write to state[..][:,
-        :view.n_kv], but not to the view.
+        The engine calls this method when view.n_kv >= n_live. If the policy is ragged, the engine also calls
+        it every `slack` tokens, and rows may keep different numbers of cells. The method may write to
+        state[..][:, :view.n_kv], but not to the view.
         """
         raise NotImplementedError
 

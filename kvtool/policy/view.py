@@ -136,7 +136,10 @@ class Recalls:
     n_exact: int = 0
 
     def n_filled(self, made: bool) -> int:
-        """Maximum number of cells of each row that a step fills. made: True if the cells are synthetic."""
+        """Maximum number of cells of each row that a step fills from the archive.
+
+        made: True if the cells are synthetic.
+        """
         return self.n_cell * self.chunk if made else self.n_cell
 
 
