@@ -92,8 +92,8 @@ int64_t archive::start(const leaving & some) {
     memory.fit(first, some.end());
 
     if (size() == 0) {
-        // A new stream begins. Its positions may be lower than the previous stream's positions, so the runs and clusters
-        // of the previous stream are removed
+        // A new stream begins. Its positions may be lower than the previous stream's positions, so the runs and
+        // clusters of the previous stream are removed
         frames.assign(1, { first, base() });
         far = first;
         clear_clusters();
