@@ -34,11 +34,11 @@ struct attended_token {
     // number of positions by which the token's key is rotated, so that it has the right distance from the first query
     int64_t turn;
 
-    float attn; // summed over the row's queries
+    float attn; // attention to the token, summed over the row's queries
 };
 
 struct attention_memory {
-    // consecutive tokens of the current batch
+    // tokens of the current batch that are stored one after the other
     struct piece {
         int64_t begin;
         int     n;
@@ -67,7 +67,7 @@ public:
     attention(
             const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
-    // called by one thread before anything else
+    // Allocate the buffers in `work`. One thread calls this before any thread calls another function
     void make_room();
 
     // Choose the tokens that a row attends to exactly. One thread calls this for each row, before any thread calls

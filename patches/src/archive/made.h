@@ -44,11 +44,11 @@ private:
     std::vector<float>       rounded; // queries, rounded in the same way as attention to the cache rounds them
     std::vector<ggml_fp16_t> halves;
     std::vector<uint8_t>     bytes;   // The key that was quantized last.
-    std::vector<double>      gram;    // [n_head][n_head]: Gram matrix of the queries.
+    std::vector<double>      gram;    // Gram matrix of the queries: [n_head][n_head].
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus the ridge.
-    std::vector<double>      weights; // [cell][n_head]: a cell's key is the sum of the queries with these weights.
-    std::vector<double>      target;  // [n_head]: correction of each head's products, then the queries' weights for it.
-    std::vector<double>      share;   // [head][cell]: the cell's share of the head's softmax sum.
+    std::vector<double>      weights; // Weights of the row's queries in a cell's key: [cell][n_head].
+    std::vector<double>      target;  // Correction of each head's products, then the queries' weights for it: [n_head].
+    std::vector<double>      share;   // Share of a head's softmax sum that is on a cell: [head][cell].
 
     // conversions between a logit and a product (query . key)
     double product(double logit) const;

@@ -17,7 +17,7 @@ static constexpr float least_part = 3e-4f;
 // attended to exactly
 static constexpr int n_ranked = 16;
 
-// logarithms and inverses of all possible numbers of tokens
+// logarithms and inverses of all numbers of tokens that a cluster or set may have
 struct number_tables {
     std::vector<float> logs;
     std::vector<float> inverses;
