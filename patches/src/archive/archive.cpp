@@ -9,10 +9,10 @@
 namespace kvtool {
 
 //
-// one layer
+// class archived_layer
 //
 
-// parts of a slab begin at a cache line of the processor
+// Round up to whole cache lines of the processor, so that the tokens of each layer begin at a cache line
 static size_t padded(size_t n) {
     return (n + 63)/64*64;
 }
@@ -58,7 +58,7 @@ void archived_layer::values(int head, int64_t i, int n, float * out) const {
 }
 
 //
-// all layers
+// class archive
 //
 
 void archive::make(const archive_params & params, const std::vector<archive_shape> & shapes) {
@@ -92,7 +92,8 @@ int64_t archive::start(const leaving & some) {
     memory.fit(first, some.end());
 
     if (size() == 0) {
-        // Another stream begins. Its positions may be lower, so nothing of the previous stream may remain
+        // A new stream begins. Its positions may be lower than the previous stream's positions, so the runs and
+        // clusters of the previous stream are removed
         frames.assign(1, { first, base() });
         far = first;
         clear_clusters();
@@ -141,7 +142,7 @@ void archive::finish(const leaving & some, int64_t first, int n_thread) {
 
 void archive::set_base(int64_t base) {
     if (frames.empty() || frames.back().base != base) {
-        // remove a run that has no archived tokens
+        // remove the newest run if it has no archived tokens
         if (size() == 0) {
             frames.clear();
         } else if (!frames.empty() && frames.back().first == end()) {
@@ -232,7 +233,8 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     auto & l = layers[layer];
     l.set_span(begin, end);
 
-    // fill one slab per call. The first access to new memory takes time, and this lets the threads share it
+    // Each work item fills one slab. The first access to new memory takes time; with one slab per item, the threads
+    // share this time
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);

@@ -56,9 +56,9 @@ struct leaving {
     const int32_t * cells;
 
     int32_t n_cell;
-    int64_t pos_0; // position of the first of these tokens
-    int64_t n_max; // maximum size of the archive; only the newest tokens are kept
-    int64_t next;  // position that the cache's next token will be rotated to
+    int64_t pos_0; // Position of the first leaving token.
+    int64_t n_max; // Maximum size of the archive. If there are more tokens, the oldest are deleted.
+    int64_t next;  // The cache's next token will be rotated to this position.
 
     int64_t end() const { return pos_0 + n_cell; }
 
@@ -81,7 +81,7 @@ constexpr int64_t n_block = store::n_block; // tokens of a block
 // Archived tokens of one layer. Their positions in the stream are consecutive.
 class archived_layer {
 public:
-    // at: offset of the layer's part of a slab
+    // memory: slabs, each for 256 tokens of all layers. at: byte offset of this layer's tokens in each slab
     archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params);
 
     int64_t begin() const { return first; }
@@ -93,13 +93,14 @@ public:
     // store token i. k and v have the keys and the values of all heads; both buffers are overwritten
     void put(int64_t i, float * k, float * v);
 
-    // reorder a complete block: the token at place from[first + i] moves to place first + i
+    // Reorder the tokens of a complete block in memory: the token stored at index from[first + i] of the block moves to
+    // index first + i
     void sort(int head, int64_t block, int first, const uint8_t * from);
 
     size_t token_bytes() const { return n_head*size; }
 
-    // In the functions below, i is the place where a token is stored. This is not the token's position in clustered
-    // blocks, which are stored in the order of their clusters: see archive::place_of
+    // In the functions below, i is the place where a token is stored. In a clustered block, tokens are stored cluster
+    // by cluster, so a token's place differs from its position: see archive::place_of
 
     // n keys of a head as f32, from place i on; all of them lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
@@ -117,7 +118,7 @@ public:
     // end of the block of token i
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
 
-    // end of the layer's part of a slab
+    // byte offset in each slab where the layer's tokens end, rounded up to a cache line
     size_t slab_end() const;
 
     const int     n_head;
@@ -140,7 +141,8 @@ public:
 private:
     const store & memory;
 
-    // offset of the layer's part of a slab: [n_head][n_block] keys, each followed by its value
+    // Byte offset of the layer's tokens in each slab. A slab stores [n_head][n_block] keys of the layer, each followed
+    // by its value
     const size_t at_k;
 
     int64_t first = 0;
@@ -225,12 +227,12 @@ public:
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // set a layer's tokens begin .. end - 1. The parts must be consecutive
+    // set a layer's tokens begin .. end - 1 to the tokens of `in`; each part must begin where the part before it ends
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
-    // Clusters of blocks in a saved archive, see llama_kvtool_clusters. When an archive is restored, clusters are set
-    // after the layers and before the table. is_far: true for clusters of tokens beyond n_near. `get_clusters` returns
-    // false if any row lacks such clusters.
+    // Clusters for a saved archive, see llama_kvtool_clusters. To restore an archive, call set_clusters after `fill`
+    // and before set_table. is_far: true for blocks that were clustered as tokens beyond n_near. get_clusters returns
+    // false if any row has no clusters of this kind for one of the blocks.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
@@ -265,15 +267,16 @@ public:
     const turns & turns_of(size_t i) const { return rope[i]; }
 
     // Tokens before this position are far: their distance from the stream's next token is more than n_near. Queries
-    // attend to far tokens as if the distance were n_near. A clustered block does not use this position. It has a flag,
-    // bearing::is_far, which changes only when the block is clustered again.
+    // attend to far tokens as if the distance were n_near. For a clustered block, the block's flag bearing::is_far
+    // counts instead of this position. The flag changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
     // runs of the archived tokens, the oldest first; the newest run may not have any tokens yet
     std::vector<frame> frames;
 
-    // Return all tokens as ranges, with the rotation that queries need for each range. The tokens before far_end are
-    // one range with delta = far_turn, because their keys are read without rotation.
+    // Return all tokens as ranges, with the number of positions by which queries are rotated for each range. The tokens
+    // before far_end are one range with delta = far_turn, because RoPE is undone for their keys. Each other range has
+    // the tokens of one run, because their keys have the same base.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i
@@ -281,16 +284,18 @@ public:
 
     int64_t n_near = 0; // distance limit: tokens farther away are treated as if they were at this distance
 
-    // clusters of a row's keys; only if n_exact > 0
+    // clusters of a row's keys; they exist only if archive_params::n_exact > 0
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
     // number of positions by which the key of token i is rotated before its block is clustered
     int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
-    // number of positions by which a query at position rot is rotated for keys without rotation (keys beyond n_near)
+    // Number of positions by which a query at position rot is rotated before it is multiplied with keys beyond n_near.
+    // RoPE is undone for these keys, so the rotated query is at position n_near
     int64_t far_turn(int64_t rot) const { return n_near - rot; }
 
-    // number of positions by which a query at position rot is rotated for the keys of a clustered block
+    // number of positions by which a query at position rot is rotated before it is multiplied with the keys of a
+    // clustered block
     int64_t query_turn(const bearing & to, int64_t rot) const { return to.is_far ? far_turn(rot) : base() - to.base; }
 
     // number of positions by which the key of token i is rotated, so that it gets the right distance from a query at

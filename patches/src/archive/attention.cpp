@@ -1,39 +1,42 @@
-// Attention of a step's queries to one layer's archive, on the host.
+// Attention of a step's queries to the archived tokens of one layer, on the host.
 //
-// In the decode's graph each layer has a custom operation between the computation of the layer's queries and attention
-// over the cache. (hooks/recall.cpp adds this operation, recaller.cpp implements it.) All threads of ggml's CPU backend
-// run it together and meet at barriers. Its result is written to the last cells of the cache. Attention over the cache,
-// with any kernel on any device, then includes the archive. For each query, the code below computes the result of exact
-// attention to the archive: a value, and the logarithm of the softmax's denominator. With the denominator, the value
-// can be weighted against the live cells. The steps are:
+// hooks/recall.cpp adds one custom operation per layer to the graph. The operation (see recaller.cpp) runs after the
+// layer's queries are computed and before attention over the cache. All threads of ggml's CPU backend run it together
+// and meet at barriers. The operation's result is written to the last cells of the cache. Attention over the cache then
+// includes the archive, with any kernel on any device.
 //
-// 1. make_room (one thread): buffers for the results, which all threads share.
+// The code below computes two results for each query: the attention output over the archive (a value), and the
+// logarithm of the softmax's denominator over the archive. The denominator says how much weight the value gets relative
+// to the live cells. The steps are:
 //
-// 2. find (one thread per row): search.cpp decides which tokens the row's queries attend to exactly. These are all
-//    tokens without clusters (the newest tokens), and n_exact tokens of the clusters with the highest attention per
-//    token. All other clusters are estimated from their mean keys and values. The estimate is stored as one more
-//    partial sum of the row. Most attention is on few tokens, so the work depends little on the archive's length.
+// 1. make_room: one thread allocates the buffers that all threads share.
 //
-// 3. attend (each thread has some parts): the row's exact tokens are divided into n_span parts of equal size. read_part
-//    reads a part in batches of n_together tokens:
-//    - read multiplies the batch's keys with the queries. A key is stored with the rotation (RoPE) that it had in the
-//      cache, so key and query must first be rotated to the right distance. The search has rotated the queries once per
-//      base. Each such rotation is called a "way", and it fits all keys that were archived under that base. Two kinds of
-//      keys are rotated in addition: keys beyond n_near, and keys of a block in which the base changes. The fastest case
-//      is a step of few queries (is_few), as when tokens are generated: keys are multiplied in their stored format,
-//      without a converted copy. For many queries (a chunk of a prompt), keys are converted once and multiplied as
-//      matrices.
-//    - add turns the products into exponentials and adds them to the part's sums. This is the online softmax: a part
-//      stores the maximum logit, the sum of the exponentials relative to this maximum, and the sum of the values weighted
-//      by the exponentials. When the maximum rises, the earlier sums are scaled down.
-//    - add_values reads only values whose exponential exceeds `least`; other values would hardly change the result.
+// 2. find: for each row, one thread calls the search (search.cpp). The search decides which tokens the row's queries
+//    attend to exactly: all tokens without clusters, which are the newest tokens, and about n_exact tokens of the
+//    clusters with the highest attention per token. For all other clusters, attention is estimated from their mean keys
+//    and mean values. Most attention is on few tokens, so the work depends little on the archive's length.
 //
-// 4. result (any thread, after a barrier): combines the sums of the parts and of the estimate, relative to their common
-//    maximum. made.cpp computes synthetic cells from these results.
+// 3. attend: the tokens that a row attends to exactly are divided into n_span parts of equal size, and the parts of all
+//    rows are distributed over the threads. read_part reads a part in batches of n_together tokens:
+//    - `read` multiplies the keys of the batch with the queries. Stored keys still have the rotation (RoPE) that they
+//      had in the cache. Therefore the search has rotated the queries to the right distance, once for each base. (Each
+//      rotation of the queries has an index, called a "way".) In two cases `read` also rotates the keys: if they are
+//      beyond n_near, and if the base changes within their block.
+//      In a step of few queries (is_few), as when tokens are generated, keys are multiplied in their stored format if
+//      possible, because this saves a converted copy. In a step of many queries (a chunk of a prompt), keys are
+//      converted once and multiplied as a matrix.
+//    - `add` computes the exponentials of the products and adds them to the sums of the part. This is the online
+//      softmax: a part has the maximum logit, the sum of the exponentials relative to this maximum, and the sum of the
+//      values weighted by the exponentials. When the maximum rises, the earlier sums are scaled down.
+//    - add_values adds the values. It skips values whose exponential is at most `least`, because they would hardly
+//      change the result.
 //
-// 5. weigh and most_attended (only if tokens are recalled or traced): set_sum receives the denominator over archive and
-//    live cells. With it, the attention probability of each exact token is computed, and the tokens with the most
-//    attention are chosen.
+// 4. result: after a barrier, any thread combines the sums of a row's parts and the search's estimate, relative to
+//    their common maximum. made.cpp computes synthetic cells from these results.
+//
+// 5. weigh and most_attended, only if tokens are recalled or traced: set_sum receives the denominator over archive and
+//    live cells. With this denominator, weigh computes the attention probability of each token that is attended to
+//    exactly, and most_attended chooses the tokens with the most attention.
 //
 // The division into parts depends only on the archive and the number of rows, so that results do not depend on the
 // number of threads.
@@ -86,8 +89,8 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// Multiply the keys of n tokens, from place `begin` on, with the queries. In the batch these tokens have the indices at
-// .. at + n - 1
+// Multiply the keys of n tokens with the queries. The tokens are stored from place `begin` on. In the batch, the index
+// of the first token is `at`
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
@@ -114,8 +117,9 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
-        // The queries are rotated only once: for the key of the block's last token. While a key is multiplied, it is
-        // rotated by its distance to that token
+        // The key at position i must be rotated by base - i positions. With the block's last position `last`, this is
+        // (base - last) + (last - i). The first term is the same for all keys, so the queries are rotated once instead.
+        // The second term is less than a block; the key is rotated by it while it is multiplied
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -238,7 +242,7 @@ void attention::read_part(int head, int span, F && done) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column); // this is also enough for [query][n_together]
+    powers.resize(n_together*n_column); // for few queries, [query][n_together] also fits, because n_query <= n_column
 
     const auto & row = work.rows[head];
 
@@ -310,8 +314,8 @@ double attention::result(int head, int query, float * value) const {
             kvtool::add(value, part(i) + 2, l.n_embd_v, w);
         }
     }
-    // values and mean values were added in their stored format, so the sum must still be multiplied by the Hadamard
-    // matrix
+    // If n_map_v > 0, stored values and mean values are multiplied by a Hadamard matrix, and so is their sum. The
+    // matrix is its own inverse, so a second multiplication removes it
     hadamard(value, l.n_embd_v, l.n_map_v);
     bool is_number = std::isfinite(most) && std::isfinite(sum) && sum > 0.0;
     for (int64_t e = 0; e < l.n_embd_v; ++e) {

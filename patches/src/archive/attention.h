@@ -34,11 +34,11 @@ struct attended_token {
     // number of positions by which the token's key is rotated, so that it has the right distance from the first query
     int64_t turn;
 
-    float attn; // summed over the row's queries
+    float attn; // attention to the token, summed over the row's queries
 };
 
 struct attention_memory {
-    // consecutive tokens of the current batch
+    // tokens of the current batch that are stored one after the other
     struct piece {
         int64_t begin;
         int     n;
@@ -47,14 +47,16 @@ struct attention_memory {
 
     std::vector<piece> pieces;
 
-    // queries rotated for the last token of a block
+    // queries, rotated to the right distance from the last token of a block beyond n_near; see attention::read
     std::vector<float> turned;
 
-    std::vector<float> keys;   // [token][n_embd_k]
-    std::vector<float> values; // [token][n_value]
-    std::vector<float> powers; // exponentials of the logits: [token][n_column], or [query][n_together] with few queries
+    // Tokens of the current batch. keys: [token][n_embd_k]. values: [token][n_value]. powers: first the products of
+    // keys and queries, then the exponentials of the logits, [token][n_column] or with few queries [query][n_together]
+    std::vector<float> keys;
+    std::vector<float> values;
+    std::vector<float> powers;
 
-    std::vector<float> most, factor, sum; // per query
+    std::vector<float> most, factor, sum; // [n_column], see exponential_columns
 };
 
 // one thread's share of a layer's attention; attention.cpp describes the order of calls
@@ -65,7 +67,7 @@ public:
     attention(
             const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
-    // called by one thread before anything else
+    // Allocate the buffers in `work`. One thread calls this before any thread calls another function
     void make_room();
 
     // Choose the tokens that a row attends to exactly. One thread calls this for each row, before any thread calls
@@ -99,10 +101,10 @@ private:
     const turns          & rope;
 
     const int  n_query;
-    const bool is_few;   // true for few queries: keys and values are then multiplied in their stored format
-    const int  n_column; // padded number of queries
-    const int  n_value;  // padded length of a value
-    const int  n_span;   // number of parts of a row
+    const bool is_few;   // True for few queries: keys and values are then multiplied in their stored format.
+    const int  n_column; // Number of queries, padded for products of matrices.
+    const int  n_value;  // Number of elements of a value, padded in the same way.
+    const int  n_span;   // Number of parts into which a row's tokens are divided.
 
     const float least;   // minimum exponential for which a token's value is added
 
@@ -116,7 +118,7 @@ private:
     int64_t turned_block = -1;
     int     turned_way   = -1;
 
-    // partial sums of a part of a row; part n_span is the search's estimate
+    // partial softmax sums of one part of a row's tokens; span n_span has the search's estimate for the other clusters
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }

@@ -192,7 +192,8 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    // all clusters have the same weight; otherwise a cluster of one token might not end up in a set of similar clusters
+    // All clusters have the same weight, however many tokens they have (empty clusters have weight 0). If larger
+    // clusters weighed more, a cluster of one token might not end up in a set of similar clusters
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;

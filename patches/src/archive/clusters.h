@@ -20,10 +20,10 @@ constexpr int n_cluster = 16;
 constexpr int n_set     = n_side;
 constexpr int n_grouped = n_set*n_side/n_cluster;
 
-// the rotation that a block's keys have while they are clustered
+// the RoPE rotation of a block's keys while k-means clusters them
 struct bearing {
-    bool    is_far; // true for tokens beyond n_near: their keys are rotated to position 0, which undoes RoPE
-    int64_t base;   // only if not is_far: keys are rotated to their positions minus this base
+    bool    is_far; // True for tokens beyond n_near: RoPE is undone, which rotates their keys to position 0.
+    int64_t base;   // If is_far is false, keys are rotated to their positions minus this base.
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
@@ -37,16 +37,16 @@ struct sealed_block {
     bearing to;
     int     first; // index of the block's first token; not 0 if the archive begins inside the block
 
-    std::array<uint8_t,  store::n_block> order; // index of the token stored at each place
-    std::array<uint16_t, n_cluster + 1> start; // first place of each cluster
+    std::array<uint8_t,  store::n_block> order; // Index of the token that is stored at each place of the block.
+    std::array<uint16_t, n_cluster + 1> start; // First place of each cluster's tokens.
 
     membership members() const;
 };
 
 // Summaries of clusters, or of sets of clusters. A summary has a mean key, a mean value and the number of tokens. Mean
-// keys have 8 bits and are stored in sides. Mean values have 4 bits if archived values are multiplied by a Hadamard
-// matrix; they are multiplied by the same matrix. Otherwise mean values have 8 bits, or are F16 if the value length
-// does not allow 8 bits
+// keys have 8 bits, and 16 keys are interleaved as a "side" (see index.h). If archived values are multiplied by a
+// Hadamard matrix, mean values are multiplied by the same matrix and have 4 bits. Otherwise mean values have 8 bits, or
+// are F16 if the value length does not allow 8 bits
 struct means {
     // n_map_v: size of the Hadamard matrix; 0 if there is no matrix
     means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v);
@@ -68,13 +68,14 @@ struct means {
     int64_t   n_embd_v;
     int       n_map_v;
     ggml_type type_v;
-    size_t    size_k; // bytes of a side
-    size_t    size_v; // bytes of a value
+    size_t    size_k; // Bytes of a side, which has 16 mean keys.
+    size_t    size_v; // Bytes of a mean value.
 };
 
-// Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places, one place
-// per cluster. Once all blocks of a group have keys with the same rotation, the group's clusters are reordered set by
-// set.
+// Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places in the
+// arrays, one place per cluster. The clusters of a group of n_grouped blocks are reordered set by set as soon as all
+// blocks of the group have clusters and their keys have the same rotation. A cluster's place may then belong to another
+// block of the group.
 class row_clusters {
 public:
     // n_map_v: see `means`
@@ -104,10 +105,10 @@ public:
 
     void clear() { forget(end()); }
 
-    // first place of a block
+    // first of the n_cluster places of a block
     size_t place(int64_t block) const { return (block - first)*n_cluster; }
 
-    // the block of the cluster at a place, and the index of the cluster in this block
+    // block_at returns the block of the cluster at a place. cluster_at returns the cluster's index in its block
     int64_t block_at(size_t place) const {
         const int64_t block = first + (int64_t) place/n_cluster;
         return is_grouped(block) ? block/n_grouped*n_grouped + member[place]/n_cluster : block;
@@ -146,7 +147,7 @@ private:
     // index in the block
     std::vector<uint8_t> member;
 
-    std::vector<uint8_t> grouped; // one flag per group
+    std::vector<uint8_t> grouped; // for each group: 1 if the group is ordered set by set, else 0
 
     void group  (int64_t block);
     void ungroup(int64_t block);

@@ -49,7 +49,7 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
 }
 
-// return scale and least, for a format that stores no minimum. zero: the code of the number 0
+// Return scale and least for a format that stores only the scale: least is -scale*zero. zero: the code of the number 0
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * from, float zero) {
     uint16_t d;
     memcpy(&d, from, sizeof(d));
@@ -69,11 +69,11 @@ struct q4_0 {
 // a scale and a minimum in half precision, codes of 4 bits
 struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
-    static constexpr char    zero    = 0; // subtracts nothing: the minimum varies, so there is no fixed code for 0
+    static constexpr char    zero    = 0; // no code is fixed for the number 0, because each group stores a minimum
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
 
-    // scale, least
+    // return scale and least, both of which the group stores
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
         uint32_t both;
         memcpy(&both, from, sizeof(both));
@@ -103,8 +103,8 @@ struct q5_0 {
 
 template <typename Q>
 struct of_codes {
-    // codes: Q::zero is already subtracted. In formats with a code for 0, `least` is therefore not added. In ggml, a 0
-    // has the sign of the scale; adding `least` would lose this sign
+    // codes: codes minus Q::zero. In formats with a fixed code for 0, the elements are therefore scale*codes, without
+    // `least`. In ggml, a 0 has the sign of the scale; adding `least` would lose this sign
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
         return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);

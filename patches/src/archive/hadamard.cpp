@@ -39,7 +39,8 @@ template <int N>
 KVTOOL_AVX2 static void hadamard_avx2(float * x, int64_t n) {
     const __m256 scale = _mm256_set1_ps(1.0f/std::sqrt(8.0f*N));
 
-    // In each round, every element is multiplied by this sign, and then its partner is added
+    // Signs of the butterflies between elements at distance 1, 2 and 4. In each butterfly, every element is multiplied
+    // by its sign, and then the element at that distance is added
     const __m256 one  = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
     const __m256 two  = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
     const __m256 four = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);

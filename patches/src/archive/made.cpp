@@ -37,21 +37,23 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// Size of the ridge, as a share of the diagonal's mean. The ridge is a number that is added to the diagonal of the
-// queries' Gram matrix. It keeps keys short if the queries of a row are nearly equal. The error that it causes in the
-// logits is corrected afterwards.
+// Ridge regularization: this share of the diagonal's mean is added to each diagonal element of the queries' Gram
+// matrix. Without the ridge, keys would become very long if the queries of a row are nearly equal. The ridge changes
+// the logits slightly; this error is corrected afterwards.
 static constexpr double ridge = 1e-4;
 
 // number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// Improvement of quantized keys, see made_cells::nudge. n_nudge: number of rounds over all elements. weight_elsewhere:
-// weight of errors in products with the queries of other heads; the weight for the cell's own head is 1
+// Parameters of made_cells::nudge, which improves quantized keys. n_nudge: number of passes over all elements of a key.
+// weight_elsewhere: weight of the squared error of a cell's key in products with queries of other heads. The weight for
+// the query of the cell's own head is 1
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// Most of a head's softmax sum should be on the head's own cell, but this share of it should be on the cell of each
-// other head. A smaller share would need longer keys, and the logits of longer keys have larger rounding errors
+// Each head has its own synthetic cell. This share of a head's softmax sum over the cells should be on the cell of each
+// other head, and the rest on the head's own cell. A smaller share would need longer keys, and the logits of longer
+// keys have larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }
@@ -100,7 +102,8 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
 }
 
 void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // off: error of k's product with each head's query; by: change of this error if an element moves
+    // off: for each head's query, the error of its product with the quantized key k. by: for each query, the change of
+    // this error if the current element is replaced
     std::vector<double> off(n_head), by(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {
@@ -215,8 +218,9 @@ void made_cells::make(const float * queries, const double * given, const float *
         solve(root, products, g);
     }
 
-    // The ridge shifts a head's logits on all cells by about the same amount, so the head's sum becomes wrong. To
-    // correct the sums of all heads, one combination of queries is added to all keys
+    // The ridge shifts a head's logits on all cells by about the same amount, so the head's softmax sum becomes wrong.
+    // The same combination of queries is therefore added to all keys. It shifts the logits of each head back by the
+    // head's error
     for (int n = 0; n < n_mend; ++n) {
         find_shares(sums, [&](int head, int cell) {
             double x = 0.0;
@@ -259,9 +263,10 @@ void made_cells::make(const float * queries, const double * given, const float *
 void made_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
-    // The values, weighted by a head's shares, must add up to the head's attention output. Therefore the values are
-    // share^-1*found. `to` is this inverse. If queries are nearly equal, `share` is nearly singular, so the solution is
-    // regularized towards the inverse of the intended shares
+    // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output
+    // `found`. Therefore the values are `to`*`found`, where `to` is the inverse of the matrix `share`. If queries are
+    // nearly equal, `share` is nearly singular. A small ridge therefore pulls `to` towards the inverse of the intended
+    // shares (`wanted`)
     std::vector<double> square(g*g), to(g*g), off(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {

@@ -29,8 +29,9 @@ public:
     // adds nothing. found: [n_head][n_embd_v], attention output over the archive
     void make(const float * queries, const double * sums, const float * found);
 
-    std::vector<float> keys;   // [n_head][n_embd_k]
-    std::vector<float> values; // [n_head][n_embd_v]
+    // keys and values of the synthetic cells: [n_head][n_embd_k] and [n_head][n_embd_v]
+    std::vector<float> keys;
+    std::vector<float> values;
 
 private:
     const int     n_head;
@@ -42,12 +43,12 @@ private:
 
     std::vector<float>       rounded; // queries, rounded in the same way as attention to the cache rounds them
     std::vector<ggml_fp16_t> halves;
-    std::vector<uint8_t>     bytes;   // buffer of the last quantization
-    std::vector<double>      gram;    // Gram matrix of the queries [n_head][n_head]
-    std::vector<double>      root;    // Cholesky factor of the Gram matrix plus a ridge
-    std::vector<double>      weights; // [cell][n_head]: a cell's key is the sum of the queries with these weights
-    std::vector<double>      target;  // [n_head]: correction of each head's products
-    std::vector<double>      share;   // [head][cell]: share of the head's sum that the cell has
+    std::vector<uint8_t>     bytes;   // The key that was quantized last.
+    std::vector<double>      gram;    // Gram matrix of the queries: [n_head][n_head].
+    std::vector<double>      root;    // Cholesky factor of the Gram matrix plus the ridge.
+    std::vector<double>      weights; // Weights of the row's queries in a cell's key: [cell][n_head].
+    std::vector<double>      target;  // Correction of each head's products, then the queries' weights for it: [n_head].
+    std::vector<double>      share;   // Share of a head's softmax sum that is on a cell: [head][cell].
 
     // conversions between a logit and a product (query . key)
     double product(double logit) const;

@@ -11,7 +11,7 @@
 
 namespace kvtool {
 
-// writes chosen tokens in the cache's format
+// copies the keys and values of chosen archived tokens to the result of recall_into, in the cache's format
 template <typename T>
 struct gathering {
     const archived_layer & l;
@@ -20,12 +20,13 @@ struct gathering {
     const int  k;
     const bool v_trans;
 
-    T * to_k; // [k][n_head][n_embd_k]
-    T * to_v; // [k][n_head][n_embd_v], or [n_head][n_embd_v][k]
+    // keys [k][n_head][n_embd_k], and values [k][n_head][n_embd_v] or, if v_trans, [n_head][n_embd_v][k]
+    T * to_k;
+    T * to_v;
 
     std::vector<float> key    = {};
     std::vector<float> value  = {};
-    std::vector<T>     values = {}; // of n_side tokens
+    std::vector<T>     values = {}; // values of up to n_side tokens, which are transposed together
 
     static void from(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
     static void from(ggml_type type, const uint8_t * x, float       * y, int64_t n) { to_float(type, x, y, n); }
@@ -77,8 +78,8 @@ struct gathering {
     }
 };
 
-// A step of n tokens attends exactly to n times as many archived tokens as a step of one token, but at most to n_apart
-// times as many
+// A step of one token attends exactly to n_exact clustered tokens. A step of n tokens attends exactly to n times as
+// many, but at most to n_apart times as many
 static constexpr int n_apart = 5;
 
 // A longer archive has more tokens that are similar to a query. If the archive is longer than this, steps of several
@@ -95,7 +96,7 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
-// tokens of a step that attend to the same archived tokens
+// consecutive tokens of a step, for which one search chooses the archived tokens that they attend to exactly
 struct some_tokens {
     int first;
     int n;
@@ -129,7 +130,7 @@ static attention attention_of(const ggml_tensor * dst, some_tokens some, recalle
     return attention(layer.all->tokens, layer.i, rot, n_gqa*some.n, layer.logits, exact_of(*layer.all, some.n), layer.all->attending);
 }
 
-// called by all threads
+// Run make_room, find and attend of a layer's attention. All threads call this, each with a separate object `one`
 static void attend(attention & one, const ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
@@ -259,7 +260,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         const int head = i/some.n;
         const int t    = i % some.n;
 
-        // compute the queries at the first token of this thread in this row
+        // at the thread's first token of a row (t < nth), get the row's queries of all tokens
         if (t < nth) {
             queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }
@@ -330,7 +331,8 @@ void recaller::trace(int32_t n) {
 }
 
 void recaller::push(const gatherer & gather, const leaving & some, int n_thread, kvtool::staging * staging) {
-    // number of cells that are copied at once; a device must have room for these copies in all layers
+    // Number of cells that are copied to the host at once. The number is limited because a device first collects the
+    // copies of all its layers in its memory
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {
@@ -346,7 +348,7 @@ void recaller::push(const gatherer & gather, const leaving & some, int n_thread,
 
     tokens.reserve(some);
     const int64_t first = tokens.start(some);
-    // do not store tokens that would be deleted at once
+    // skip tokens that the archive would delete immediately, because it keeps only the newest n_max tokens
     for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
         const auto keep = [&](size_t i, gathered && cells) { found[i] = std::move(cells); };
         if (!gather(some.cells + c, std::min(n_most, some.n_cell - c), keep)) {

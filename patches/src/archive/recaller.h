@@ -19,9 +19,11 @@ struct recalled_layer {
     recaller * all;
     size_t     i;
 
-    logit_params logits; // logit parameters in the newest graph
-    ggml_type    type_k; // type of the cache's keys in the newest graph
-    ggml_type    type_q; // type that attention to the cache rounds queries to; F32 if it does not round them
+    // Data of the newest graph. type_k: type of the cache's keys. type_q: attention to the cache rounds queries to this
+    // type; F32 if it does not round them
+    logit_params logits;
+    ggml_type    type_k;
+    ggml_type    type_q;
 
     // [n_head][n_traced]: the tokens that each row attended to most in the last step. If there are fewer than n_traced,
     // the remaining entries have position -1
@@ -61,15 +63,15 @@ public:
     ggml_tensor * build(
             ggml_context * ctx, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, const logit_params & logits);
 
-    // Record the n tokens that each row attends to most in every later step. Without synthetic cells, the n_recall
-    // recalled tokens are recorded from the start
+    // From the next step on, record the n archived tokens that each row attends to most. If there are no synthetic
+    // cells, the constructor calls this with n = n_recall, so that the recalled tokens are always recorded
     void trace(int32_t n);
 
     const archive_params params;
 
     int32_t n_traced = 0;
 
-    // in the next step, the archived tokens that are attended to exactly are chosen separately for each token
+    // true if the next step chooses separately, for each of its tokens, which archived tokens it attends to exactly
     bool is_apart = false;
 
     archive        tokens;

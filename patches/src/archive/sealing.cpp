@@ -92,7 +92,7 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, 
     const bearing to    = { is_far, is_far ? 0 : base_of((block + 1)*n_block - 1) };
 
     if (!is_new) {
-        // return the tokens to the order of the stream
+        // put the block's tokens back into the order of the stream
         l.sort(head, block, first, places_of(own[block]).data());
     }
 
@@ -140,7 +140,7 @@ void archive::seal_row(int row) {
     const auto [near, to] = span_of(row);
 
     own.forget(begin()/n_block);
-    // after a rewind a block may be incomplete; return its tokens to the order of the stream
+    // after a rewind, the blocks from `to` on lose their clusters: put their tokens back into the order of the stream
     for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
         layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
     }
@@ -221,7 +221,7 @@ bool archive::get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_fa
     for (int64_t block = begin/n_block; block < end/n_block; ++block) {
         for (const auto & rows : clusters) {
             for (const auto & own : rows) {
-                // until all rows are clustered, a block may still have the clusters of other tokens
+                // until all rows are clustered, a block's clusters may belong to tokens that the block held earlier
                 if (n_unsealed > 0 || block < own.begin() || block >= own.end() || own[block].to.is_far != is_far) {
                     return false;
                 }

@@ -10,14 +10,14 @@
 
 namespace kvtool {
 
-// a cluster's mean value is added only if the cluster has at least this share of the softmax sum
+// the estimate adds the mean value of a cluster or set only if it has more than this share of the softmax sum
 static constexpr float least_part = 3e-4f;
 
 // Single clusters are ranked only in the best sets. These sets together hold n_ranked tokens for each token that is
 // attended to exactly
 static constexpr int n_ranked = 16;
 
-// logarithms and inverses of all possible numbers of tokens
+// logarithms and inverses of all numbers of tokens that a cluster or set may have
 struct number_tables {
     std::vector<float> logs;
     std::vector<float> inverses;
@@ -74,7 +74,8 @@ void search::look_into_unsealed(int head, searched_row & row) {
     }
 }
 
-// compute the logits of the runs from `first` on; the items of these runs begin at `item`
+// Compute the logits of the items (clusters or sets) of runs[first] and all later runs. item: index of the first of
+// these items
 void search::multiply_runs(size_t first, size_t item) {
     const auto * own_logs = numbers().logs.data();
     const auto * inverses = numbers().inverses.data();
@@ -84,9 +85,9 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // pick_sets picks sets until they have a certain number of tokens, and replaces each by n_side clusters. A
-            // set of few tokens is counted as n_side tokens. This limits the number of sets that are picked, and thus
-            // n_room
+            // pick_sets picks sets until their sizes add up to a certain number, and adds n_side clusters per picked
+            // set to the items. There is room for only n_room items. Therefore a set of fewer than n_side tokens gets
+            // the size n_side, which limits the number of picked sets
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -189,7 +190,7 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         if (kept > 0.0f) {
             own[0] = parts[q].most;
             own[1] = std::max(sum, kept);
-            // the weight of dropped items is distributed over the remaining items
+            // multiplying the remaining items by this factor gives them the weight of the items that are left out
             by[q] = own[1]/kept;
             add(score.data(), own_x, n_item, 1.0f);
         }
@@ -300,8 +301,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // Make room for the clusters of the picked sets, n_side clusters per set. Sets are picked until they have
-    // n_ranked*n_exact tokens, and each counts as at least n_side tokens. This limits their number
+    // Make room for the clusters of the sets that pick_sets will pick, n_side clusters per set. It picks sets until
+    // their sizes add up to n_ranked*n_exact. Each set has at least the size n_side, so their number is limited
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

@@ -19,7 +19,7 @@ struct logit_params {
     float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0 if there is no cap
 };
 
-// consecutive places of a row's archived tokens in one block
+// archived tokens of a row that are stored one after the other in one block
 struct token_range {
     int64_t begin; // place of the first token
     int     n;
@@ -31,11 +31,14 @@ struct token_range {
 
 // search results of one row, shared by the threads of a layer
 struct searched_row {
-    std::vector<float> turned;  // rotated queries: [way][query][n_embd_k]
-    std::vector<float> columns; // `turned`, transposed: [way][n_embd_k][query]; only for steps with many queries
-    // `turned`, multiplied by the Hadamard matrix of stored keys; only if there is such a matrix
+    // The row's queries, rotated in several ways. turned: [way][query][n_embd_k]. columns, only for steps with many
+    // queries: the transposed queries, [way][n_embd_k][query]. mapped, only if stored keys are multiplied by a Hadamard
+    // matrix: the queries in `turned`, multiplied by the same matrix. bytes, only if search::has_bytes: the queries in
+    // `mapped` (or in `turned` if there is no matrix), rounded to 8 bits
+    std::vector<float> turned;
+    std::vector<float> columns;
     std::vector<float> mapped;
-    byte_columns       bytes;   // `mapped` in 8 bits (`turned` if there is no matrix); only if search::has_bytes
+    byte_columns       bytes;
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
@@ -58,7 +61,7 @@ private:
 };
 
 struct search_memory {
-    std::vector<int64_t> ways; // rotations of the queries, in positions
+    std::vector<int64_t> ways; // the different rotations of the queries: each is a number of positions
 
     // consecutive clusters, or sets of clusters, whose keys have the same rotation
     struct run {
@@ -81,16 +84,16 @@ struct search_memory {
     std::vector<int32_t> size;
     std::vector<uint8_t> chosen;
 
-    std::vector<int>          looked; // items that are attended to exactly
-    std::vector<weighted_row> some;   // the mean values that are added to the estimate, with their weights
+    std::vector<int>          looked; // Indices of the items whose tokens are attended to exactly.
+    std::vector<weighted_row> some;   // Mean values that are added to the estimate, with their weights.
 
-    // values (only for steps with many queries): the mean values that are added, [value][columns(n_embd_v)].
-    // powers: first the exponentials of the sets. Later, for steps with many queries, the weights of the values,
-    // [query][value]
+    // values: copies of these mean values as floats, [value][columns(n_embd_v)]. powers: first the exponentials of the
+    // sets' logits, later the weights of the mean values, [query][value]. The copies and the weights are needed only
+    // for steps with many queries
     std::vector<float> values;
     std::vector<float> powers;
 
-    std::vector<small_query> small; // [way][query]
+    std::vector<small_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]
 };
 
 // one thread's search in one layer, for the queries of a step

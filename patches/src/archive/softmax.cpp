@@ -104,8 +104,9 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
             f = f*scale - top;
-            // The exponential of NaN becomes 2^-126. f is NaN if the logit is NaN, or if both the logit and the maximum
-            // are -INFINITY. At the maximum, rounding may make f slightly greater than 0; it is then set to 0
+            // f is NaN if the logit is NaN, or if both the logit and the maximum are -INFINITY. A NaN is replaced by
+            // -126, so that the exponential becomes 2^-126. At the maximum, rounding may make f slightly greater than
+            // 0; f is then set to 0
             f = f < 1.0f ? f : few_floats {} - 126.0f;
             f = (f < 0.0f ? f : few_floats {})*1.44269504f;
             power_of_2<few_floats, few_ints>(f);

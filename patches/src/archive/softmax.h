@@ -4,14 +4,15 @@
 
 namespace kvtool {
 
-// part of a softmax
+// maximum and sum of some of a softmax's logits
 struct softmax_part {
-    float most; // maximum logit
-    float sum;  // sum of e^(logit - most)
+    float most; // Maximum of the logits.
+    float sum;  // Sum of e^(logit - most) over the logits.
 };
 
-// e[n] = e^(scale*x - most), for scale > 0. Both arrays need room for a multiple of 16 numbers. x is overwritten from
-// x[n] on
+// Set e[i] to e^(scale*x[i] - most) for i < n, where most is the maximum of the logits scale*x[i]. Returns most and the
+// sum of e[i]. scale must be positive. Both arrays need room for a multiple of 16 numbers; x is overwritten from x[n]
+// on
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
 // Replace x[n][n_column] by e^(scale*x - most), column by column; n_column is a multiple of 8, and scale > 0. Each
@@ -21,8 +22,8 @@ softmax_part exponentials(float * x, int n, float scale, float * e);
 // - sum: receives the sum of each column
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);
 
-// Set numbers that are not above `least` to 0, and return the sum of the remaining numbers. x needs room for a multiple
-// of 16 numbers and is overwritten from x[n] on
+// Set the numbers in x that are at most `least` to 0, and return the sum of the other numbers. x needs room for a
+// multiple of 16 numbers and is overwritten from x[n] on
 float keep_above(float * x, int n, float least);
 
 // y[n] += w*x[n]

@@ -18,10 +18,10 @@ static constexpr unsigned n_most_copiers = 8;
 // that starts the device's work; fewer could not keep up with a device.
 static constexpr int n_sealer_part = 4;
 
-// Number of pinned buffers of a thread: it fills one buffer while the device reads the other one.
+// Number of pinned buffers of a copying thread: the thread fills one buffer while the device reads the other buffer.
 static constexpr size_t n_bounce = 2;
 
-// Unused bytes after the rows, because devices read past a tensor's end.
+// Number of unused bytes after the rows, because devices may read past a tensor's end.
 static constexpr size_t n_padding = 4096;
 
 std::string staging::unsupported(const archive & tokens, const std::vector<layer> & layers) {
@@ -156,7 +156,7 @@ int64_t staging::bytes() const {
 }
 
 //
-// a step
+// copies of archived tokens to the device, during a step
 //
 
 void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
@@ -203,7 +203,7 @@ bool staging::reach(ggml_tensor * node, bool ask, void * self) {
     return true;
 }
 
-// true if no later layer reads the layer's cells
+// true if no later layer of the model reads the same cells
 bool staging::is_last(size_t layer) const {
     return std::none_of(marks.begin() + n_reached + 1, marks.end(), [&](const mark & m) { return m.layer == layer; });
 }
@@ -213,7 +213,8 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
-            // copy the newest block first. Its tokens may have to be stored before they are copied, so it takes longest
+            // Copy the newest block first. It takes longest, because tokens that were pushed before this step must be
+            // stored in the archive before they are copied
             for (int64_t block; (block = next--) >= 0;) {
                 copy_block(thread, layer, block);
             }
@@ -240,19 +241,21 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     if (b && b->is_used) {
         ggml_backend_event_synchronize(b->done.get());
     }
-    // Memory in which each part is collected for all heads. It is null if whole tokens can be copied directly from the
-    // archive
+    // The block's tokens are collected in `memory` before they are copied to the device: part by part, and head after
+    // head. `memory` is a pinned buffer, or ordinary memory if the device has no pinned buffers. It is null if there
+    // are no pinned buffers and each token is copied as a whole: the copy then reads the archive directly
     std::vector<uint8_t> own(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
     uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.empty() ? nullptr : own.data();
 
     for (const auto & [from, size, to] : s.parts) {
-        const size_t n_bytes = (end - begin)*size; // per head
+        const size_t n_bytes = (end - begin)*size; // bytes of this part for the tokens of one head
         const size_t offset  = to + (n_live + begin - tokens.begin())*size;
 
         const uint8_t * data   = l.raw_key(0, begin) + from;
         size_t          stride = n_block*l.size;
         if (memory) {
-            // number of tokens whose parts are consecutive in the archive
+            // Number of tokens per memcpy. The tokens of a head follow each other in the archive, so whole tokens can
+            // be copied together. Keys alone, or values alone, do not follow each other
             const int64_t n = size == l.size ? end - begin : 1;
             for (int head = 0; head < l.n_head; ++head) {
                 for (int64_t i = begin; i < end; i += n) {
@@ -282,7 +285,7 @@ void staging::seal(size_t layer) {
 }
 
 //
-// new tokens
+// copies of new tokens from the device to the host, and their archiving
 //
 
 // copy all cells of a layer to the host
@@ -307,7 +310,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// archive those tokens of the last push that are among the tokens begin .. end - 1
+// archive the tokens begin .. end - 1 of a layer, as far as the last call of `push` passed them
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

@@ -47,8 +47,8 @@ public:
     int64_t bytes() const;
 
     // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
-    // node of the graph for each layer that attends, in the order of the graph. Attention reads the layer's rows only
-    // after that node.
+    // entry per attention operation, in the order of the graph. An entry has a node of the graph, and the index of the
+    // layer whose rows are read. The attention operation reads these rows after the node is computed.
     struct mark {
         const ggml_tensor * node;
         size_t              layer;
@@ -72,7 +72,7 @@ private:
     // Pinned memory through which a thread copies. Copies from other memory are slower and block the device.
     struct bounce {
         ggml_backend_buffer_ptr buffer;
-        ggml_backend_event_ptr  done; // reached when the last copy from this buffer has arrived
+        ggml_backend_event_ptr  done; // event after the last copy from this buffer; the buffer is then free again
 
         bool is_used = false;
     };
@@ -80,7 +80,7 @@ private:
     // A thread's queue of copies to one device.
     struct queue {
         ggml_backend_ptr    backend;
-        std::vector<bounce> bounces; // if empty, the thread copies directly from the archive's memory
+        std::vector<bounce> bounces; // empty if the device has no pinned memory; copies then use ordinary memory
 
         size_t next = 0;
     };
@@ -93,13 +93,13 @@ private:
 
         ggml_backend_buffer_ptr buffers[2];
         ggml_context_ptr        ctx;
-        ggml_tensor           * bytes[2]; // a whole buffer
-        std::vector<queue>      queues;   // [thread]
+        ggml_tensor           * bytes[2]; // Tensors of bytes, each of which covers a whole buffer.
+        std::vector<queue>      queues;   // One queue per copying thread.
     };
 
-    // A part of each archived token. The bytes of a token are its key and then its value; the part is `size` bytes,
-    // beginning at byte `from`. In a layer's `bytes` the parts of all tokens are rows, head after head. The first row
-    // begins at `to`.
+    // A part of each archived token that is copied to the device: its key, its value, or both. An archived token is a
+    // key followed by a value. The part has `size` bytes, from byte `from` of the token on. In the tensor `bytes` of a
+    // layer, the part of each token is a row; the rows are stored head after head, from byte `to` on.
     struct part {
         size_t from;
         size_t size;
@@ -114,12 +114,12 @@ private:
 
         std::vector<part> parts;
 
-        // copy of its cells on the host, in their stored format
+        // copies of the layer's cells on the host, in the format of the cache
         std::vector<uint8_t> cells_k;
         std::vector<uint8_t> cells_v;
 
-        bool is_fetched = false; // true if a copy of the layer's cells to the host has begun in this step
-        bool is_stored  = true;  // true if the cells that were pushed last are in the archive
+        bool is_fetched = false; // True if a copy of the layer's cells to the host has begun in this step.
+        bool is_stored  = true;  // True if the archive has this layer's keys and values of the cells pushed last.
     };
 
     archive &                  tokens;
@@ -147,7 +147,7 @@ private:
     workers::group fetching;
     workers::group sealing;
 
-    // declared last, so that they are destroyed first
+    // declared last, so that the threads end before the other members, which they use, are destroyed
     workers copiers;
     workers sealers;
 

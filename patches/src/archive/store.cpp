@@ -19,7 +19,7 @@
 namespace kvtool {
 
 //
-// maps
+// class slab_maps
 //
 
 static no_room no_memory(size_t n_bytes) {
@@ -96,11 +96,11 @@ static int grow(int fd, off_t n_old, off_t n) {
     return error;
 }
 
-// number of slabs of a file that are mapped together; a process may have only a limited number of maps (65,530 on
-// Linux)
+// Number of slabs of a file that are mapped by one call of mmap. Slabs are mapped together because a process may have
+// only a limited number of maps (65,530 on Linux)
 static constexpr int64_t n_region_of_file = 64;
 
-// bytes of memory that are mapped together. Pages without a slab are never touched, so they take no memory
+// Bytes of memory that are mapped by one call of mmap. Pages without a slab are never touched, so they take no memory
 static constexpr size_t region_bytes = 64u << 20;
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}
@@ -182,7 +182,7 @@ void slab_maps::clear() {
 #endif
 
 //
-// all slabs
+// class store
 //
 
 store::~store() {
@@ -190,7 +190,7 @@ store::~store() {
 }
 
 void store::make(size_t n_bytes) {
-    // slabs are whole pages
+    // round the size of a slab up to whole pages of the operating system
     const size_t n_page = page_bytes();
 
     size = (n_bytes + n_page - 1)/n_page*n_page;
@@ -223,7 +223,7 @@ void store::fit(int64_t begin, int64_t end) {
 
     reserve(begin, end);
 
-    // nothing fails from here on
+    // the code below cannot fail, so the slabs change only if there is enough memory
     for (int64_t i = first; i < first + n_old; ++i) {
         if (i >= from && i < from + n) {
             fitting[i - from] = slabs[i - first];

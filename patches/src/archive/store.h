@@ -36,9 +36,9 @@ public:
     void clear();
 
 private:
-    const int     fd; // -1 if there is no file
-    const size_t  size; // bytes of a slab
-    const int64_t n_region; // slabs that are mapped together
+    const int     fd; // Descriptor of the file; -1 if there is no file.
+    const size_t  size; // Bytes of a slab.
+    const int64_t n_region; // Number of slabs that are mapped together, as a region.
 
     int64_t n_slab = 0;
 

@@ -84,7 +84,7 @@ struct of_halves {
     }
 };
 
-// sum[q] += group . x[q*d]
+// add the products of a row's group with the same elements of N columns: sum[q] += row.x * x[q*d ...]
 template <int N>
 KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
 #pragma GCC unroll 4
@@ -323,7 +323,7 @@ bool can_turn(ggml_type type, int64_t d) {
 }
 
 #ifdef KVTOOL_X86
-// multiply row by row; each row is converted to floats first
+// multiply row by row; each row is first converted to floats and multiplied by the Hadamard matrix
 template <bool HALVES>
 static void multiply_mapped_turned(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by,

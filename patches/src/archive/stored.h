@@ -19,10 +19,10 @@ void prefetch(const uint8_t * rows, size_t n_bytes);
 // Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...]
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
-// Multiply rows that are rotated first. Row i is multiplied by the Hadamard matrix of size n_map (unless n_map is 0),
-// then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. turns: the table entry for `from`
-// positions, which is at small_turns() + from*2*n_embd in class turns. Only for types and CPUs for which can_turn is
-// true.
+// Rotate rows (RoPE) and multiply them with columns. Row i is first multiplied by the Hadamard matrix of size n_map
+// (unless n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. The caller
+// chooses `from` by the argument `turns`: a pointer to the row of the table turns::small_turns() for the rotation by
+// `from` positions. Call this only if can_turn is true, which depends on the type and the CPU.
 void multiply_turned_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);
@@ -30,18 +30,19 @@ bool can_turn(ggml_type type, int64_t n_embd);
 
 // columns in 8 bits, with one scale per group of 32 numbers
 struct byte_columns {
-    std::vector<int8_t> x;      // [column][n_embd]
-    std::vector<float>  scales; // [column][n_embd/32]
-    std::vector<float>  sums;   // sum of each group's numbers: [column][n_embd/32]
+    std::vector<int8_t> x;      // Numbers without their scale: [column][n_embd].
+    std::vector<float>  scales; // Scale of each group: [column][n_embd/32].
+    std::vector<float>  sums;   // Sum of each group's numbers, with the scale: [column][n_embd/32].
 
     void set(const float * x, int n_x, int64_t n_embd);
 };
 
-// see multiply_rows; the columns have 8 bits. Only for types and CPUs for which can_multiply_bytes is true
+// Multiply as in multiply_rows, but with columns in 8 bits: the columns first_x .. first_x + n_x - 1 of x. Call this
+// only if can_multiply_bytes is true, which depends on the type and the CPU
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const byte_columns & x, int first_x, int n_x, float * out, int os);
 bool can_multiply_bytes(ggml_type type, int64_t n_embd);
 
-// a row and its weights in several sums; w[q*wx] is its weight in sum q
+// a row that add_rows adds to several sums; w[q*wx] is the row's weight in sum q
 struct weighted_row {
     const uint8_t * row;
     const float   * w;
@@ -50,8 +51,8 @@ struct weighted_row {
 // add n weighted rows to each of n_y sums (at most n_few_columns): y[q*ys] += sum of w[q*wx]*row
 void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t n_embd, int64_t wx, int n_y, float * y, int64_t ys);
 
-// the same for n consecutive rows: the weight of row i in sum q is w[i + q*wx]. Rows whose weights are all 0 are not
-// read
+// Add n consecutive rows to each of n_y sums: y[q*ys] += sum of w[i + q*wx]*(row i). Rows whose weights are 0 in all
+// sums are not read
 void add_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * w, int64_t wx, int n_y, float * y, int64_t ys);
 

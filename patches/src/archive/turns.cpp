@@ -96,8 +96,9 @@ void turns::add_row(std::vector<float> & table, int64_t delta) const {
     }
 }
 
-// Rotate pairs by rotation a and then by rotation b. A rotation is an array of 2*n_pair cosines and then 2*n_pair
-// sines. Each element is multiplied by its cosine, and its sine times the other element of the pair is added
+// Rotate the pairs in y by the sum of the rotations a and b. A rotation is an array of 2*n_pair cosines, followed by
+// 2*n_pair sines: one cosine and one sine per element. A rotated element is the element times its cosine, plus the
+// other element of the pair times the sine
 static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     for (int i = 0; i < n_pair; ++i) {
         const int j = is_neox ? i : 2*i;

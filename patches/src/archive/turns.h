@@ -10,18 +10,19 @@
 
 namespace kvtool {
 
-// the rotation of a layer's keys as plain numbers that need no tensors of the model
+// RoPE parameters of a layer's keys. The contents of the model's tensors are copied to host memory
 struct rotation {
     rotation() = default;
 
     // n_map: size of the Hadamard matrix by which quantized keys are multiplied
     rotation(const layer & l, int n_map);
 
-    kvtool::rope rope; // its tensors are null
+    kvtool::rope rope; // rope.factors and rope.scale are null; use the copies below instead
 
     int n_map = 0; // 0 if there is no matrix
 
-    std::vector<float> factors; // contents of the tensors factors and scale
+    // copies of the tensors rope.factors and rope.scale; empty if the layer has no such tensor
+    std::vector<float> factors;
     std::vector<float> scale;
 };
 
@@ -29,8 +30,8 @@ class turns {
 public:
     turns() = default;
 
-    // r: rotation of keys with n_embd elements. Tables are made for rotations by fewer than n_most positions, in either
-    // direction
+    // r: rotation of keys with n_embd elements. The constructor computes tables for rotations by up to n_most positions
+    // in either direction; rotations by more positions take longer
     turns(const rotation & r, int64_t n_embd, int n_most);
 
     // Use the tables of another object if its rotation is the same. If every layer had separate tables, they would not
@@ -57,8 +58,8 @@ public:
 
 private:
     bool is_neox = false;
-    int  first   = 0; // index of the first rotated element of a key
-    int  n_pair  = 0; // 0 if the layer has no RoPE
+    int  first   = 0; // Index of the first rotated element of a key.
+    int  n_pair  = 0; // Number of rotated pairs of elements; 0 if the layer has no RoPE.
     int  n_map   = 0;
 
     int64_t n_embd = 0;
