@@ -54,7 +54,7 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     return true;
 }
 
-static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: device of each spare, which serves the spare's graphs
+static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: the device behind each spare
 
 // The total is not 0, because llama.cpp would then assume that the device has the host's memory
 static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
