@@ -84,7 +84,10 @@ def parse(patch: bytes) -> dict[str, list[Hunk]]:
 
 
 def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | None:
-    """Return the number of the first unexpected line, counted from 1. None if all lines are as expected."""
+    """Return the number, from 1 on, of the first line that differs from the hunks. None if no line differs.
+
+    The lines are compared with the hunks' new lines if `applied` is true, otherwise with their old lines.
+    """
     for hunk in hunks:
         start, expected = (hunk.new_start, hunk.new) if applied else (hunk.old_start, hunk.old)
         for offset, line in enumerate(expected):

@@ -30,14 +30,14 @@ static_assert(1u << recent_signal == LLAMA_KVTOOL_SIGNAL_RECENT, "the recent sig
 
 namespace {
 
-// lists that the graph of all layers reads
+// inputs of the graph that computes the deferred signals of all layers
 struct deferred_inputs {
-    input idx    { GGML_TYPE_I32, {}, nullptr }; // slots of the queries
-    input recent { GGML_TYPE_I64, {}, nullptr }; // slots of kvtool::recent that receive the queries' attention
-    input seen   { GGML_TYPE_F32, {}, nullptr }; // tokens that each query has seen
-    input limit  { GGML_TYPE_F32, {}, nullptr }; // last cell that each query sees, layer by layer
-    input keys   { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each key, layer by layer
-    input pos    { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each query
+    input idx    { GGML_TYPE_I32, {}, nullptr }; // Slots of the stored queries.
+    input recent { GGML_TYPE_I64, {}, nullptr }; // Slots of kvtool::recent that receive the attention of the queries.
+    input seen   { GGML_TYPE_F32, {}, nullptr }; // Number of tokens that each query has seen.
+    input limit  { GGML_TYPE_F32, {}, nullptr }; // Layer by layer: the last cell that each query sees.
+    input keys   { GGML_TYPE_F32, {}, nullptr }; // Only with ALiBi, layer by layer: the position of each key.
+    input pos    { GGML_TYPE_F32, {}, nullptr }; // Only with ALiBi: the position of each query.
 
     struct offsets {
         size_t limit;

@@ -13,7 +13,7 @@
 namespace kvtool {
 
 //
-// memory limits
+// limits of the memory that devices report
 //
 
 struct device_limit {
@@ -36,11 +36,11 @@ static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 }
 
 //
-// spares
+// spares, which are second handles of devices
 //
 
 static std::mutex                                  g_spares_mutex;
-static std::map<ggml_backend_dev_t, spare_devices> g_spares; // in a client: the spares of each device of a worker
+static std::map<ggml_backend_dev_t, spare_devices> g_spares; // in a worker's client: spares of the worker's devices
 
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     std::lock_guard<std::mutex> lock(g_spares_mutex);
@@ -54,9 +54,9 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     return true;
 }
 
-static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: device of each spare
+static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: the device behind each spare
 
-// with a total of 0, llama.cpp would assume that the device has the host's memory
+// The total is not 0, because llama.cpp would then assume that the device has the host's memory
 static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0;
     *total = LLAMA_KVTOOL_SPARE_BYTES;
@@ -70,8 +70,7 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // The RPC server asks the device of a backend how much memory it has. This must be the spare, not the device
-        // itself
+        // The RPC server asks a backend's device how much memory it has. The spare must answer, not the device itself
         res->device = spare;
     }
     return res;

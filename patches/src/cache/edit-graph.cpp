@@ -13,15 +13,15 @@
 
 namespace kvtool {
 
-// inputs of an edit's graph: one tensor per kind, for all layers
+// Inputs of an edit's graph. Each of them is one tensor with the entries of all layers
 struct graph_inputs {
-    input idx_src { GGML_TYPE_I32, {}, nullptr }; // tensor rows to gather
-    input idx_dst { GGML_TYPE_I32, {}, nullptr }; // tensor rows to write
-    input delta   { GGML_TYPE_I32, {}, nullptr }; // see rope::build
+    input idx_src { GGML_TYPE_I32, {}, nullptr }; // Rows of the K and V tensors to read.
+    input idx_dst { GGML_TYPE_I32, {}, nullptr }; // Rows of the K and V tensors to write.
+    input delta   { GGML_TYPE_I32, {}, nullptr }; // Positions by which keys are rotated, see rope::build.
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
 
-// offsets at which a layer's parts of the inputs begin
+// offsets in the input tensors at which the entries of one layer begin
 struct layer_inputs {
     size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;
@@ -180,8 +180,8 @@ static ggml_tensor * build_values(
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
-        // merges are sorted by number of terms, the longest first. The sums of this level therefore belong to the first
-        // n merges
+        // Only n merges are so long that they have terms on this level. They are the first n merges, because merges are
+        // sorted by their number of terms, the longest first
         sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
     }
     if (sum) {
@@ -209,7 +209,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // The edit changes nothing in these layers. Return before `fit`, so that a kept graph stays for the next edit
+        // The edit changes nothing in these layers. Return before `fit`, which could drop a kept graph without need
         return true;
     }
 
@@ -255,7 +255,7 @@ bool edit_graph(
 }
 
 //
-// keys
+// reading keys
 //
 
 static bool read_keys(

@@ -1,4 +1,4 @@
-// Edits and reads of keys as graphs, on any device.
+// Graphs that edit the cache or read its keys. They run on any device.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct llama_kvtool;
 
 namespace kvtool {
 
-// edit the part's layers; returns false if a device failed
+// apply the edits to the layers of part p; returns false if a device failed
 bool edit_graph(
         llama_kvtool & kvtool, llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p,
         const std::vector<layer_edit> & edits, bool with_k, bool with_v);

@@ -8,7 +8,8 @@
 
 namespace kvtool {
 
-// A tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements
+// A tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements. A transposed
+// value has one piece per element. Any other value and each key is a single piece
 struct host_view {
     ggml_tensor * t;
 
@@ -29,7 +30,7 @@ struct host_view {
     }
 };
 
-// call f(first, last) for each row's part of the list
+// sort the list by row, and call f(first, last) with the entries of each row
 template <typename T, typename F>
 static void by_row(const std::vector<T> & list, F && f) {
     const auto before = [](const T & a, const T & b) { return a.row < b.row; };
@@ -46,9 +47,10 @@ static void by_row(const std::vector<T> & list, F && f) {
     }
 }
 
-// Access to a row's cells piece by piece. Piece i of all cells is read and written before piece i + 1, so that accesses
-// to transposed values stay close together. SIZE: bytes of a piece; 0 if they are known only at run time. With a known
-// size the compiler copies the 2 bytes of a transposed value inline, which is faster than a call of memcpy
+// Access to the cells of a row, piece by piece (see host_view). Callers copy piece i of all cells before piece i + 1,
+// because piece i of all cells is close together in memory if values are transposed. SIZE: bytes of a piece; 0 if they
+// are known only at run time. With a known size the compiler copies the 2 bytes of a transposed value inline, which is
+// faster than a call of memcpy
 template <size_t SIZE>
 struct pieces {
     const host_view & view;

@@ -64,8 +64,9 @@ static ggml_tensor * build_queries(
         own.scale = nullptr;
 
         q = mapped(ctx, l, q, rot);
-        // Keys are divided by the scale, rotated and multiplied by the scale again. For queries the order is reversed:
-        // rotating the query must give the same product as rotating the key in the opposite direction
+        // The scale is the weights of a norm that the model applies to rotated keys. To rotate a key again, it is
+        // divided by the scale, rotated and multiplied. A query is multiplied, rotated and divided: its product with a
+        // key is then the same as if the key were rotated in the opposite direction
         if (l.rope.scale) {
             q = ggml_mul(ctx, q, l.rope.scale);
         }
@@ -136,7 +137,7 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    // for each layer: number of query heads of a row in the askers that this loop has passed
+    // for each layer of the cache: number of query heads per row in the model's layers that this loop has handled
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 

@@ -47,7 +47,7 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
 }
 
 //
-// on a device
+// copies from a device
 //
 
 // view a tensor's bytes from `offset` on as n numbers of another type
@@ -81,7 +81,7 @@ struct cell_rows {
         const int64_t n_cell = t->ne[1];
         if (trans) {
             const size_t one = ggml_type_size(t->type);
-            // here each row has one element of all cells, so the same cells are read from every row
+            // a row of a transposed tensor has one element of all cells, so the same indices are read from every row
             ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
             all->ne[1] = n_embd;
             all->nb[1] = all->nb[2] = all->nb[3] = 0;

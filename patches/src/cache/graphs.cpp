@@ -113,7 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // The matrix is uploaded only once. Because it is marked as an output, its memory is not given to other tensors
+        // The Hadamard matrix is uploaded only once. It is marked as an output, so that its memory is not reused
         ggml_set_output(rot);
     }
 
@@ -220,7 +220,7 @@ bool graphs::compute(
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
         if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
-            // the graph writes the layer's result to this tensor, so this tensor must lie on that device too
+            // the graph writes the layer's result to this tensor, so this tensor must lie on the cache's device as well
             ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
@@ -265,7 +265,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // an edit may send this many unneeded bytes for each node of the kept graph
+    // maximum number of unneeded bytes that an edit sends, per node of the kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;
@@ -282,8 +282,8 @@ void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::v
         n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
     }
 
-    // An edit must fill the kept graph's lists completely, even with entries that it does not need. Above the limit,
-    // sending the unneeded entries costs more than sending a new graph with shorter lists
+    // An edit must fill the kept graph's lists completely, even with entries that it does not need. If there are too
+    // many such entries, sending them costs more than sending a new graph with shorter lists
     const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
 
     if (fits && !large) {

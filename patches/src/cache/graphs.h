@@ -45,13 +45,13 @@ struct input {
     }
 };
 
-// A graph that is kept by this process and also by a worker (ggml's RPC server): a later request sends only the graph's
-// id. The server keeps one graph for each of its devices. The device with the layers keeps the decode's graph, so other
-// graphs are computed on a spare
+// A graph that is kept by this process and also by a worker (ggml's RPC server), so that a later request sends only the
+// graph's id. The server keeps one graph for each of its devices. The device with the layers keeps the decode's graph.
+// Other graphs are therefore computed on a spare, which is a second handle of that device
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // buffer type of the device that holds the layers
 
-    ggml_backend_ptr backend; // runs on the spare
+    ggml_backend_ptr backend; // computes the graph on the spare
     ggml_gallocr_ptr alloc;
     ggml_context_ptr ctx;
 
@@ -60,7 +60,7 @@ struct kept_graph {
     std::vector<ggml_tensor *> inputs;
     std::vector<ggml_tensor *> outputs;
 
-    std::vector<layer_shape> shapes; // lengths of its lists
+    std::vector<layer_shape> shapes; // lengths of the lists that the graph reads
 
     // true if the graph cannot be kept, because it reads a tensor on another device
     bool unfit = false;
@@ -85,10 +85,11 @@ struct part {
     size_t align() const;
 };
 
-// one part with all these layers, for the scheduler
+// put all these layers into one part, whose graph a ggml scheduler computes
 part all_of(const std::vector<layer> & layers);
 
-// one part per device, for the scheduler; a list is then sent to each device only once
+// Put the layers of each device into one part, whose graph a ggml scheduler computes. A list is then sent to each
+// device only once
 std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {

@@ -41,8 +41,8 @@ inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
     return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return ggml_add(ctx, a, b); });
 }
 
-// Element-wise maximum of two tensors. Only for numbers that are not negative: with negative numbers, a - b could be so
-// large that digits of a are lost
+// Element-wise maximum of two tensors, computed as relu(a - b) + b. The numbers must not be negative. With a very
+// negative b, the difference a - b would be so large that it loses digits of a
 inline ggml_tensor * max_of(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
     return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
 }

@@ -11,8 +11,8 @@
 namespace kvtool {
 
 struct layer_edit {
-    std::vector<llama_kvtool_move> moves; // delta == 0, src != dst
-    std::vector<llama_kvtool_move> turns; // delta != 0
+    std::vector<llama_kvtool_move> moves; // Moves to another cell without rotation of the key.
+    std::vector<llama_kvtool_move> turns; // Moves that rotate the key. src may be equal to dst.
 
     std::vector<llama_kvtool_term> terms;
 };

@@ -254,11 +254,12 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
-        // with attention sinks, each KV head gets a separate operation and its views
+        // with attention sinks, each KV head needs a separate flash attention, with views of its inputs
         const uint32_t n_by_head = 8*hparams.n_head_kv(il);
 
-        // Nodes, in the order of the terms: probabilities (with flash attention) and scaled queries; sums of signals
-        // over layers; ragged rows; ALiBi; recall; residents; hits
+        // The terms of this sum count, in order, the nodes for: probabilities (with flash attention) and scaled
+        // queries, signals that are added over several layers, ragged rows, ALiBi, recall, residents, and signals that
+        // count hits
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
             (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
@@ -271,7 +272,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         res += kvtool->queries.is_on() ? 8 : 0;
         res += kvtool->deferred.n_most > 0 ? 8 : 0;
         if (kvtool->recent.is_on()) {
-            // the recent signal's sum or maximum over the heads of a group
+            // nodes of the recent signal: its sum or maximum over the heads of a group
             res += 16 + 9*n_halving(1);
         }
     }

@@ -41,8 +41,8 @@ private:
     const llama_kvtool_params & params;
 
     ggml_tensor * p;
-    ggml_tensor * a   = nullptr; // probabilities per group of heads; per head if the sum over the group is computed later
-    ggml_tensor * hit = nullptr; // 1 where a cell is important to a query
+    ggml_tensor * a   = nullptr; // Probabilities per group of heads. Per head if the group is summed later.
+    ggml_tensor * hit = nullptr; // 1 where a cell is important to a query, else 0.
 
     int64_t n_kv;
     int64_t n_tokens;

@@ -20,7 +20,7 @@ bool stored_queries::make(std::vector<asker> all, const std::vector<layer> & lay
 
     for (auto buft : bufts) {
         memory own;
-        // try the device first, then the host
+        // allocate the slots on the device, or on the host if the device lacks memory
         for (auto type : { buft, ggml_backend_cpu_buffer_type() }) {
             if (own.buf) {
                 continue;

@@ -21,12 +21,12 @@ public:
     // a layer of the model that attends to rows, and its stored queries
     struct asker {
         int    il;
-        size_t i;      // index of the layer whose cells it reads
-        int    n_embd; // elements of a query of one head
-        int    n_head; // query heads
+        size_t i;      // Index of the layer whose cells it reads.
+        int    n_embd; // Elements of a query of one head.
+        int    n_head; // Number of query heads.
 
-        float         scale = 0.0f;    // scale of its logits, read from its graph
-        ggml_tensor * sinks = nullptr; // its attention sinks, read from its graph
+        float         scale = 0.0f;    // Scale of the layer's logits, read from the decode's graph.
+        ggml_tensor * sinks = nullptr; // The layer's attention sinks, read from the decode's graph.
 
         // F32 [n_embd*n_head, n_slot]: one slot per query; on the device of the cache, or on the host if the device
         // lacks memory
@@ -104,8 +104,8 @@ private:
 // queries whose signals are computed later: see deferred.cpp
 class deferred : public stored_queries {
 public:
-    int n_most = 0; // number of slots; 0 if every step computes its own signals
-    int n      = 0; // number of queries whose signals are not computed yet; they are in the first slots
+    int n_most = 0; // Number of slots. 0 if every step computes its own signals.
+    int n      = 0; // Number of queries whose signals are not computed yet. They are in the first slots.
 
     std::vector<int64_t> seen; // tokens that each of these n queries has seen
 

@@ -114,8 +114,9 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
     return mask_below(graph.ctx0, l.n_cell, rows->limit);
 }
 
-// Mask [n_kv, n_tokens] of rows with equal lengths, with the same two values as ragged_mask. It is made from
-// llama.cpp's mask. There, with ALiBi, a visible cell has the negative distance instead of 0
+// Mask [n_kv, n_tokens] of rows with equal lengths: 0 if a query sees a cell, otherwise a number below any logit. It is
+// made from llama.cpp's mask, which cannot be used itself: with ALiBi, it has the negative distance of a visible cell
+// instead of 0
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);

@@ -32,7 +32,8 @@ bool recent::make(rings & res, const int * n_cell) const {
     for (auto & r : res.all) {
         const size_t n_float = r.n*n_slot();
 
-        // try the device first, then the host. If the ring lies on the host, the scheduler copies the values there
+        // Allocate the ring buffer on the device, or on the host if the device lacks memory. If it is on the host, the
+        // scheduler copies the attention there
         for (auto buft : { r.buft, ggml_backend_cpu_buffer_type() }) {
             if (!r.buf) {
                 r.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
@@ -94,7 +95,7 @@ void recent::collect(llama_context & lctx) {
 
     lctx.synchronize();
 
-    // copy the newest slots; there are two pieces if they wrap around
+    // copy the newest slots, in two pieces if they continue at the beginning of the ring buffer
     const int end   = slot(0);
     const int first = end - n_new;
 

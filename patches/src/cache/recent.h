@@ -62,10 +62,10 @@ public:
         }
     };
 
-    // create empty rings for layers with these numbers of cells; returns false if there is no memory
+    // create empty ring buffers for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // copy the old content to these rings and use them from now on; call `collect` first
+    // copy the old content to these ring buffers and use them from now on; call `collect` first
     void take(rings && res);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
@@ -79,13 +79,13 @@ public:
     // count the n_tokens queries of a computed graph
     void decoded(int n_tokens);
 
-    // copy the devices' rings to the host
+    // copy the ring buffers of devices to the host
     void collect(llama_context & lctx);
 
     // call `collect` before the functions below
 
-    // write to out[n_cell] the sum over the queries of layer i's head, added from the oldest to the newest query; 0
-    // beyond the layer's cells
+    // Write the recent signal of a head of layer i to out[n_cell]. It is the sum of the queries' attention, added from
+    // the oldest to the newest query. It is 0 beyond the layer's cells
     void sum(size_t i, int head, float * out, int n_cell);
 
     // copy the attention of all queries, the oldest first, to out[n_query][n_row][n_cell] or from in; cells that the
@@ -107,9 +107,9 @@ private:
     // slot of query t of the last n_query queries; query 0 is the oldest
     int64_t past(int64_t t) const { return slot(t); }
 
-    int64_t next  = 0;     // slot of the next query
-    int     n_new = 0;     // number of newest queries whose attention has not been collected
-    bool    stale = false; // devices have stored a query since they were cleared
+    int64_t next  = 0;     // Slot of the next query.
+    int     n_new = 0;     // Number of the newest queries whose attention `collect` has not copied yet.
+    bool    stale = false; // Devices have stored a query since their ring buffers were cleared.
 
     void clear_devices();
 };

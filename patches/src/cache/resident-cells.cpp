@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Number of keys and values that are sent to each layer at once. About as many change in a step. To fill all cells
-// takes many such copies, but this seldom happens
+// Number of keys and values that are copied to each layer at once. About as many cells change in a step. Filling all
+// cells takes many copies, but this seldom happens
 static constexpr int n_sent = 128;
 
 std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
@@ -68,11 +68,13 @@ void resident_cells::make_device(device & d) {
 
     ggml_context * ctx = d.ctx.get();
 
-    // the uploads are created first, so that `all_uploads` covers their memory
+    // Create the uploads before all other tensors. They then lie at the beginning of the buffer, where `all_uploads`
+    // covers them
     for (const size_t i : d.layers) {
         const auto & l = layers[i];
 
-        // if the cache has half precision, the uploads have it too; for any other format, the device converts floats
+        // Keys and values for a cache in F16 are sent in F16. For a cache in any other format they are sent in F32, and
+        // the device converts them
         const auto type = [](const ggml_tensor * t) { return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32; };
         d.uploads.push_back({
             ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent),
@@ -272,11 +274,12 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
 }
 
 //
-// choice
+// choosing residents
 //
 
-// Copy the keys of live cells after an edit. Keys of tokens that were added after this copy are missing. Without them a
-// query's sum is too low, so a step may be repeated although it is good enough
+// Copy the keys of the live cells to the host, unless there is a copy already. The copy lacks the keys of tokens that
+// are decoded later. Without these keys a query's softmax sum is too low. A step may then be repeated although it is
+// good enough
 void resident_cells::copy_live(int n_live) {
     if (n_copied > 0) {
         return;

@@ -1,4 +1,5 @@
-// Residents on the devices: their masks, the queries of the last step, and the graph that writes keys and values to cells.
+// Residents on the devices: their masks, the queries of the last step, and the graph that writes keys and values to
+// cells. Residents are cells that represent the archive, see archive/residents.h.
 
 #pragma once
 
@@ -21,7 +22,7 @@ namespace kvtool {
 
 class resident_cells {
 public:
-    // asker::t is a view of the asker's part of each row of `device::queries`
+    // Here asker::t is a view of the elements of `device::queries` that belong to this layer of the model
     using asker = stored_queries::asker;
 
     // reason why these layers cannot have residents; empty if they can
@@ -42,7 +43,8 @@ public:
     // store the queries [n_embd, n_head, n_tokens] of layer il of the model in the slots I64 [n_tokens]
     ggml_tensor * store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale);
 
-    // Bring all cells and masks up to date. rot: position that the next query is rotated to. Returns false if a device failed
+    // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. Returns
+    // false if a device failed
     bool place(llama_context & lctx, int64_t rot, uint64_t version);
 
     // Choose the residents of the next step with the queries of the last step; see residents::choose. n_live: live cells;
@@ -62,8 +64,8 @@ public:
     const int n_query;
     const int n_region;
 
-    int  n_asked = 0;    // number of stored queries that `choose` has not used yet
-    bool is_fit  = true; // the cells can represent the archive
+    int  n_asked = 0;    // Number of stored queries that `choose` has not used yet.
+    bool is_fit  = true; // True if the cells can represent the archive.
 
 private:
     // a layer's input tensors on a device: keys and values, and the cells to write them to
@@ -85,16 +87,16 @@ private:
         ggml_tensor           * mask;
         // F32 [n_number, n_query]: the queries of all layers are in one tensor, so one copy reads all of them
         ggml_tensor           * queries;
-        std::vector<upload>     uploads; // [layers]
-        ggml_tensor           * all_uploads; // covers the memory of all uploads, so one copy fills all of them
+        std::vector<upload>     uploads; // One upload per layer of the device.
+        ggml_tensor           * all_uploads; // Covers the memory of all uploads, so one copy fills all of them.
 
         ggml_context_ptr  graph_ctx;
         ggml_gallocr_ptr  alloc;
         ggml_cgraph     * graph   = nullptr;
         uint64_t          version = 0; // version of the cache's tensors that the graph writes to
 
-        std::vector<uint8_t> upload_data; // contents of `all_uploads`; must not change before the device has read it
-        std::vector<float>   query_data;  // contents of `queries`
+        std::vector<uint8_t> upload_data; // Contents of `all_uploads`. Must not change before the device has read it.
+        std::vector<float>   query_data;  // Contents of `queries`.
     };
 
     struct home {

@@ -47,7 +47,7 @@ struct rope_walk {
         scale = weights;
     }
 
-    // an operation that must not follow the rotation
+    // An operation that may precede the rotation of the keys. If it follows the rotation, the walk fails
     void visit_plain(const ggml_tensor * t, int offset, const char * what) {
         const auto * before = found;
         visit(t, offset);
@@ -72,8 +72,9 @@ struct rope_walk {
                 visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
                 return;
             case GGML_OP_MUL_MAT:
-                // If the first factor of a product is an input, it is the Hadamard matrix of quantized keys. Otherwise
-                // the first factor is the model's weights. This product computes the keys, so the walk ends there
+                // If the first factor of a product is an input, it is the Hadamard matrix of quantized keys, and the
+                // walk continues. Otherwise the first factor is the model's weights, and the product computes the keys.
+                // The walk then ends
                 if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
                     is_mapped = true;
                     visit(t->src[1], offset);

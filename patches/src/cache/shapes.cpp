@@ -34,8 +34,8 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values can use the list of the keys, with two exceptions. Transposed values need other indices. If keys are
-    // rotated, they are in a separate list, so their values would be missing here
+    // Values can use the keys' list of moves, except in two cases. Transposed values need other indices. If keys are
+    // rotated, they are in a separate list, so the list of moves would lack the moves of their values
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
@@ -68,9 +68,9 @@ static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Number of merges with terms on this level. First, the list of merges is filled up to n_all entries with copies of its
-// last merge. The last merge has the fewest terms: if it has terms on the level, all n_all merges have some. Otherwise
-// the copies have none
+// Return how many merges have terms on this level after the list of merges has been filled up to n_all entries. It is
+// filled with copies of its last merge, which has the fewest terms. If the last merge has terms on this level,
+// every merge and every copy has terms on it. Otherwise no copy has terms on it
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
@@ -86,8 +86,8 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// Room for n merges with terms on a level above 0: n is rounded up to 4, 8, 16, ... Only few merges are so long, but
-// their number varies from edit to edit. With this room, a graph can be used for more edits
+// Round n up to 4, 8, 16, ... n: number of merges with terms on a level above 0. There are only few such long merges,
+// but their number varies from edit to edit. With more room for them, a graph can be used for more edits
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {

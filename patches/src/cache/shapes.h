@@ -14,7 +14,8 @@ namespace kvtool {
 
 struct layer_edit;
 
-// a merge adds its terms in levels: the first two, the next two, then four, eight, ...
+// The graph adds the terms of a merge level by level. Level 0 has the first two terms, level 1 the next two, level 2
+// the next four, level 3 the next eight, and so on
 constexpr int n_level = 30;
 
 constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
@@ -31,9 +32,9 @@ std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
 // lengths of a layer's lists
 struct layer_shape {
-    int64_t n_moves = 0; // keys that move without rotation
-    int64_t n_turns = 0; // keys that are rotated, and possibly move
-    int64_t n_moved = 0; // values that move
+    int64_t n_moves = 0; // Number of keys that move without rotation.
+    int64_t n_turns = 0; // Number of keys that are rotated. They may move at the same time.
+    int64_t n_moved = 0; // Number of values that move.
 
     std::array<int64_t, n_level> n_merged = {}; // for each level, the number of merged values with terms on it
 

@@ -8,8 +8,8 @@
 
 namespace kvtool {
 
-// The sums of cells that were never important are filled with this byte. Four such bytes are the float -1.3e20, which
-// stays the same when a batch's n_tokens is subtracted
+// Byte that fills a device's sums of LLAMA_KVTOOL_SIGNAL_IMPORTANT, to mark cells that were never important. Four such
+// bytes are the float -1.3e20. It is so large that subtracting a batch's n_tokens does not change it
 static constexpr uint8_t never_byte = 0xE0;
 
 void signals::device_sums::clear() const {

@@ -67,8 +67,8 @@ private:
 
     // location of a layer's sums
     struct place {
-        int    device = -1; // -1 if the sums are on the host
-        size_t first  = 0;  // index in the device's sums where the layer's sums [n_head][n_cell] begin
+        int    device = -1; // Index in `devices`. -1 if the sums are on the host.
+        size_t first  = 0;  // Index in the device's sums where the layer's sums [n_head][n_cell] begin.
     };
 
     const std::vector<layer>  & layers;

@@ -1,4 +1,4 @@
-// Resizing the layers of a cache. These functions are methods of the state because they replace llama.cpp's tensors.
+// Resizing the layers of a cache. These functions are methods of llama_kvtool because they replace llama.cpp's tensors.
 
 #include "hooks/error.h"
 #include "hooks/memory.h"
@@ -53,7 +53,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
         for (size_t i = 0; ok && i < layers.size(); ++i) {
             ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
         }
-        // with ragged rows the index keeps its size, because it holds only the newest tokens
+        // with ragged rows the cache of the model's index keeps its size, because it holds only the newest tokens
         for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
             ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
@@ -76,7 +76,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
-        // recalled tokens belong in the last cells; after the resize these are other cells
+        // recalled tokens lie in the last cells of each layer; after the resize, other cells are the last ones
         fill_recalled(lctx);
     }
 

@@ -14,7 +14,7 @@
 
 using namespace kvtool;
 
-// maximum number of tokens per row that can be traced; larger records might not fit in memory
+// maximum number of tokens per row that llama_kvtool_trace records; larger records might not fit in memory
 static constexpr int32_t most_traced = 4096;
 
 // maximum number of resident means in a row; also the maximum number of resident tokens. No device has memory for more

@@ -136,7 +136,7 @@ int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t
 }
 
 //
-// copies
+// copies of cells and of the fixed state
 //
 
 static int64_t copy_cells(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int32_t n_cell) {
@@ -214,7 +214,7 @@ int64_t llama_kvtool_set_fixed_state(llama_context * ctx, const int32_t * table,
 }
 
 //
-// signals
+// reading and writing signals
 //
 
 static const char * const no_signals = "the device failed to compute the signals";
@@ -329,7 +329,7 @@ int32_t llama_kvtool_write_recent(llama_context * ctx, const float * in, int32_t
 }
 
 //
-// queries
+// stored queries and draft tokens
 //
 
 int32_t llama_kvtool_read_future(
@@ -408,7 +408,7 @@ int32_t llama_kvtool_drop(llama_context * ctx, int32_t n) {
 }
 
 //
-// keys and edits
+// reading keys and editing the cache
 //
 
 int32_t llama_kvtool_read_keys(

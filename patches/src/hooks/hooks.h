@@ -34,10 +34,10 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // the step's signals that the host adds to its sums; t[s] is null if the device adds up signal s
+    // Signals of the step, layer by layer, that the host adds to its sums. t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // If several layers read the same cells, their signals are added. This holds the sums until the last of these
+    // If several layers read the same cells, their signals are added. This list has the sums until the last of these
     // layers is built. The recent signal and squares have a value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
@@ -49,7 +49,7 @@ struct llama_kvtool_graph {
 
     llama_kvtool_input * input = nullptr;
 
-    // set only in a joint step; each of its members has separate signals
+    // inputs of a joint step, else null; in a joint step the signals are in the member graphs of this object
     kvtool::joint_input * joint = nullptr;
 };
 
@@ -67,8 +67,9 @@ bool llama_kvtool_store(
                 int   il,
         std::initializer_list<ggml_tensor *> unused = {});
 
-// If there is an archive, write synthetic cells to the layer's last cells. Without synthetic cells, write the archived
-// tokens that the queries q attend to most
+// If there is an archive, compute the attention of the queries q to it, and write the result to the layer's last cells.
+// The result is synthetic cells if llama_kvtool_params::n_made is above 0, otherwise the archived tokens with the most
+// attention
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
@@ -102,7 +103,7 @@ ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
-// scale the queries by log_512(t) if `log_n` is set; otherwise return q
+// If `log_n` is set, multiply each query by log_512 of the number of tokens that it has seen. Otherwise return q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
 // True if attention ignores the model's index, which chooses cells for each query. A context with kvtool never has more

@@ -18,10 +18,12 @@ public:
     struct rows {
         int i; // index of the layer in llama_kvtool::layers
 
-        ggml_tensor * k_idx; // I64 [n_head*n_tokens]
-        ggml_tensor * v_idx; // I64 [n_embd*n_head*n_tokens], null unless V is transposed
-        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: last cell that a query sees; [1, n_tokens, 1] if all rows
-                             // have equal lengths
+        // I64 [n_head*n_tokens]: where the new keys are written, and the new values if V is not transposed
+        ggml_tensor * k_idx;
+        // I64 [n_embd*n_head*n_tokens]: where the elements of the new values are written; null unless V is transposed
+        ggml_tensor * v_idx;
+        // F32 [1, n_tokens, n_head]: last cell that a query sees; [1, n_tokens, 1] if all rows have equal lengths
+        ggml_tensor * limit;
     };
 
     // inputs of one layer with ALiBi
@@ -38,16 +40,17 @@ public:
 
     llama_kvtool & kvtool;
 
-    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: number of tokens that each query has seen, including its own
-                                   // token
-    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of this number
+    // F32 [1, n_tokens]: number of tokens that each query has seen, including its own token
+    ggml_tensor * seen  = nullptr;
+    // F32 [1, 1, n_tokens]: log_512 of the number of tokens that each query has seen
+    ggml_tensor * scale = nullptr;
 
     ggml_tensor * slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
 
     ggml_tensor * asked = nullptr; // I64 [q]: slots of kvtool::queries that receive the last q queries
 
-    ggml_tensor * rot  = nullptr; // I32 [1]: position that the first query is rotated to
-    ggml_tensor * live = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask
+    ggml_tensor * rot  = nullptr; // I32 [1]: position that the first query is rotated to.
+    ggml_tensor * live = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask.
 
     std::vector<rows> ragged;
 
@@ -57,8 +60,8 @@ public:
     struct made {
         int64_t n_gqa;
 
-        ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY
-        ggml_tensor * mask; // llama.cpp's mask plus `seen`
+        ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY.
+        ggml_tensor * mask; // Sum of llama.cpp's mask and `seen`.
     };
 
     std::vector<made> made;
@@ -75,21 +78,22 @@ public:
 
     // inputs of attention to archived tokens that are copied to the device, see staged.cpp
     struct staged {
-        // input of layers with n_head KV heads
+        // input of all layers with n_head KV heads
         struct rows_of {
             int     n_head;
-            int64_t n_token; // staged rows of a head, one per token
+            int64_t n_token; // number of tokens per head in the device's buffer
 
-            ggml_tensor * idx; // I64 [n_head*n_live]: the staged row of each live cell
+            ggml_tensor * idx; // I64 [n_head*n_live]: where each live cell is written in the device's buffer
         };
 
         int64_t n_live     = 0;
         int64_t n_archived = 0;
 
-        // mask of the rows after the live cells, [n_all - n_live]: 0 for archived tokens, -INFINITY for the remaining
-        // rows
+        // mask of the tokens after the live cells in the device's buffer, [n_all - n_live]: 0 for archived tokens,
+        // -INFINITY for unused space
         ggml_tensor * tail = nullptr;
-        ggml_tensor * mask = nullptr; // [n_all, n_tokens]: for each query, llama.cpp's mask and then `tail`
+        // [n_all, n_tokens]: for each query, llama.cpp's mask of the live cells, then `tail`
+        ggml_tensor * mask = nullptr;
 
         std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
 

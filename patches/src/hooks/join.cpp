@@ -21,11 +21,11 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // room for one node is enough, because the member's tensors are created in the step's graph
+        // This result has room for only one node, because the member's nodes are created in the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
-        // the step's scheduler computes these tensors
+        // the step's scheduler computes the member's tensors
         part->params.sched       = graph.sched;
         part->params.backend_cpu = graph.backend_cpu;
         part->params.cb          = graph.cb_func;
@@ -161,7 +161,7 @@ ggml_tensor * llama_kvtool_join(
 
 llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result * res) {
     auto params = m.lctx->graph_params(res, m.mctx->get_ubatch(), m.mctx.get(), LLM_GRAPH_TYPE_DEFAULT);
-    // the step's graph has the outputs; a member's part has none
+    // the step's graph has the outputs (logits) of all members, so a member's part has no outputs
     params.n_outputs = 0;
     return params;
 }

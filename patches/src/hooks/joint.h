@@ -31,11 +31,11 @@ struct member {
 
 // state of a context that computes joint steps
 struct joint {
-    int      n_most; // maximum number of members
-    uint32_t n_node; // nodes that a member adds to a graph
+    int      n_most; // Maximum number of members.
+    uint32_t n_node; // Maximum number of nodes that a member adds to a graph.
 
-    std::vector<bool>   layers;  // layers whose attention can be computed per member
-    std::vector<member> members; // of the current step
+    std::vector<bool>   layers;  // For each layer: true if its attention can be computed per member.
+    std::vector<member> members; // Members of the current step.
 };
 
 // a member's part of a graph
@@ -46,8 +46,8 @@ struct member_graph {
 
     llm_graph_params params;
 
-    std::unique_ptr<llm_graph_result>  res;   // holds the part's inputs and signals
-    std::unique_ptr<llm_graph_context> graph; // adds nodes to the step's graph
+    std::unique_ptr<llm_graph_result>  res;   // Holds the part's inputs and signals.
+    std::unique_ptr<llm_graph_context> graph; // Adds the part's nodes to the step's graph.
 
     llm_graph_input_i * attn = nullptr;
 };

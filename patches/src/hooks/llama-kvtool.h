@@ -38,14 +38,14 @@ extern "C" {
 // one value. If several layers read a row's cells, the values of these layers are added.
 // A cell is important to a query that has seen t tokens (including the query's own token) if A >= 1/t.
 enum llama_kvtool_signal {
-    LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // sum over the queries
-    LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // value of the last query
-    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // sum over the last n_query queries
-    LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // sum of squares over the queries
-    LLAMA_KVTOOL_SIGNAL_HITS      = 16, // number of (query, head) pairs that the cell was important to
-    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // how many queries ago the cell was last important to a head: 1 if it was
-                                        // important to the last query, 0 if it never was
-    LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // maximum over all queries and all heads; `group` has no effect
+    LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // Sum over the queries.
+    LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // Value of the last query.
+    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // Sum over the last n_query queries.
+    LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // Sum of squares over the queries.
+    LLAMA_KVTOOL_SIGNAL_HITS      = 16, // Number of (query, head) pairs that the cell was important to.
+    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // Age of the last query that the cell was important to in any head: 1 for the
+                                        // last query, 2 for the query before it. 0 if there is no such query.
+    LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // Maximum over all queries and all heads. `group` has no effect.
 };
 
 enum llama_kvtool_group {
@@ -73,28 +73,27 @@ struct llama_kvtool_params {
     // Draft tokens are not possible with both signals and an archive
     int32_t n_defer;
 
-    // archive
     // number of cells at the end of each row that every step fills from the archive; 0: there is no archive
     int32_t n_recall;
     // Number of synthetic cells per token of a step: one for each query head of a row. Attention to these cells equals
     // attention to the whole archive. If this is 0, the n_recall archived tokens with the most attention return to
     // cells instead
     int32_t n_made;
-    // In a step of one token, each row attends exactly to this many clustered tokens, and to all tokens without
-    // clusters. Whole clusters are chosen. The means of the other clusters represent the remaining tokens. If this is
-    // 0, the step attends to all tokens exactly
+    // In a step of one token, each row attends exactly to all archived tokens without clusters, and to the tokens of
+    // the clusters with the most attention per token. Clusters are chosen until they have n_exact tokens together. All
+    // other clusters are represented by their means. If n_exact is 0, the step attends exactly to all archived tokens
     int32_t n_exact;
     // distance limit: a token farther away is treated as if it were at this distance
     int32_t n_near;
-    int32_t type_k;   // ggml_type of archived keys
-    int32_t type_v;   // ggml_type of archived values
+    int32_t type_k;   // Type (ggml_type) of archived keys.
+    int32_t type_v;   // Type (ggml_type) of archived values.
 
     // If false, archived keys and values of fewer than 8 bits are multiplied by a Hadamard matrix before they are
-    // rounded. If true, they are not multiplied. This was so in archives of earlier versions
+    // rounded. If true, they are not multiplied: archives of earlier versions have such keys and values
     bool plain;
 
-    bool log_n;  // scale attention logits by log_512(t)
-    bool ragged; // rows may hold different numbers of cells
+    bool log_n;  // Multiply the attention logits of a query that has seen t tokens by log_512(t).
+    bool ragged; // Rows may hold different numbers of cells.
 };
 
 // K[row, dst] = rotate(K[row, src], delta) and V[row, dst] = V[row, src]. All sources are read before anything is
@@ -142,8 +141,8 @@ struct llama_kvtool_edit {
 };
 
 LLAMA_API int32_t      llama_kvtool_abi(void);
-LLAMA_API const char * llama_kvtool_digest(void); // digest of the patch files in this library
-LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
+LLAMA_API const char * llama_kvtool_digest(void); // Digest of the patch files in this library.
+LLAMA_API const char * llama_kvtool_error(void);  // Reason why the last call on this thread failed.
 
 // Install crash handlers. After a crash (an abort of ggml, an uncaught exception, a bad access), they write this
 // message to stderr and end the process with exit_code, without a core dump. If `verbose` is true, the reports of ggml
@@ -170,22 +169,22 @@ LLAMA_API const char * llama_kvtool_arch(int32_t i);
 
 // memory that a layer of a model keeps
 enum llama_kvtool_layer_kind {
-    LLAMA_KVTOOL_LAYER_ROWS      = 0, // cells for all tokens
-    LLAMA_KVTOOL_LAYER_SLIDING   = 1, // cells for the tokens in a sliding window
-    LLAMA_KVTOOL_LAYER_RECURRENT = 2, // a state of constant size
-    LLAMA_KVTOOL_LAYER_INDEX     = 3, // cells for all tokens, and keys by which the model chooses some of them
+    LLAMA_KVTOOL_LAYER_ROWS      = 0, // Cells for all tokens.
+    LLAMA_KVTOOL_LAYER_SLIDING   = 1, // Cells for the tokens in a sliding window.
+    LLAMA_KVTOOL_LAYER_RECURRENT = 2, // A state of constant size.
+    LLAMA_KVTOOL_LAYER_INDEX     = 3, // Cells for all tokens, and keys by which the model chooses some of them.
 };
 
 struct llama_kvtool_layer {
-    int32_t il;   // index of the layer in the model
-    int32_t kind; // llama_kvtool_layer_kind
+    int32_t il;   // Index of the layer in the model.
+    int32_t kind; // One of llama_kvtool_layer_kind.
 
     // index of the layer whose cells this layer reads: this layer or an earlier layer
     int32_t owner;
 
-    int32_t n_head;   // KV heads
-    int32_t n_embd_k; // elements of a key of one head
-    int32_t n_embd_v; // elements of a value of one head; 0 if values are a part of the keys (MLA)
+    int32_t n_head;   // Number of KV heads.
+    int32_t n_embd_k; // Elements of a key of one head.
+    int32_t n_embd_v; // Elements of a value of one head. 0 if values are a part of the keys (MLA).
 
     int64_t n_bytes; // bytes of a recurrent state
 };
@@ -259,12 +258,13 @@ LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * o
 // restore the recent signal from in[n_query][n_row][n_cell]; values of the cells from n_cell on become 0
 LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
-// Compute the logits that the last n_last queries would give each row's first n_cell cells if these queries came again
-// soon. For this, each query gets the mean of the rotations to the positions pos .. pos + n_future - 1, where pos is
-// the position that the next token is rotated to. For each head of a row's group, this writes the mean and the variance
-// of the logits over the queries, each as [n_row][n_head][n_cell]. n_head is the size of the largest group. A group has
-// the heads of all layers that read the row's cells. Entries are 0 for heads that a smaller group does not have, and
-// for cells beyond a layer's cells. The logits have no soft cap and no ALiBi
+// Estimate the logits that later queries will give each row's first n_cell cells. The estimate assumes that the last
+// n_last queries come again at the positions pos .. pos + n_future - 1, where pos is the position that the next token
+// is rotated to. Each query is therefore multiplied by the mean of the rotations to these positions. For each head of a
+// row's group, this function writes the mean and the variance of the logits over the queries, each as
+// [n_row][n_head][n_cell]. A group has the query heads of all layers that read the row's cells, and n_head is the size
+// of the largest group. Entries are 0 for heads that a smaller group does not have, and for cells beyond a layer's
+// cells. The logits have no soft cap and no ALiBi
 LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);

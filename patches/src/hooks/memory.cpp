@@ -18,7 +18,7 @@
 using namespace kvtool;
 
 //
-// kinds
+// kinds of memory
 //
 
 static llama_kv_cache_iswa * sliding_pair(llama_memory_i * memory) {
@@ -170,7 +170,7 @@ int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
 }
 
 //
-// layers
+// layers of a memory
 //
 
 std::vector<llama_kvtool_layer> memory::describe(const llama_model & model, llama_memory_i * memory) {
@@ -307,7 +307,7 @@ int memory::key_map(const llama_kv_cache & kv) {
 }
 
 //
-// tables
+// tables of cells
 //
 
 void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
@@ -316,8 +316,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
     const llama_pos last = pos_0 + n - 1;
 
     // Only the last cell needs an exact position. Earlier cells may have any lower position. If all of them have lower
-    // positions already, keep their entries. To fill the whole table with its sets and maps would cost as much as
-    // moving a few cells
+    // positions already, keep their entries. It would be slow to write all entries again, because llama.cpp's table
+    // contains sets and maps: this would take as much time as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;

@@ -21,7 +21,7 @@ struct llama_model;
 // the only code that touches private members of llama.cpp's caches
 struct llama_kvtool_memory {
     //
-    // kinds
+    // kinds of memory
     //
 
     // cache of the layers with rows; null if the memory cannot be edited
@@ -36,13 +36,14 @@ struct llama_kvtool_memory {
     // states of recurrent layers; null without such layers
     static llama_memory_recurrent * recurrent(llama_memory_i * memory);
 
-    // the same for the memory of a context
+    // The four functions above for the memory of a context
     static llama_kv_cache         * cache        (const llama_context & lctx);
     static llama_kv_cache         * sliding_cache(const llama_context & lctx);
     static llama_kv_cache         * index_cache  (const llama_context & lctx);
     static llama_memory_recurrent * recurrent    (const llama_context & lctx);
 
-    // create a memory with one cell for `describe`, which reports the same layers for a memory of any size
+    // Create a memory with one cell. One cell is enough for `describe`, which returns the same layers for a memory of
+    // any size
     static std::unique_ptr<llama_memory_i> smallest(const llama_model & model);
 
     // reason why a model with this memory cannot be used; empty if it can
@@ -58,7 +59,7 @@ struct llama_kvtool_memory {
     static int most_indexed(const llama_model & model, llama_memory_i * memory);
 
     //
-    // layers
+    // layers of a memory
     //
 
     // entries of llama_kvtool_layers: the cells or the state that this memory keeps for each layer of a model
@@ -89,11 +90,11 @@ struct llama_kvtool_memory {
     // Hadamard matrix [n, n] that quantized keys are multiplied by
     static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
 
-    // size of that matrix; 0 if keys are stored unchanged
+    // size of the Hadamard matrix that quantized keys are multiplied by; 0 if keys are not multiplied
     static int key_map(const llama_kv_cache & kv);
 
     //
-    // tables
+    // tables of cells
     //
 
     // Set two tables of cells: the table of the rows' cache and the table of the index's cache. n cells are in use. The
@@ -118,8 +119,8 @@ struct llama_kvtool_memory {
     // whose keys have to be rotated
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
-    // Number of tokens whose recurrent states were dropped since the last decode. A tensor of states has n_rs_seq + 1
-    // states, the newest first. If this number is n, the next decode begins with state n
+    // Number n of tokens that were removed since the last decode, with their recurrent states. A tensor of states has
+    // n_rs_seq + 1 states, the newest first. The next decode therefore begins with state n, counted from 0
     static int n_dropped(const llama_memory_recurrent & mem);
 
     // Set the position of the newest token that recurrent layers have read; -1 if they have read no token. The state

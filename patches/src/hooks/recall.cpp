@@ -15,8 +15,8 @@
 namespace kvtool {
 
 // For each query, find the live cell with the highest probability. Returns two tensors [1, 1, n_tokens*n_head]. The
-// first has the query's product with this cell's key (with a soft cap: the logit). The second has the cell's
-// probability in a softmax over the live cells and the attention sink
+// first has the logit of this cell if the model has a soft cap, otherwise the product of query and key before it is
+// scaled. The second has the cell's probability in a softmax over the live cells and the attention sink
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {

@@ -19,7 +19,7 @@
 using namespace kvtool;
 
 //
-// graph
+// attention in the decode's graph
 //
 
 // Return the mask for all rows on a layer's device. It has llama.cpp's mask of the live cells, followed by the
@@ -81,7 +81,7 @@ ggml_tensor * llama_kvtool_resident(
 }
 
 //
-// state
+// residents of a context
 //
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
@@ -164,8 +164,8 @@ void llama_kvtool::drop_residents() {
     }
 }
 
-// A step overwrites the first n_tokens states of each tensor with the states after its tokens. Copy the state before
-// the step to the place behind them, so that the step can be undone
+// Keep the recurrent state before a step, so that the step can be undone. The step overwrites states 0 .. n_tokens - 1
+// of each tensor with the states after its tokens. Therefore, copy the state before the step to state n_tokens
 bool llama_kvtool::keep_states(llama_context & lctx, int n_tokens) const {
     const auto * mem = memory::recurrent(lctx);
     if (!mem || memory::n_dropped(*mem) == n_tokens) {

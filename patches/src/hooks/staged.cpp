@@ -1,6 +1,6 @@
-// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the device
-// while the previous layer is computed. The live cells are written in front of these rows, and a single attention
-// operation reads both.
+// Attention of a step's queries to all archived tokens, on the device. A layer's archived keys and values are copied to
+// a buffer on the device while the previous layer is computed. The live cells are written to the same buffer, in front
+// of the archived tokens. A single attention operation then reads both.
 
 #include "hooks.h"
 #include "input.h"
@@ -21,11 +21,11 @@ using namespace kvtool;
 static constexpr int64_t n_together = 256;
 
 //
-// inputs
+// inputs of the decode's graph
 //
 
-// For each live cell and each head, the index of the staged row that the cell is written to: [n_head*n_live], cell by
-// cell
+// Return the input I64 [n_head*n_live] with the indices at which the keys or values of live cells are written to the
+// device's buffer. There is one index for each cell and KV head, cell by cell
 static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
     for (const auto & r : in.rows) {
         if (r.n_head == n_head) {
@@ -86,7 +86,7 @@ void llama_kvtool_input::staged::set_input(staging & to) const {
 }
 
 //
-// graph
+// attention in the decode's graph
 //
 
 // keys or values of a layer's first n_live cells, as F32 [n_embd, n_head*n_live], cell by cell
@@ -160,7 +160,7 @@ ggml_tensor * llama_kvtool_staged(
         in.mask       = ggml_concat(ctx, live_mask, ggml_repeat_4d(ctx, in.tail, in.tail->ne[0], live_mask->ne[1], 1, 1), 0);
     }
 
-    // if several layers read the same cells, each of them writes the live cells to the staged rows again
+    // if several layers read the same cells, each of them writes the live cells to the device's buffer again
     ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
 
     const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, int n_map, bool is_transposed) {

@@ -19,7 +19,7 @@ static uint64_t next_version() {
 }
 
 //
-// enable
+// enabling kvtool for a context
 //
 
 // reason why these parameters are invalid; empty if they are valid
@@ -279,7 +279,7 @@ llama_kvtool * llama_kvtool::get(const llama_context * ctx) {
 }
 
 //
-// counts
+// contents of the context
 //
 
 const layer * llama_kvtool::find(int il) const {
@@ -457,7 +457,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     if (const std::string why = staging::unsupported(archive->tokens, layers); !why.empty()) {
         return fail(why);
     }
-    // flash attention reads up to a multiple of 256 rows
+    // the numbers of tokens are rounded up, because flash attention reads keys in groups of 256
     const int64_t n_row = GGML_PAD(n, 256) + GGML_PAD(layers[0].n_cell, 256) + 256;
     staging = std::make_unique<kvtool::staging>(archive->tokens, layers, v_trans, n_row, std::max(lctx.n_threads(), 1u));
     archive->tokens.defer_seal(true, 1);
@@ -481,7 +481,7 @@ std::string llama_kvtool::unstaged() const {
 }
 
 //
-// llama.cpp's own
+// llama.cpp's tables and graphs
 //
 
 int llama_kvtool::n_used(const llama_context & lctx) const {

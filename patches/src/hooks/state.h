@@ -28,6 +28,7 @@ struct llama_kvtool {
     llama_kvtool_params params;
 
     std::vector<kvtool::layer> layers;  // layers with rows
+
     // layers with a sliding window: llama.cpp manages their cache, and they have no rows
     std::vector<kvtool::layer> sliding;
 
@@ -42,14 +43,14 @@ struct llama_kvtool {
 
     int  n_most  = INT32_MAX; // number of cells that a model's index chooses; decoding fails if a layer has more cells
     int  n_row   = 0;
-    bool v_trans = false; // values are stored transposed
-    bool defers_all = false; // the signals of all steps are deferred, not only of steps with draft tokens
+    bool v_trans = false; // Values are stored transposed.
+    bool defers_all = false; // The signals of all steps are deferred, not only of steps with draft tokens.
 
-    int n_own       = 0; // number of cells in use in each row; not for ragged rows
-    int n_marked    = 0; // draft tokens at the end of the next batch
-    int n_removable = 0; // number of newest tokens that `drop` can remove now
+    int n_own       = 0; // Number of cells in use in each row. Not for ragged rows.
+    int n_marked    = 0; // Number of draft tokens at the end of the next batch.
+    int n_removable = 0; // Number of newest tokens that `drop` can remove now.
 
-    int n_hidden = 0; // cells that no query sees
+    int n_hidden = 0; // number of cells that no query sees
 
     int64_t n_seen = 0; // number of tokens that come before the next query
 
@@ -71,8 +72,8 @@ struct llama_kvtool {
     // for each layer, the mean rotation over n_future positions; the first read_future computes it
     std::vector<std::vector<float>> mean_turns;
 
-    std::unique_ptr<kvtool::recaller> archive; // null if there is no archive
-    std::unique_ptr<kvtool::staging>  staging; // null if steps recall from the archive on the host
+    std::unique_ptr<kvtool::recaller> archive; // Null if there is no archive.
+    std::unique_ptr<kvtool::staging>  staging; // Null if steps read the archive on the host.
 
     std::unique_ptr<kvtool::resident_cells> resident; // null if there are no residents
 
@@ -95,7 +96,7 @@ struct llama_kvtool {
     static llama_kvtool * get(const llama_context * ctx);
 
     //
-    // counts
+    // contents of the context
     //
 
     // number of tokens in the archive
@@ -141,7 +142,7 @@ struct llama_kvtool {
     // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // the layers of the model that attend to rows; asker::t is not set
+    // Return the layers of the model that attend to rows. The tensor asker::t for their queries is null
     std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
@@ -187,7 +188,7 @@ struct llama_kvtool {
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
     //
-    // sizes
+    // sizes of the layers
     //
 
     // See llama_kvtool_resize. n_resident: number of cells for residents; if it is negative, the number of cells for
@@ -195,7 +196,7 @@ struct llama_kvtool {
     int32_t resize(llama_context & lctx, const int32_t * n_cell, int n_resident = -1);
 
     //
-    // copies
+    // copies of cells and of the fixed state
     //
 
     // Copy a layer's first n cells to out or from in: all keys cell by cell, then all values cell by cell. If both
@@ -208,7 +209,7 @@ struct llama_kvtool {
     int64_t copy_fixed_state(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
-    // llama.cpp's own
+    // llama.cpp's tables and graphs
     //
 
     // see llama_kvtool_memory
