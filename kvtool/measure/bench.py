@@ -208,7 +208,8 @@ class Bench:
         self.stop = False
         self._tokens = depths.text(model)
         self._starts: dict[tuple[str, int], depths.Arrays] = {}
-        # clusters of the archive at the current depth; only one row of a depth has an archive
+        # clusters of the archive at the current depth. They belong to one row, because only one row of each
+        # depth has an archive
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
@@ -318,7 +319,7 @@ class Bench:
         return self._tokens[np.fromiter(at, np.intp, n) % len(self._tokens)]
 
     def _engine(self, row: Row, saved: depths.Arrays | None) -> Engine:
-        """Create a stream with a round's initial tokens. saved: result of `_start`."""
+        """Return an engine that has the initial tokens of a round. saved: result of `_start`."""
         policy, settings = self._made_of(row)
         engine = Engine(self.model, policy, settings)
         try:

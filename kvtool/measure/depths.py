@@ -134,7 +134,8 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # make frames as if the stream had closed its gaps after every three quarters of the context
+    # a frame is a run of tokens between two times at which a stream closes the gaps in its positions. Make
+    # frames as if the stream had closed gaps after every three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

@@ -159,7 +159,7 @@ def keeps_all_it_needs(wanted: str) -> bool:
 
 
 def full_run(common: Common) -> Run:
-    """Return the run of the full f16 cache, which writes the reference."""
+    """Return the run of the full f16 cache, which writes the predictions for all comparisons."""
     return Run("full", _options(common, "full", (), "f16"), {}, None, min(common.n_ctx, common.n_tokens))
 
 
@@ -191,7 +191,7 @@ def reference(common: Common) -> Path:
         | {"tokens": common.n_tokens}
         | {name: getattr(common.options, name) for name in of_options}
         | ({"lora": common.what["lora"]} if common.what.get("lora") else {})
-        # with workers, --flash-attn auto may choose differently
+        # runs with workers use another file, because --flash-attn auto may choose differently with workers
         | ({"rpc": True} if common.options.rpc else {})
     )
 

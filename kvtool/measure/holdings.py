@@ -41,11 +41,11 @@ class Attended:
     n_query
         Number of queries since the first token was archived.
     query
-        i32[n], position of the first query of a step. In this step, the token got its largest share of all
-        attention. If the share was equally large in several steps, the first of them is used. -1 if the token
-        got no attention.
+        i32[n], the step in which the token got its largest share of all attention, given by the position of
+        the step's first query. If several steps have this share, the first is used. -1 if the token got no
+        attention.
     query_share
-        f64[n], the token's share of all attention in that step.
+        f64[n], the token's share of all attention in the step of `query`.
     """
 
     attn: np.ndarray

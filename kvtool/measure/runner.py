@@ -105,7 +105,7 @@ class Runner:
                 start_new_session=True,
             )
         self._running[run] = process
-        assert process.stdin  # a pipe
+        assert process.stdin  # not None, because it is a pipe
         with suppress(OSError), process.stdin:
             process.stdin.write(encode(job))
         threading.Thread(target=self._listen, args=(run, process), daemon=True).start()

@@ -166,7 +166,7 @@ class Reader:
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # hold no tokens yet, because the first part does not end with a reply header
+            # evictions need not keep the newest tokens yet: the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
             self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)

@@ -152,7 +152,7 @@ def scores(finished: Sequence[Record]) -> dict[str, list[float]]:
 
 
 Groups = dict[tuple[Any, ...], dict[str, Mean]]
-"""Means of each group of records. The keys are the values that the records of a group have in common."""
+"""Means of the scores of each group of records. The keys are the values that all records of a group share."""
 
 
 def broken_down(finished: Sequence[Record], by: Sequence[str]) -> Groups:

@@ -35,8 +35,9 @@ class Retrieval(RecordTask):
     Attributes
     ----------
     pairs
-        Number of pairs in a prompt; 0 for all pairs of the record. The requested pair keeps its relative
-        place. The rest are the first of the other pairs.
+        Number of pairs in a prompt; 0 for all pairs of the record. If there are fewer pairs than in the
+        record, the last pairs of the record are left out, but never the requested pair. The requested pair
+        keeps its relative place among the pairs.
     n_max
         Maximum tokens of an answer.
     """

@@ -127,11 +127,11 @@ class Ruler(Task):
 
     @property
     def _names(self) -> Sequence[str]:
-        """Names of the parts to run, in RULER's order."""
+        """Names of RULER's tasks to run, in RULER's order."""
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Return samples of all parts in turn: the first n items have about equally many of each part."""
+        """Return samples of RULER's tasks in turn: the first n items have about equally many of each task."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
@@ -159,9 +159,9 @@ class Ruler(Task):
         return ScoredAnswer(output, {"string_match": score}, {"first_tokens": n_first})
 
     def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
-        """Return RULER's averages: for each length, the mean of the parts' means.
+        """Return RULER's averages: for each length, the mean of its tasks' means.
 
-        A length with only one part has no average.
+        A length with only one of RULER's tasks has no average.
         """
         values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in finished:

@@ -8,8 +8,8 @@ Each session reads, writes and edits files, and continues after a second questio
 
 In the recorded requests, the replies are replaced by the server's own replies, as in a real chat. With
 logit_bias, every server writes the same text, so that all servers get the same prompts. Such a reply has no
-tool calls. Therefore results of tools are sent as texts of the user. With --recorded, the requests are not
-changed, so their replies were not written by the server.
+tool calls. Therefore results of tools are sent as texts of the user. With --recorded, the requests are sent
+unchanged, so that the server reads replies that it did not write.
 
 The server is restarted before the last request. Then the last request is sent again with one change in the
 middle of its messages. After that, a new server gets the requests of two agents in turns.
@@ -234,7 +234,7 @@ def _replay(
 
 
 class Chat:
-    """A session that is sent again. said: the server's answers so far."""
+    """A recorded session that is sent to a server. said: the server's answers so far."""
 
     def __init__(self, server: Server, args: argparse.Namespace) -> None:
         self.server, self.args = server, args

@@ -8,11 +8,10 @@ thread, and stock llama.cpp with all cores. The rows take turns, some tokens eac
 processes decode with kvtool's defaults without a pause. --spins adds rows for kvtool with other values of
 GOMP_SPINCOUNT, which sets how long threads wait before they sleep.
 
-over its share: a row's time, divided by the time that it would need with its share of the cores. If there are
-k other processes, the share is 1 / (k + 1) of the cores. The time that would be needed is the shorter of two
-estimates. Both are computed from times without other processes: the time with all cores, times k + 1; and the
-time with one thread, times (k + 1) / cores (at least 1). If the ratio is above 1, the row has lost time by
-waiting.
+The column "over its share" is a row's time with k other processes, divided by the time that kvtool would need
+with 1 / (k + 1) of the cores. This time is the shorter of two estimates, which come from kvtool's times
+without other processes: the time with all cores, times k + 1, and the time with one thread, times
+(k + 1) / cores (at least 1). If the ratio is above 1, the row has lost time by waiting.
 """
 
 from __future__ import annotations

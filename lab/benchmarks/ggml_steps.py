@@ -156,8 +156,9 @@ def _streamed(
 def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
     """2e: measure the microseconds that the attention of all layers takes in a step of one token.
 
-    "full": attention to the whole cache, with one mask. "resident": attention to the window, resident tokens
-    and means, with a mask per KV head. "resident, uploads": a step also uploads 64 pieces of 16 tokens,
+    "full": attention to the whole cache, with one mask. "resident": attention to the window, to
+    archived tokens that stay on the device (resident), and to cluster means, with a mask per KV head.
+    "resident, uploads": a step also uploads 64 pieces of 16 tokens,
     writes them to the cache, and copies all queries to the host.
     """
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ a CPU.
 1   the device and the library
 2a  flash attention with a mask per KV head         2b  copies between host and device
 2c  single rows written and read                    2d  reading with streamed keys and values
-2e  writing with residents and means                3s  graph splits of a token, by policy
+2e  writing with resident tokens and means          3s  graph splits of a token, by policy
 3   reading and writing, by policy and depth        3r  reading a prompt, full cache and recall
 4   parts of a token's time                         5   the engine's tests
 6   checkpoints and draft states of a model with recurrent layers

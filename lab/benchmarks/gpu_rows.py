@@ -387,7 +387,8 @@ def hybrid(args: Args) -> Iterator[Row]:
 
     read_s and plain_s: time to read the tokens with and without checkpoints, measured in turns. copy_ms: time
     to take one more checkpoint. step_ms: time of a step of one token with room for draft tokens, or with
-    residents. none_ms: time of the same step without these.
+    archived tokens that stay on the device (residents). none_ms: time of the same step without room for draft
+    tokens or residents.
     """
     model = Model(args.model)
     n = 4096 if args.small else 16384

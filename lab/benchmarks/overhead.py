@@ -220,9 +220,9 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Return the seconds per token in each round, by (name, path).
+    """Return the seconds per token in each round, by name and use of flash attention ("on" or "off").
 
-    Stock's seconds in the same rounds have the keys (name, path, "stock").
+    Stock's seconds in the same rounds have the same keys, with "stock" added.
     """
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
@@ -243,9 +243,9 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
 
 
 def _duel(cell: Stock | Kvtool, stock: Stock, n_least: int) -> tuple[float, float]:
-    """Return the seconds per token of `cell` and `stock`.
+    """Step `cell` and `stock` in turns. Return the seconds per token of each.
 
-    Make at least n_least steps, and continue until the next eviction is due.
+    Make at least n_least steps, and continue until the next eviction of `cell` is due.
     """
     ours, theirs = [], []
     while len(ours) < n_least or (isinstance(cell, Kvtool) and not cell.is_due):

@@ -1,4 +1,6 @@
-"""Compare the CPU time of `kvtool perplexity` with the wheel for every CPU and with this machine's build.
+"""Compare the CPU time of `kvtool perplexity` with two builds of its library.
+
+One build is the wheel that runs on every CPU. The other build was compiled for this machine.
 
     python -m lab.benchmarks.portable wiki.test.raw --wheel dist/kvtool_llama-*.whl --policy h2o --budget 256
 

@@ -135,7 +135,10 @@ class Cache:
 
 
 def _source(keep: np.ndarray) -> np.ndarray:
-    """Return the index of the cell that moves to each place. As in the engine, the last cells fill holes."""
+    """Return, for each cell after the eviction, the index of the cell that moves there.
+
+    As in the engine, the last cells that are kept fill the cells that were evicted.
+    """
     n_keep = int(keep[0].sum())
     source = np.tile(np.arange(n_keep), (len(keep), 1))
     row, hole = np.nonzero(~keep[:, :n_keep])

@@ -161,7 +161,10 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Receive tokens, and stream them through an empty cache. After each None, send the scores of a batch."""
+    """Stream each segment of tokens that arrives through an empty cache.
+
+    After the tokens, each None that arrives asks for the next batch: decode the batch and send its scores.
+    """
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
         while True:

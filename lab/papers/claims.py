@@ -31,7 +31,7 @@ _CELL_BYTES = {"": 30 * 3 * 64 * 2 * 2, tables.LARGE: 28 * 2 * 128 * 2 * 2}
 
 
 Key = tuple[str, str, str, str]
-"""The experiment, model, score and column of a test."""
+"""Key of a test: its experiment, model, score and column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ class Look:
     method
         The paper's method.
     rivals
-        Rows that the method is compared with. If the only rival is `full`, the claim is that the method is
-        about as good as `full`. With `above`, the claim is that the method is better than `full`.
+        Rows of the tables that the method's row is compared with. The claim is that the method is better than
+        these rows. If `full` (the full cache) is the only rival and `above` is False, the claim is only that
+        the method is about as good as the full cache.
     column
         Heading of the column in the tables, or the beginning of the heading.
     scores
@@ -191,7 +192,19 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The measured numbers of a claim in one score."""
+    """Measurements for one test of a claim with one score.
+
+    Attributes
+    ----------
+    table
+        The experiment's table that shows the score.
+    places
+        The numbers of the table, by row and column.
+    column
+        Heading of the column that the test uses.
+    lines
+        The experiment's lines in the records.
+    """
 
     table: ScoreTable
     places: Mapping[Place, Measurements]
@@ -199,14 +212,17 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """Return the row's lines that belong to the column; without such lines, all lines of the row."""
+        """Return the lines of one row of the table whose budget or policy is in the column's heading.
+
+        If there are no such lines, return all lines of the row.
+        """
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
         return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines
 
 
 def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
-    """The measured numbers of each score with this model."""
+    """Return the measurements for a test with this model, one for each of its scores that was measured."""
     experiment = EXPERIMENTS[look.experiment]
     lines = tables.kept(tables.of_model(experiment, model), results)
     seen = []
@@ -221,7 +237,7 @@ def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
 def _cells(
     look: Look, model: str, seen: Sequence[_Seen], as_good: Mapping[Key, tuple[float, float]]
 ) -> tuple[str, ...]:
-    """The cells of a row after its head."""
+    """Return the texts of a row of the claims table, without its first column."""
     numbers, results = [], {}
     for each in seen:
         method, signs = each.places[look.method, each.column], compared(each.places, each.table)
@@ -395,9 +411,10 @@ def _sizes(method_lines: Sequence[Line], full_lines: Sequence[Line], model: str)
 
 
 def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
-    """Return the mean number of cells held at the end, and their MiB; 0 for a number that is not known.
+    """Return the mean number of cells held at the end, and their MiB. A number that is not known is 0.
 
-    If MiB are not recorded, they are computed from the cells, unless rows have different lengths.
+    If MiB are not recorded, they are computed from the number of cells. With CORM, MiB stay unknown, because
+    the cache's rows have different lengths.
     """
     evicted = [line["tokens"] * (1 - line["scores"]["evicted"][0]) for line in lines if "tokens" in line]
     held = [n for line in lines for n in line["scores"].get("cells_held", ()) if n is not None]
@@ -409,5 +426,5 @@ def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
 
 
 def fill_claims(text: str, results: Path = RESULTS) -> str:
-    """The document with a new table between its marks."""
+    """Return the document with a new claims table, between the two comments that enclose the old table."""
     return tables.fill_between(text, "claims", lambda: rows(results))

@@ -18,7 +18,7 @@ from lab.papers.parts import PARTS, item_scores
 
 @dataclass(frozen=True, slots=True)
 class CompareRun:
-    """A `kvtool compare` for each text. If there are no budgets, only policies that need none run.
+    """A `kvtool compare` for each text. Without budgets, it runs only policies that need no budget.
 
     Attributes
     ----------
@@ -50,7 +50,8 @@ class CompareRun:
             there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
             lacking = tuple(label for label in self.policies if not self._places(label) <= there)
             if lacking:
-                # experiments with the same tokens and options share a file, so that a policy runs once
+                # runs of one text with the same tokens and options share a file of results, so that a policy
+                # that several experiments use runs only once
                 store = "-".join([Path(file).stem, str(self.max_tokens), *self.more])
                 yield Ask(self._command(file, lacking), store)
 
@@ -66,7 +67,7 @@ class CompareRun:
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
         for record in stored:
-            # a run without a budget has a cell for each token of the text or of the context
+            # without a budget, the record's budget is at least the number of tokens
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
             if "error" in record or not label or record["text"] not in texts:
@@ -93,7 +94,7 @@ class CompareRun:
             }
 
     def _places(self, label: str) -> set[tuple[str, str | None]]:
-        """The labels and budgets of the lines that this policy has for each text."""
+        """Return the label and budget of each line that this policy needs in the records of a text."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
             return {(typed(label, type_k), None) for type_k in self.types}
@@ -201,7 +202,9 @@ class EvalRun:
 
 @dataclass(frozen=True, slots=True)
 class MapRun(ByText):
-    """A run of `lab.papers.maps` for each text. A line's label names a part of the map, not a policy.
+    """A run of `lab.papers.maps` for each text. The records get a line for each mean of a map.
+
+    The label of this line names the mean, such as "a random query", instead of a policy.
 
     Attributes
     ----------

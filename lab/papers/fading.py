@@ -2,15 +2,15 @@
 
     python -m lab.papers.fading wiki.test.raw --budget 128 --rules full,h2o,h2o+16:cells,h2o+16,h2o+16:spare
 
-A row of `h2o+16` has 16 places for means, and 16 fewer cells. A query sees `--budget` cells and means
-together. An evicted token takes a place, as a mean of one token. If a row then has too many means, two of
-them merge. The result has the mean key, the mean value, and a bias that is added to its logit. The word after
-a colon selects the rule:
+With `h2o+16`, a row has `--budget` cells in all: 16 cells hold means of evicted tokens, and the remaining
+cells hold the tokens that the policy keeps. A query attends to all cells. An evicted token becomes a mean of
+one token. If a row then has more than 16 means, two of them merge. The merged mean has the mean key, the mean
+value, and a bias that is added to its logit. The word after a colon selects the rule:
 
 output  the default: merge the two means whose merge changes the outputs of the last queries least. Means are
         weighted by the attention of these queries, and the bias keeps the sum of that attention.
-spare   merge nothing: drop the token whose loss changes the outputs of the last queries least.
-cells   no places, but as many cells as fit into the bytes of a row of `output`.
+spare   merge nothing: drop the evicted token whose loss changes the outputs of the last queries least.
+cells   keep no means. The policy keeps as many tokens as fit into the bytes of a row with `output`.
 
 `h2o+16:output:4` keeps the queries of 4 tokens; the default is 16.
 
@@ -224,7 +224,7 @@ def _dot(a, b):
 
 @numba.njit(fastmath=True, cache=True)
 def _apart(a, b):
-    """The squared distance."""
+    """Return the squared distance of two vectors."""
     total = np.float32(0)
     for e in range(len(a)):
         total += (a[e] - b[e]) * (a[e] - b[e])
@@ -327,7 +327,8 @@ def _evict(
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # queries of the last tokens. A place without a query has the total _FAR, so that its attention is 0
+    # queries of the last n_query tokens. An entry without a query has the total _FAR, so that its attention
+    # to every mean is 0
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)

@@ -63,7 +63,7 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
 
 
 def _verdict(name: str, model: str, results: Path) -> str:
-    """Counts of the paper's differences that a test finds with this model, by score."""
+    """Say, for each score, how many of the paper's differences are significant with this model."""
     counts: dict[str, Verdict] = defaultdict(Verdict)
     measured = lacks_own = False
     experiment = EXPERIMENTS[name]
@@ -97,5 +97,5 @@ def _in_words(result: Verdict) -> str:
 
 
 def fill_index(text: str, results: Path = RESULTS) -> str:
-    """The document with a new index between its marks."""
+    """Return the document with a new index, between the two comments that enclose the old index."""
     return tables.fill_between(text, "index", lambda: rows(results))

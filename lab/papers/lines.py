@@ -105,9 +105,9 @@ def option_words(label: str) -> list[str]:
 
 
 def about(*measured: records.Record, lines: int = 1) -> Line:
-    """Return the seconds and the versions for each of `lines` lines that are made from these records.
+    """Return the seconds and the versions of one line that is made from these records.
 
-    The seconds of all records together are divided by the number of lines.
+    lines: number of lines that are made from the records. Each gets an equal share of the seconds.
     """
     versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
     # CPU time is preferred, because it does not depend on other programs

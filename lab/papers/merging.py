@@ -6,8 +6,9 @@ Every variant streams the first `--max-tokens` tokens of the text and evicts by 
 decides what happens to the value of an evicted token. Only tokens from number `--budget` on are scored. The
 table has four numbers for each variant: the mean nll, the mean difference from `evict` (its standard error
 comes from blocks of 64 tokens), the share of tokens whose nll is lower than with `evict`, and the own share.
-The own share is the weight of a token's original value in its merged value at the end. It is the median of
-the tokens between sinks and window. A variant that already has a result in the folder of --nll is not
+The own share says how much of a cached token's value is still its original value: it is the weight of the
+original value in the merged value at the end of the text, as the median over the tokens between sinks and
+window. A variant that already has a result in the folder of --nll is not
 measured again.
 """
 
@@ -110,7 +111,8 @@ def _merge(
 ):  # fmt: skip
     """Write the terms of the merges of all rows, and return the number of terms.
 
-    A place is a cell's rank by position in its row. victims: places, in the order of eviction.
+    victims: i8[row, victim], the tokens that each row evicts, in the order of eviction. A token is given as
+    its index among the row's tokens, sorted by position.
     """
     n_row, n = order.shape
     n_evict = victims.shape[1]

@@ -1,4 +1,4 @@
-"""Parts of a record that a line keeps: an item's scores, and a few means of each map."""
+"""The numbers of a record that lab/papers/records keeps: an item's scores, and a few means of each map."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from kvtool.measure import records
 
 Parts = Iterator[tuple[str, str, float]]
-"""Column, row and value."""
+"""For each mean of a map: its column and row in the table of the map, and its value."""
 
 
 def _share(record: records.Record) -> Parts:
-    """Means over the first two layers and over all other layers."""
+    """Yield the share of important keys: its mean over the first two layers, and over all other layers."""
     share, first = np.array(record["share"]), np.array(record["layer"]) < 2
     yield "important keys", "the first two layers", share[first].mean()
     yield "important keys", "all other layers", share[~first].mean()
@@ -32,7 +32,7 @@ def _near(record: records.Record) -> Parts:
 
 
 def _ranks(record: records.Record) -> Parts:
-    """Ranks divided by the number of dimensions, as means over the heads."""
+    """Yield the mean rank of the heads' keys and values, divided by the number of their dimensions."""
     for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
         n_dim = len(record[name]["normalised"])
         yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim

@@ -1,4 +1,4 @@
-"""Numbers of the records, sorted into the places of a table: rows and columns."""
+"""Sort the numbers of the records into the rows and columns of a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lab.papers.samples import SCORES, Measurements
 
 
 def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurements]:
-    """The places of a table. A line without a budget is in the column of every budget of its model.
+    """Return the numbers for each place (row and column) of a table.
 
-    All rows of a column are reduced to the items that every row has.
+    A line without a budget is in the column of each budget that was measured with the line's model. An item
+    that is missing in any row of a column is left out of all rows of this column.
     """
     lines = [line for line in lines if is_about(table, line)]
     lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
@@ -40,7 +41,7 @@ def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurement
                     lacking.add(place)
     _share(places)
     whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
-    # if the bytes of some texts are not known, a place has no mean of bytes
+    # no mean of bytes is shown if the bytes of some texts are not known
     places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
@@ -80,16 +81,17 @@ def _share(places: Mapping[Place, Measurements]) -> None:
 
 
 def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
-    """True if a place has values. A place in a pooled column needs values of every data set.
+    """True if a place (row and column) has values from each data set that the table names for its column.
 
-    An example of a pooled column is LongBench's EN.
+    The table names data sets for pooled columns, such as LongBench's EN. In a column without named data sets,
+    any value is enough. A pooled column of all data sets ("all": None) names none.
     """
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 
 
 def _columns(line: Line, table: ScoreTable) -> Iterator[tuple[str, bool]]:
-    """Yield the columns of a line, each with True if it is a pooled column."""
+    """Yield the heading of each column that a line belongs to, and True if the column is pooled."""
     first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
     yield ", ".join([first, *rest]), False
     for heading, members in table.pooled.items():
@@ -138,10 +140,11 @@ def _of_line(line: Line) -> dict[str, list[float | None]]:
 
 
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """Return the items' contributions to the geometric mean of three means, to first order (delta method).
+    """Return each item's contribution to the geometric mean of the mean ROUGE-1, ROUGE-2 and ROUGE-L.
 
-    The mean of the contributions is the geometric mean. The standard error of their mean is the standard
-    error of the geometric mean. If one of the three means is 0, the result is a single 0 without an error.
+    Contributions are linear in the item's three scores (delta method). Their mean is the geometric mean, and
+    the standard error of their mean is the standard error of the geometric mean. If one of the three means is
+    0, the first item gets 0 and the other items None, so that there is no standard error.
     """
     items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
     means = np.mean([item for item in items if None not in item], axis=0)

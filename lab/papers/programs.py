@@ -50,7 +50,7 @@ class FadingRun(ByText):
 
 
 _Where = tuple[str, str, str | None]
-"""Protocol, label and budget."""
+"""Key of a result: protocol ("after" or "known"), policy and budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,12 @@ class RulerRun:
     tasks
         Names of some of RULER's thirteen tasks.
     policies
-        Policies. A policy that evicts has a budget for each share; a policy that recalls has one budget.
+        Policies. A policy with an archive (`recall`) runs with one budget, `cells`. Other policies that evict
+        run once for each share in `removed`.
     removed
         The shares of a prompt that are evicted.
     cells
-        The budget of a policy that recalls.
+        The budget of a policy with an archive.
     types
         Types of keys and values; only `full` runs with all of them.
     questions
@@ -108,7 +109,10 @@ class RulerRun:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
-        """Yield a line for each place and task. A result that holds for both protocols is in two lines."""
+        """Yield a line for each task, protocol, policy and budget.
+
+        A result that does not depend on the protocol is in one line for each protocol.
+        """
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in stored:
             if "error" in record or record["length"] != self.length:
@@ -120,7 +124,7 @@ class RulerRun:
             if place not in asked or task not in self.tasks:
                 continue
             question, label, budget = place
-            # if a result is in both protocols, its time is counted only in the first
+            # if a result is in the lines of both protocols, its time is counted only in the first line
             is_first = of_place[0]["question"] == question
             yield {
                 "label": label,
@@ -150,7 +154,7 @@ class RulerRun:
             yield question, label, budget
 
     def _asked(self) -> tuple[list[str], list[str]]:
-        """Return the policies to run at each share removed, and the values of `papers.ruler --others`."""
+        """Return the values of the options --policies and --others for `lab.papers.ruler`."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
         recall = [label for label, kind in kinds.items() if kind.recalls()]
         forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]

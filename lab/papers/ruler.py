@@ -53,7 +53,10 @@ def sharing(label: str, by: str = "heads") -> str:
 EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
 
 SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
-"""Policies that also run with shared budgets: the rows of a layer share a budget, or all layers share."""
+"""Policies that also run with a shared budget.
+
+"heads": the rows of a layer share a budget. "layers": all layers share a budget.
+"""
 
 SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
 
@@ -91,7 +94,7 @@ class PolicyRow:
 
     @property
     def is_shared(self) -> bool:
-        """True if the row evicts from a whole prompt that is read once for several rows."""
+        """True if the row starts from the full cache of a prompt, which is read once for all such rows."""
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
@@ -209,7 +212,7 @@ def measure(args: Namespace) -> None:
 
 
 def _line(record: records.Record) -> str:
-    """A line about a record."""
+    """Return the line of text that reports a record on stderr."""
     how = f"@{record['budget']}" if record["budget"] else record["type_kv"].replace("f16", "")
     share = f" -{100 * record['removed']:g} %" if record["removed"] else ""
     score = record["scores"].get("string_match", record.get("error"))

@@ -1,4 +1,7 @@
-"""Numbers behind a place of a table: their mean with its error, and the test of a difference."""
+"""Samples of a score: their mean with its standard error, and the test of the difference of two samples.
+
+A table shows the mean of a sample at each place (row and column).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ class Score:
     title
         Heading of the table.
     short
-        Subject of the score in a word or two. Scores with the same subject have one verdict together.
+        What the score measures, in a word or two. Tests of scores with the same `short` are counted together.
     lower
         True if lower numbers are better.
     scale
-        Factor of the printed number.
+        Factor by which the number is multiplied before it is printed.
     digits
         Number of decimal places.
     exp
@@ -111,7 +114,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Numbers whose mean a place of a table shows.
+    """Sample whose mean a table shows in one row and column.
 
     Attributes
     ----------
@@ -167,7 +170,7 @@ class Measurements:
         return replace(self, values=values)
 
     def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of the scores and the weight of each unit.
+        """Return two arrays f64[unit]: the sum of the scores of each unit, and its weight.
 
         If there is one text, units are its blocks. If there are several texts, each is a unit. In a task,
         units are items.

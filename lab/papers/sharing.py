@@ -1,10 +1,10 @@
-"""Table of lab/papers/ruler.md: the gain of rows or layers that share a budget, in equal cells or bytes.
+"""Table of lab/papers/ruler.md: the gain of rows or layers that share a budget, at equal cells or bytes.
 
-Every row of a layer takes as many bytes as the longest row. So rows that share a budget take more bytes for
-the same number of cells. For a comparison in equal bytes, the score of rows with equal budgets is
-interpolated, item by item, between the measured shares and the full cache. The units of the tests are tasks.
-A task's number is the mean over all shares, and over the policies that were measured with and without
-sharing.
+The score with a shared budget is compared with the score with equal budgets. Every row of a layer takes as
+many bytes as the longest row, so rows that share a budget take more bytes for the same number of cells. For
+a comparison at equal bytes, the score with equal budgets is therefore interpolated, item by item, between
+the measured shares and the full cache. The units of the tests are tasks. A task's number is the mean over all
+shares, and over the policies that were measured with and without sharing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes:
 
 
 def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
-    """Return f64[item], each item's score at this number of bytes. It is interpolated between the lines."""
+    """Return f64[item], each item's score at this size, interpolated between the sizes of the lines."""
     at, scores = (np.array([line["scores"][name] for line in lines]) for name in ("device", "string_match"))
     order = np.argsort(at, axis=0)
     at, scores = np.take_along_axis(at, order, 0), np.take_along_axis(scores, order, 0)
@@ -71,5 +71,5 @@ def rows() -> Iterator[str]:
 
 
 def fill_sharing(text: str) -> str:
-    """The document with a new table between its marks."""
+    """Return the document with a new table, between the two comments that enclose the old table."""
     return tables.fill_between(text, "sharing", rows)

@@ -69,7 +69,7 @@ def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Commands and tables of an experiment with one or all models, and a line about items and tokens."""
+    """Text of an experiment with one or all models: its commands, its tables, and a line about their size."""
 
     commands: tuple[str, ...]
     grids: tuple[_ShownTable, ...]
@@ -104,7 +104,7 @@ def _of_model(
 
 
 def _together(parts: Mapping[str, _Part]) -> _Part | None:
-    """One part with the columns of all models side by side; None if their tables differ."""
+    """Join the parts of all models: their tables' columns are side by side. None if their tables differ."""
     heads = [[(grid.title, grid.head) for grid in part.grids] for part in parts.values()]
     if any(head != heads[0] for head in heads) or not all(title for title, _ in heads[0]):
         return None
@@ -151,7 +151,7 @@ def _model(run: str, results: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ShownTable:
-    """A table in its shown form.
+    """The texts of a table, which `lines` writes in Markdown.
 
     Attributes
     ----------
@@ -180,15 +180,15 @@ class _ShownTable:
             yield f"| {name} | {' | '.join(cells)} |"
 
     def next_to(self, other: _ShownTable) -> _ShownTable | None:
-        """Return a grid with the columns of both grids.
+        """Return a table with the columns of both tables.
 
-        None if a grid has a title and several columns, or if the two grids have different heads.
+        None if one of them has a title and several columns, or if they have different heads.
         """
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
 
     def beside(self, other: _ShownTable) -> _ShownTable:
-        """Return this grid with the columns of the other grid after its own columns."""
+        """Append the columns of another table to the columns of this table."""
         empty = ("",) * len(self.columns), ("",) * len(other.columns)
         rows = {
             name: self.rows.get(name, empty[0]) + other.rows.get(name, empty[1])
@@ -197,7 +197,10 @@ class _ShownTable:
         return replace(self, columns=self.columns + other.columns, rows=rows)
 
     def by_score(self) -> _ShownTable | None:
-        """Return a grid of one column with its title as the heading; None if it has several columns."""
+        """Return a table without a title, whose only column has this table's title as its heading.
+
+        A table without a title is returned unchanged. None if there are a title and several columns.
+        """
         if not self.title:
             return self
         if len(self.columns) > 1:
@@ -206,7 +209,7 @@ class _ShownTable:
 
 
 def _grid(places: Mapping[Place, Measurements], table: ScoreTable, model: str) -> _ShownTable:
-    """Return a table in the form that is shown. model: the paper's model."""
+    """Write a table's numbers and the results of their tests as texts. model: the paper's model."""
     signs = compared(places, table)
     measured = list(dict.fromkeys(column for _, column in places))
     if table.by == ("budget",) and not table.budgets:
@@ -249,7 +252,7 @@ def _shown(
 
 
 def _sizes(lines: Sequence[Line]) -> str:
-    """The number of items or tokens, and the budgets in cells."""
+    """Return the line below an experiment's tables: the number of items or tokens, and budgets in cells."""
     items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
     sizes = [f"{len(items)} item{'s' * (len(items) > 1)}"] if items else []
     shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
@@ -266,13 +269,15 @@ def _sizes(lines: Sequence[Line]) -> str:
 
 
 def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str:
-    """The document with new lines between the marks of this name."""
+    """Replace the lines between the comments `<!-- mark -->` and `<!-- end -->` of a document."""
     marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.S)
     return marks.sub(lambda match: match[1] + "\n".join(rows()) + "\n" + match[2], text)
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
-    """The document with new text between the two marks of each experiment. A command is shown once.
+    """Replace the commands and tables of each experiment in a document. A command is shown once.
+
+    The comments `<!-- experiment ID -->` and `<!-- end -->` enclose the text that is replaced.
 
     Raises ValueError for an unknown experiment.
     """

@@ -23,13 +23,14 @@ class Verdict:
     Attributes
     ----------
     same
-        Differences that a test finds, in the paper's direction.
+        Differences that are significant here, in the direction that the paper reports.
     other
-        Differences that a test finds, in the other direction.
+        Differences that are significant here, in the opposite direction.
     unclear
-        Differences that the test does not find.
+        Differences that were tested here and are not significant.
     untested
-        Differences without a test: single numbers, or too few units to be significant among so many tests.
+        Differences that no test can find: single numbers, or so few units that no difference can be
+        significant among all tests of the table.
     """
 
     same: int = 0
@@ -47,7 +48,10 @@ class Verdict:
 
 
 def verdict(places: Mapping[Place, Measurements], table: ScoreTable) -> Verdict:
-    """Return the verdict on a table. Only the direction of a difference counts, not its size."""
+    """Count the differences in a paper's table by the outcome of their tests here.
+
+    Only the direction of a difference counts, not its size.
+    """
     differences = _differences(places, table)
     signs = _signs(places, differences)
     same = other = unclear = untested = 0
@@ -69,13 +73,13 @@ def size(budget: str) -> float:
 
 
 def compared(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, int]:
-    """Return the test's result for each place that is compared with the paper's method.
+    """Compare each number of a table with the number of the paper's method in the same column.
 
-    A result is 1 if the place is better than the paper's method, -1 if it is worse, and 0 if the difference
-    is not significant.
+    Return 1 for a number that is significantly better than the method's number, -1 for a significantly worse
+    number, and 0 if the difference is not significant. Numbers without a test are missing: single numbers,
+    such as a Self-BLEU, and numbers with too few units.
 
-    The chance that any of a table's tests is wrong is 5 % (Holm). A single number, such as a Self-BLEU, has
-    no test.
+    The chance that any of a table's tests is wrong is 5 % (Holm).
     """
     return _signs(places, _differences(places, table))
 
@@ -89,10 +93,11 @@ def _signs(places: Mapping[Place, Measurements], differences: Mapping[Place, Dif
 
 
 def ordered(places: Mapping[Place, Measurements], table: ScoreTable) -> Iterator[tuple[Place, int]]:
-    """Yield each measured place, with 1 if the paper calls it better than its own method, -1 if worse.
+    """Yield each place (row and column) that was measured, with the paper's verdict on it.
 
-    Places without a difference in the paper are left out. `full` is left out unless the table's `worse` or
-    `theirs` names it.
+    The verdict is 1 if the paper reports a better number there than for its own method, -1 for a worse
+    number. Places without a difference in the paper are left out. `full` is also left out, unless the table's
+    `worse` or `theirs` names it.
     """
     for place in places:
         if not _is_compared(place, places, table):
@@ -108,7 +113,10 @@ def ordered(places: Mapping[Place, Measurements], table: ScoreTable) -> Iterator
 
 
 def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, Difference]:
-    """Difference of each place from the paper's own method. Places with too few units to test are missing."""
+    """Return, for each place, the difference from the paper's method in the same column.
+
+    Places with too few units for a test are missing.
+    """
     differences = {
         place: sample.minus(places[table.against, place[1]])
         for place, sample in places.items()
@@ -118,16 +126,19 @@ def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dic
 
 
 def _is_compared(place: Place, places: Mapping[Place, Measurements], table: ScoreTable) -> bool:
-    """True if the place is compared with the paper's method in its column, and the column is tested."""
+    """True if the place is not the paper's method, but the method has a number in the place's column.
+
+    With `only_pooled`, the column must also be pooled.
+    """
     row, column = place
     counts = not table.only_pooled or is_pooled(column, table)
     return counts and row != table.against and (table.against, column) in places
 
 
 def _theirs(place: Place, table: ScoreTable) -> int:
-    """Return the sign of a difference in the paper: this place minus the paper's own method. 0 if unknown.
+    """Return the sign of the paper's number at this place minus its number for its own method. 0 if unknown.
 
-    If the paper has no numbers for a pooled column, the means over the columns that it pools are compared.
+    If the paper has no numbers for a pooled column, its means over the columns that are pooled are compared.
     """
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():

@@ -21,7 +21,7 @@ _KEPT = "buzz:kept=true"
 _ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
 _FEW = ("full", "buzz", _KEPT, "h2o", "streamingllm")
 _OF_LARGE = tuple(label for label in _ALL if label not in ("buzz", "local"))
-# between two evictions of a stream the rows of `kept=true` grow to nearly three times its budget, so
+# in a stream, the rows of a `kept=true` cache grow to nearly three times the budget between two evictions, so
 # `kept=true` has its own table
 _STREAMED = tuple(label for label in _ALL if label != _KEPT)
 _ABLATIONS = ("buzz:swap=true", "buzz:local_max=false")
@@ -56,8 +56,8 @@ RUNS: dict[str, Run] = {
 def _kept(*tables: str) -> dict[Place, str]:
     """The paper's numbers of these tables.
 
-    BUZZ's numbers are in the row of `kept=true`, because its budget is the number of cells that the paper
-    reports.
+    BUZZ's numbers are in the row of `kept=true`, because with `kept=true` the budget is the number of
+    cells that the paper reports.
     """
     return {
         (_KEPT if row == "buzz" else row, column): number

@@ -11,7 +11,8 @@ _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=25
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
 # fewer than the paper's 3,500 tokens, which would take four times as long
 _LONG = ("--max-prompt", "2048")
-# CORM cannot run with --prefill whole. With -b 2048 its first eviction also comes after the prompt
+# CORM cannot run with --prefill whole. With -b 2048 it reads a prompt in one batch, so that it also evicts
+# after the prompt
 _WHOLE = ("-b", "2048", *_LONG)
 
 _MAPS = ("share", "attention", "queries")

@@ -19,7 +19,10 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """Return the rules: the policy alone, with more cells, with means, and with each merge in `more`."""
+    """Return rules of `lab.papers.fading`: the policy alone, and the policy with more cells or with means.
+
+    more: merges with which the policy with means also runs.
+    """
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
 
@@ -36,7 +39,10 @@ _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
 
 
 def _of(policy: str, n_mean: int, *more: str) -> ScoreTable:
-    """Table of perplexity above the full cache's. The other rows are compared with the row that has means."""
+    """Return a table of perplexity in percent above the full cache's, with a row for each rule.
+
+    The rule with means is compared with the other rules.
+    """
     rules = _rules(policy, n_mean, *more)
     return ScoreTable("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 

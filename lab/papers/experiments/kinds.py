@@ -57,8 +57,8 @@ class ScoreTable:
     names
         Headings of columns. A key is the value that is shown as this heading.
     pooled
-        Columns that join other columns, by heading. A column joins these values of the first field in `by`;
-        None means all values.
+        Columns that join the lines of several other columns. The heading is mapped to the values of the first
+        field in `by` whose lines are joined. None joins all lines.
     late
         True to use only tokens after the first `budget` tokens. Before that, a policy with a budget evicts
         nothing.
@@ -74,7 +74,7 @@ class ScoreTable:
     worse
         Rows that the paper calls worse than its own method. Only for a paper that prints no numbers.
     theirs
-        Like `worse`, for single places: 1 if the paper calls the place's number higher than its own
+        Like `worse`, for single numbers of the table: 1 if the paper calls a number higher than its own
         method's number, -1 if lower.
     scores
         A score for each task, instead of `score`.
@@ -123,8 +123,8 @@ class Experiment:
     commands
         True if this section shows the commands. If False, another page shows them.
     unequal
-        True if the paper's method holds more cells than its rivals. It then says little if the method is
-        ahead.
+        True if the paper's method holds more cells than its rivals, so that a better score says little about
+        the method.
     """
 
     runs: tuple[str, ...]

@@ -18,7 +18,7 @@ _OWN = ("full", "full q8_0", "full q4_0", "recall")
 ROWS = (*_OWN, *EQUAL)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
-"""The tasks in which the model scores 20 % or more with the full cache."""
+"""The tasks in which the model's score with the full cache is at least 20 %."""
 
 RUNS: dict[str, Run] = {
     "ruler": RulerRun(
@@ -37,7 +37,7 @@ RUNS: dict[str, Run] = {
 
 
 def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> ScoreTable:
-    """A table of one protocol."""
+    """Return a table of scores with one protocol: the question after the text, or known."""
     title = title or f"RULER's score, %, {_PROTOCOLS[question]}"
     return ScoreTable("", **{"rows": ROWS, "of": COUNTED, **how}, scores={question: score}, title=title)
 
@@ -50,7 +50,7 @@ EXPERIMENTS = {
             _scores("known", against="full"),
         ),
     ),
-    # separate tables, because with more tests the tables above would find fewer differences
+    # separate tables, because p-values are corrected for all tests of a table
     "ruler-streams": Experiment(
         ("ruler",),
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),

@@ -34,7 +34,7 @@ _TASKS = (
 RUNS: dict[str, Run] = {f"task-{run.task}": run for run in _TASKS}
 
 
-# a heading and a score for each task
+# for each task, the column's heading and the score that the column shows
 _SHOWN = {
     "passkey": ("passkey, %", "found"),
     "needle": ("needle, %", "found"),

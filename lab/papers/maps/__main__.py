@@ -28,7 +28,11 @@ from lab.papers.maps.measure import Heads, Place, Reading
 from lab.papers.maps.observe import Observed
 
 NEAR = (1, 16, 256)
-"""Distances in tokens. `queries` counts queries whose most similar earlier query is within each distance."""
+"""Distances in tokens.
+
+For each distance, the map `queries` shows the share of queries whose most similar earlier query is at most so
+many tokens back.
+"""
 
 WITH_PLACES = ("attention", "queries")
 """Kinds that draw single heads."""

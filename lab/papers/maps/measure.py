@@ -21,13 +21,17 @@ from kvtool.models.layers import Kind
 from lab.papers.maps.observe import Observed, observe
 
 Place = tuple[int, int]
-"""Layer, and head in it."""
+"""A layer, and the index of a head in this layer."""
 
 CARRIED = 0.9
-"""Share of the sum of squares that the largest singular values must have. Their number is the rank."""
+"""The rank is the smallest number of singular values whose squares sum to this share of all squares."""
 
 Measure = Callable[[Observed, Place, np.ndarray], tuple[float, ...] | None]
-"""Takes the kind, place and array of an `observe.Visit`, and returns the head's numbers, or None."""
+"""A function that measures one array of a head.
+
+It takes the kind of array, the layer and head, and the array. It returns the head's numbers, or None if this
+kind of array adds no numbers.
+"""
 
 _SEED = 1
 
@@ -167,7 +171,7 @@ class SimilarQueries(Heads):
         return within
 
     def chance(self, n_token: int) -> float:
-        """The same share if each earlier query were equally likely to be the most similar."""
+        """Return what `within` would be if each earlier query were equally likely to be the most similar."""
         n_earlier = np.arange(1, self.distance.shape[1] + 1)
         return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
 
@@ -325,7 +329,7 @@ def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
     important to any query.
     """
     mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
-    # needs no mask, because an earlier query attends only to keys that it has seen
+    # no mask is needed, because an earlier query attends only to keys that it has seen
     other = important[earlier]
     n_either = int((mine | other).sum())
     return int((mine & other).sum()) / n_either if n_either else 0.0

@@ -165,7 +165,7 @@ class _Observer:
     def _heads(self, observed: Observed, layer: int, address: int) -> None:
         """Visit each head of a tensor [head, n, dim]. Keys and values also have unused cells after n."""
         tensor, n = _Tensor.from_address(address), self._n
-        # values are stored cell by cell within each dimension
+        # the first axis (ne[0]) of values is the cell, as llama.cpp stores them transposed
         of_tokens = 0 if observed is Observed.VALUES else 1
         n_token = tensor.ne[of_tokens]
         is_cells = observed in (Observed.KEYS, Observed.VALUES)
@@ -210,9 +210,10 @@ class _KeysBefore:
         return True
 
     def of(self, cache: _Tensor) -> np.ndarray | None:
-        """Return the keys f32[n, head, dim] of a cache before RoPE, and drop all other kept tensors.
+        """Return a layer's keys f32[n, head, dim] before RoPE, and drop all tensors kept so far.
 
-        If there is no RoPE, return the keys themselves. None if llama.cpp computes keys in an unknown way.
+        cache: the tensor with the layer's keys in the cache. If the model has no RoPE, return the keys that
+        are in the cache. None if llama.cpp computes keys in an unknown way.
         """
         kept, self._kept = self._kept, {}
         at: int | None = self._written.get(cache.view_src)

@@ -130,7 +130,7 @@ RULER = RulerRun(
 
 
 def test_of_rulers_items_what_both_protocols_share_is_in_both():
-    # `stored` has two items of each of these rows
+    # `stored` has two items for each policy and share in these lists
     after = [("full", {}), ("full", {"type_kv": "q4_0"}), ("recall", {"budget": 128})]
     after += [(label, {"removed": share}) for label in ("h2o", "kvzip") for share in (0.5, 0.875)]
     known = [("h2o", {"removed": share, "question": "known"}) for share in (0.5, 0.875)]

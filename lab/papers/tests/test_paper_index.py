@@ -1,4 +1,4 @@
-"""The index counts each table's and figure's differences in the paper's direction and in the other."""
+"""The index says for each table and figure how many differences have the paper's direction."""
 
 from __future__ import annotations
 

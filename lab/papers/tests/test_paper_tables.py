@@ -223,7 +223,8 @@ def test_the_geometric_means_error_is_that_of_draws():
     mean, error = statistics.mean_error(np.array(linear), np.ones(400))
     assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
     assert error == pytest.approx(geometric.std(), rel=0.05)
-    # an item without scores does not count; if a mean is 0, the result is a single 0, which has no error
+    # an item without scores does not count. If the mean of a score is 0, only the first item has a number, so
+    # that there is no error
     assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
     assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
 
@@ -317,7 +318,8 @@ def test_of_several_texts_a_text_is_the_unit(measured):
 
 def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
     more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
-    # nll differs far more between texts than between policies. The error must be the error of the differences
+    # nll differs far more between texts than between policies. The table must show the error of the
+    # differences in nll, not of nll
     stored = [
         line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
         for line in of_texts(6, more)
@@ -409,7 +411,7 @@ def test_the_same_item_of_several_files_is_one_unit(measured):
         for line in lines(buzz__64={"f1": [0.5] * 5}, h2o__64={"f1": [0.4] * 5})
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
-    # fifteen answers to five questions: five units are too few for a test
+    # with `same_item`, fifteen answers to five questions are five units, too few for a test
     assert "worse" in measured(stored, ScoreTable("f1", **table))
     assert "worse" not in measured(stored, ScoreTable("f1", **table, same_item=True))
 

@@ -1,4 +1,4 @@
-"""The papers' experiments: kvtool accepts their commands, and the records are of their runs."""
+"""The papers' experiments: kvtool accepts their commands, and the records belong to their runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_documents_are_what_the_records_kept_say():
     # each experiment is shown once
     shown = re.findall(r"<!-- experiment (\S+) -->", "".join(documents))
     assert sorted(shown) == sorted(EXPERIMENTS)
-    # the pages of the papers have no table written by hand
+    # pages about papers have no tables written by hand: each table comes from the records
     for path, text in zip(runner.DOCUMENTS, documents, strict=True):
         if path.stem in index.PAPERS:
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
@@ -92,8 +92,8 @@ def test_every_command_is_one_that_kvtool_takes(name):
     for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
-            # the budget of a share depends on the prompt, and kvtool eval raises it if the policy needs more:
-            # use 4096, which is enough for every policy
+            # a budget in percent depends on the prompt, and kvtool eval raises it if the policy needs more.
+            # Check 4,096 cells instead, which are enough for every policy
             n = 4096 if budget.endswith("%") else int(budget)
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
@@ -132,7 +132,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             labels |= {rule for run in experiment.runs for rule in getattr(RUNS[run], "rules", ())}
             if table.row == "budget":
                 rows -= {budget for run in experiment.runs for budget in RUNS[run].budgets}
-            # the rows of a MapRun are parts of a map, which are not in `labels`
+            # the rows of a MapRun are not policies but means of a map, which are not in `labels`
             assert rows - {"corm, capped"} <= labels or isinstance(RUNS[experiment.runs[0]], MapRun)
             assert not table.paper or experiment.model
 
