@@ -311,8 +311,8 @@ def test_shares_stand_between_commas_or_slashes():
 
 
 def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
-    # RunOptions refuses patterns that only Python supports, but not those that a later Python may add. Such a
-    # pattern would reach Placement
+    # RunOptions refuses patterns that only Python supports. It does not know the patterns that a later Python
+    # may add, so such a pattern would reach Placement
     with pytest.raises(ModelError, match="cannot load .*regular expression"):
         Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
     assert placement.SPLIT_MODES.index("row") == 2
