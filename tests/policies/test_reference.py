@@ -59,7 +59,7 @@ close = {"rtol": 0, "atol": 1e-4}
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
 def test_is_the_transformer_of_the_definition(folder, rope):
-    """Compare logits with loops over heads, tokens and past tokens, which rotate by cosine and sine."""
+    """Compare logits with float64 loops over heads, tokens and past tokens that rotate by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
 
