@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests: they hide the patch from kvtool, or compute edits on the device."""
+"""Fixtures that hide the patch from kvtool, or let the device edit the cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Compute edits on the device, not in host memory.
+    """Let the device move and merge cells, by computing a graph. Without this, the CPU may edit host memory.
 
-    The fixture's value is a list with the number of moves of each edit.
+    The fixture's value is a list: for each edit of the cache, the number of its moves.
     """
     apply, n_moves = Context.apply, []
 

@@ -30,8 +30,8 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
     *sum  = res.sum;
 }
 
-// Multiplies the keys [n*n_side][n_embd] by a query [n_embd] and writes the products to out[n*n_side]. Keys and query
-// are rounded to 8 bits.
+// Multiplies the keys [n*n_side][n_embd] by a query [n_embd] and writes the products to out[n*n_side]. The kernels read
+// keys in blocks of n_side keys. Keys and query are rounded to 8 bits.
 void products(int kernel, const float * keys, int n, const float * query, int n_embd, float * out) {
     std::vector<uint8_t> sides(n*side_bytes(n_embd));
     for (int i = 0; i < n*n_side; ++i) {

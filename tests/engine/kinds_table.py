@@ -3,9 +3,9 @@
     python tests/engine/kinds_table.py DIR
 
 DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For each entry of
-the table, an engine reads a text and has to evict. Except for sessions, the text is three times as long as
-the trained context. "yes" means that all scores are finite. For sessions, "yes" means that a restored session
-continues bit for bit. The reason follows after "no".
+the table, an engine scores a text that is three times as long as the trained context. The entry is "yes" if
+the engine has evicted tokens and all scores are finite. In the column "sessions", the text has 400 tokens,
+and "yes" means that a restored session continues bit for bit. An entry "no" is followed by the reason.
 """
 
 from __future__ import annotations

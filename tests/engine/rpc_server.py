@@ -2,9 +2,9 @@
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 
-If ENDPOINT is given, the server runs `kvtool worker`'s code on the device at that endpoint. As with a GPU,
-this code cannot access the device's memory directly. The server ends after TIME_LIMIT seconds, or earlier if
-it is killed.
+Without ENDPOINT, the server offers the CPU. With ENDPOINT, the server runs the code of `kvtool worker`, and
+offers the device of the server at that endpoint. `kvtool worker` then cannot access the device's memory
+directly, as if the device were a GPU. The server ends after TIME_LIMIT seconds, or earlier if it is killed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _listens(server, port):
 
 
 def client(module, *arguments):
-    """Run a test module as a program. Return its JSON output, and its stderr split at each line "run ...".
+    """Run a test module as a program. Return (its JSON output, its stderr in pieces).
+
+    A piece of stderr begins where the program writes a line "run ...".
 
     The module runs in another process, because devices are registered for a whole process.
     """

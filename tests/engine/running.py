@@ -51,8 +51,8 @@ Tests that run with every policy are in tests/policies/test_contract.py.
 def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
-    Policies with recall stream their prompts, even if a GPU has room for more. `settings` replace these
-    defaults.
+    A policy that recalls reads prompts with prefill=stream. Otherwise kvtool might read a prompt whole if a
+    GPU has room for it. `settings` replace these defaults.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:

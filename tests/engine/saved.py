@@ -68,7 +68,7 @@ def parse(data):
 def parse_all(data):
     """Parse the bytes of Context.state(). Return a Saved for each cache; the second is for sliding layers."""
     reader = _Reader(data)
-    reader.take("Ii")  # magic, sequence
+    reader.take("Ii")  # skip the magic number and the id of the sequence
     caches = []
     while reader.at < len(data):
         caches.append(_cache(reader))
@@ -76,7 +76,7 @@ def parse_all(data):
 
 
 def _cache(reader):
-    assert reader.take("I") == 1  # streams
+    assert reader.take("I") == 1  # number of streams
     n = reader.take("I")
     if n == 0:
         return Saved(np.empty(0, np.int64), False, [], [], -1, -1)

@@ -1,4 +1,4 @@
-"""The archive in the command line: its options, its messages, and its part of a session."""
+"""The archive in the command line: its options, its messages, and how a session saves it."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(pattern, first)
-    # recall has a default budget of 512. h2o has a default of 1,024, but the trained context limits it to 512
+    # both policies have 512 cells here: this is the default budget of recall. The default budget of h2o is
+    # 1,024, but the trained context limits it to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)

@@ -50,8 +50,8 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
             assert not engine.context.has_logits
             fresh.reset()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step, after the step's eviction. Therefore `fresh` has to
-            # evict here
+            # in each step, the engine evicts, then makes the checkpoint, and then decodes. `fresh` has not
+            # evicted after its last step, so it has to evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
@@ -72,8 +72,8 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
             n_kept = engine.rewind(n)
-            # with a short context, positions may start over between n and the next checkpoint. Then the
-            # stream goes back to an earlier checkpoint
+            # with a short context, positions may have started over after token n and before the next
+            # checkpoint. A rewind cannot undo this, so the stream goes back to an earlier checkpoint
             assert n_kept == n or (n_ctx < N_CTX and n - SPACING - 16 < n_kept < n)
             fresh.reset()
             fresh.read(tokens[:n_kept])
@@ -86,7 +86,8 @@ def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, mon
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
         (checkpoint,) = engine.checkpoints
-        # the sliding layers have 256 cells, and their window has 16 tokens
+        # the sliding layers still have the 256 tokens before the checkpoint. The token at `first` needs the
+        # 15 tokens before it, because the window has 16 tokens
         first = checkpoint.n_past - 256 + 15
         assert [engine.n_kept(n) for n in (first - 1, first, first + 1)] == [0, first, first + 1]
 
@@ -213,8 +214,8 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
             assert not engine.context.has_logits
             fresh.empty()
             fresh.read(tokens[:n_kept])
-            # the checkpoint was made right before a step, after the step's eviction. Therefore `fresh` has to
-            # evict here
+            # in each step, the engine evicts, then makes the checkpoint, and then decodes. `fresh` has not
+            # evicted after its last step, so it has to evict here
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = arrays_of(engine), arrays_of(fresh)

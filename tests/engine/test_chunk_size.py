@@ -25,8 +25,8 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # a last part may be longer than n (60 > 32). Its time is used. The time of a single token is ignored,
-    # because a token is a shorter part than n
+    # 60 tokens are more than n (32), so their time is noted. One token is less than n, so its short time is
+    # ignored
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32

@@ -122,8 +122,9 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # in each step, the draft tokens had the supports 3, 4, 5, ..., and only the first was accepted. Therefore
-    # a token with support 3 is drafted, but a token with support 4 is not
+    # in each step, the first draft token had a support of 3, and it was accepted. The second draft token had
+    # a support of 4, and it was rejected. Therefore tokens with support 3 are still drafted, and tokens with
+    # support 4 are not
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -162,8 +163,8 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # lookups with support 3 were always wrong, so the draft model is used instead. Its correct tokens must
-    # not make lookups with support 3 seem better
+    # tokens that the lookup found with support 3 were always rejected, so the draft model is used instead.
+    # The accepted tokens of the draft model must not count as accepted tokens of the lookup
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -287,7 +288,7 @@ def test_a_model_guesses_what_it_would_write_itself(talker, however_unlikely):
         drafter = Drafter(Told(0, support=0), source)
         assert written(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
-        # the source continues with another stream
+        # the source forgets all but 10 tokens, reads other tokens, and drafts again
         source.cut(10)
         source.add(np.arange(3, 700, dtype=np.int32) % 250 + 3)
         assert len(source.guess(4)) == 4

@@ -94,8 +94,9 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(nll[0]) == 255
-    # `corm` has steps of other lengths. On a GPU, rounding depends on the length of a step: Vulkan rounds to
-    # half precision only in steps of several queries, and CUDA adds up 16 queries in another order than 64
+    # the steps of `corm` have another length than the steps of `full`. On a GPU, rounding depends on this
+    # length: Vulkan rounds to half precision only in steps of several queries, and CUDA adds up 16 queries in
+    # another order than 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
     assert np.abs(nll[0] - nll[1]).max() <= (2e-2 if rounds else 0)
 
@@ -721,8 +722,8 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # there is memory for n_draft more queries, because queries of rejected draft tokens must not
-        # overwrite older ones
+        # there is memory for n_draft additional queries. Otherwise the queries of draft tokens would
+        # overwrite older queries, which are still needed if the draft tokens are rejected
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
@@ -774,7 +775,8 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # for comparison: the kind of positions changes the scores by more than 0.3
+    # the difference between q8_0 and f16 (less than 0.1) is small compared with the difference between the
+    # two kinds of positions
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 

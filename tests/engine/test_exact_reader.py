@@ -18,8 +18,8 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 
 def fit(**params):
-    # with search=all, the single tokens that follow also attend to each archived token, not to means of
-    # clusters
+    # with search=all, tokens that are decoded one by one after the chunks also attend to each archived token.
+    # Otherwise they would attend to the means of some clusters
     params = {"search": "all", **params}
     return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
 

@@ -142,8 +142,8 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token occurs twice, because its two keys in the first layer would tie, and rounding would decide
-    # which of them is evicted
+    # no token occurs twice. In the first layer, the two keys of a repeated token would have equal scores, and
+    # rounding would decide which of them is evicted
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
@@ -238,7 +238,8 @@ def test_recall_scores_like_the_definition(
 def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
-    # the archive of this text has near and far blocks, and positions start over within some of them
+    # some blocks of this archive are more than half of the context (300 tokens) away, so their distance is
+    # limited to 300. Positions start over within some blocks
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
@@ -251,8 +252,8 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # this archive also has near and far blocks. The model has only one layer, so that rounding errors do not
-    # grow
+    # the distance of some blocks of this archive is limited to 300 tokens, half of the context. The model has
+    # only one layer, so that rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:

@@ -90,7 +90,8 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     tokens = _no_token_twice(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     made = not path.stem.startswith("deepseek")
-    # with clusters, archived tokens become far in blocks of 256
+    # the distance of archived tokens is limited to half of the context. If tokens are clustered, the limit
+    # applies to whole blocks of 256 tokens
     n_block = 256 if name == "recall" and not options else None
     how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
     assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
@@ -142,8 +143,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # `join` has turned `in_cache` on, so this eviction has closed all gaps. Later evictions leave gaps, so
-    # turn `in_cache` off
+    # if there are several segments, `join` has set `in_cache`, so the eviction above has closed all gaps
+    # between positions. Later evictions must leave gaps
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])
@@ -166,7 +167,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         want = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
-        # restore has to replace this other text
+        # fill the cache with another text. restore() must replace it
         perplexity.stream(engine, tokens[20:60])
         engine.restore(saved)
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)

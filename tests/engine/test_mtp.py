@@ -141,7 +141,8 @@ def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_
         source.add(stream)
         n_compared = 0
         for turn in range(40):
-            # `stream` has all decoded tokens and the next token. A writer passes the same before a step
+            # `stream` has all decoded tokens, and one more token that is decoded next. A writer also passes
+            # this to its source before it asks for draft tokens
             if turn % 6 in (0, 3, 5):
                 engine.checkpoints.take()
                 more = text(int(rng.integers(5, 25)), seed=turn)

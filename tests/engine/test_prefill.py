@@ -96,7 +96,8 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
     def noted(self, view, state):
         seen.append(view)
         adopt(self, view, state)
-        # this also writes into dead cells; the engine has to clear them
+        # in the shorter rows, this also changes the state of dead cells, which the engine has to set to zero
+        # again
         state[0][:, : view.n_kv] += 1
 
     monkeypatch.setattr(H2O, "adopt", noted)
@@ -331,9 +332,9 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # a key's value of IMPORTANT belongs to the last query that found the key important: it is the number of
-    # tokens that this query has seen. In each segment, the newest query finds some key important. Therefore
-    # the maximum of a segment is its end
+    # IMPORTANT of a key names the last query to which the key was important, by the number of tokens up to
+    # that query. Some key of each segment is important to the segment's last query. Therefore the maximum of
+    # a segment is its end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)

@@ -91,7 +91,7 @@ def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv,
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
     got = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
-    # GPUs may also round queries
+    # the tolerance is larger on a GPU, because a GPU may round queries in addition to keys
     assert np.abs(got - full).max() < (0.09 if has_gpu() else tolerance)
 
 
@@ -163,7 +163,7 @@ def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
 
 
 CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
-"""Shape of a model whose archive has near and far blocks of clusters."""
+"""Shape of a model whose context is so short that some clusters are farther away than half of it."""
 
 
 def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
@@ -268,7 +268,7 @@ def test_what_is_forgotten_is_not_recalled(tiny_model):
     [
         ({}, 130, 250, {"type_k": "f32", "archive_type": "f32", "archive": 100}),
         ({}, 130, 250, {"type_k": "f16", "archive_type": "q8_0", "archive": 100}),
-        # this archive has near and far blocks of clusters
+        # this archive has clusters, some of them beyond half of the context
         ({"exact": 64}, 1024, 1650, {"archive": 1200}),
         ({"search": "all"}, 1024, 1650, {"archive": 1200}),
     ],
@@ -301,8 +301,9 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             # after the end of the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # in the next three tables, the far tokens end after the archive, a frame begins after the
-            # archive, and the first frame does not begin at token 0
+            # three tables of archives with 8 tokens. In the first, 9 tokens are beyond half of the context.
+            # In the second, the second run of positions begins at token 900. In the third, the first run does
+            # not begin at token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -497,8 +498,8 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
         # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # n_max tokens always fit into the slabs. n_max + 1 tokens may touch one slab more, so n_max is the
-        # largest possible limit
+        # a slab has 256 tokens. n_max tokens fit into the slabs wherever the first token is in its slab.
+        # n_max + 1 tokens may need one slab more, so n_max is the largest possible limit
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -514,7 +515,8 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         # after `before` was measured, at least 4,000 tokens were read, but memory grew by less than the size
         # of 1,000 tokens
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
-        # the first token may be anywhere in its slab, so the archive may touch one slab more or fewer
+        # memory is allocated in slabs of 256 tokens. The first archived token may be anywhere in its slab, so
+        # the archive may take one slab more or less
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
 
 

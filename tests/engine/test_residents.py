@@ -1,4 +1,7 @@
-"""Steps that attend to residents: means and archived tokens in cells on the device (`--resident`)."""
+"""Residents (`--resident`): means of clusters and archived tokens that are in cells on the device.
+
+A step attends to these cells, and does not search the archive in host memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def fit(budget=64):
 
 @pytest.fixture
 def always_repeated(monkeypatch):
-    """Repeat each step that needed a cluster without residents.
+    """Let the engine repeat a step if any attention goes to a cluster that should have been resident.
 
     With ALL residents, attention is then exact.
     """
@@ -107,8 +110,8 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 @pytest.mark.usefixtures("always_repeated")
 def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
-    # each step rotates the keys of tokens that are more than 63 tokens back. About every 70 tokens, all
-    # positions change
+    # half of the context is 63 tokens. Tokens that are farther away keep a distance of 63, so each step
+    # rotates their keys again. About every 70 tokens, positions start over, and all keys are rotated
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
     host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
@@ -144,8 +147,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # there is room for 48 means, one for each cluster of three blocks. Until the archive has more clusters,
-    # steps attend to residents, so the logits differ from the logits of a search in host memory
+    # the cells hold at most 48 means: 16 clusters for each of three blocks. With more clusters, steps search
+    # the archive in host memory. Before that, steps attend to residents, so their logits differ from `host`
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -222,7 +225,8 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
 
 
 def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model):
-    # without the setting, no state is kept from which a step could be repeated
+    # a step can be repeated only from a copy of the recurrent state. Here the engine was opened without
+    # resident=, so it keeps no copy
     with open_engine(tiny_model("lfm2", n_ctx_train=2048), fit(), **HALF) as engine:
         archive = engine.context.archive
         with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):

@@ -54,8 +54,8 @@ def check_back(engine, fresh, n, n_later, tolerance):
     tokens = text(n + 40)
     for each in (engine, fresh):
         each.reset()
-        # both engines read in the same steps, because all tokens of a step attend exactly to the same
-        # clusters
+        # the tokens of a step all attend exactly to the same clusters. Therefore both engines must divide the
+        # text into the same steps
         each.read(tokens[:n])
     wanted = state(fresh)
     engine.read(text(n_later, seed=2))

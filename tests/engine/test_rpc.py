@@ -34,7 +34,8 @@ POLICIES = {
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
     "tova": policies.fit("tova", 48, 16),
-    # the window of 24 queries is longer than the slack, so it begins before the last plan
+    # the window of 24 queries is longer than the 16 tokens between plans, so it includes queries before the
+    # last plan
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "expected": policies.fit("expected", 48, 16, ["queries=24"]),
     "roco": policies.fit("roco", 48, 16),
@@ -91,7 +92,11 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 
 
 def signals(path, n_gpu_layers=None):
-    """Return [RECENT of each query, IMPORTANT] after some batches, after an edit, and after a write."""
+    """Return three times [RECENT of each query, IMPORTANT].
+
+    The signals are read after the first batches, after an eviction and more batches, and after IMPORTANT was
+    written and more batches were decoded.
+    """
     model = Model(path, n_gpu_layers=n_gpu_layers)
     request = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, request, type_k="f32", type_v="f32", flash="off")

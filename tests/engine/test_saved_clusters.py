@@ -72,9 +72,11 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
         (saved, True),
         # a state without clusters, as earlier versions saved it. The clusters are computed again
         ({name: array for name, array in saved.items() if name not in names}, True),
-        # other bytes are valid too, but they assign tokens to other clusters
+        # these random bytes are a valid assignment of tokens to clusters, but not the assignment that was
+        # computed
         (saved | other, False),
-        # this table lists near blocks as far, and far blocks as near. The clusters in it are not used
+        # the table swaps the flags is_far of all blocks. Clusters are used only if their flag is right, so
+        # all clusters are computed again
         (
             saved
             | other
@@ -104,9 +106,8 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
-        # a thread takes two of the four rows at a time. Progress is reported only if rows are left. A single
-        # thread reports once, after its first two rows. With three threads, two threads take all rows at
-        # once, so they report nothing
+        # each thread clusters two of the four rows, and then the progress is reported if rows are left. One
+        # thread reports once, with two rows left. Three threads are done at once, so nothing is reported
         assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 

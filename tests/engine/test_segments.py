@@ -34,7 +34,7 @@ class Archive:
     n_token, block_bytes = 8, 3
 
     is_clustered = False
-    """True if all complete blocks have clusters. Blocks that end before the last 20 tokens are far."""
+    """True if all complete blocks have clusters. Blocks before the last 20 tokens count as far away."""
 
     def __init__(self, stream, end, begin=0):
         self.stream, self.begin, self.end = stream, begin, end
@@ -188,7 +188,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
         archive.begin, archive.end = begin, end
         save(path, archive, store)
         assert holds(path, archive)
-    # the archive can also be written to a new file, although it no longer has the first tokens of a segment
+    # the archive has lost the first tokens of a segment. It can still be written to a new file
     save(path.with_name("other.kv"), archive)
     assert holds(path.with_name("other.kv"), archive)
     save(path, archive, store)
@@ -237,7 +237,8 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 @with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
-    # /undo keeps files open in the same way. Meanwhile, later turns store other tokens at the same positions
+    # keep both files of the first session open, as /undo does. Later turns store other tokens at the same
+    # positions, but the open files must not change
     archive = Archive(1, 40)
     save(path, archive, store)
     with path.open("rb") as file, store.reopen() as shared:

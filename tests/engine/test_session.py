@@ -62,7 +62,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         expected = scores(engine, tokens[n_read:])
         live = engine.rows.live.copy()
     with open_engine(path, policy, **settings) as engine:
-        # restore has to replace this other text
+        # fill the cache with another text. restore() must replace it
         engine.read(tokens[:13])
         meta, saved = session.read(tmp_path / "saved")
         assert meta == {"n": n_read}
@@ -118,7 +118,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
             of_another_type = saved | {name: saved[name].astype(kind)}
             for wrong in (broken, shorter, of_another_type):
                 if name == "engine" and wrong is of_another_type:
-                    # counters may have another type
+                    # the array "engine" has counters, which may have another type
                     continue
                 with pytest.raises(SessionError, match="does not fit"):
                     engine.restore(wrong)
@@ -176,8 +176,8 @@ def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
     # sessions have always stored the steps of IMPORTANT as f32, counted from the last edit
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
-        # a plan is made before these 37 tokens are read. The next plan is due 40 tokens later, so it is not
-        # made here
+        # one plan is made before these 37 tokens are read. Plans are 40 tokens apart, so the tokens are read
+        # without another plan
         engine.read(text(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101

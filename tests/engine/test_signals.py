@@ -125,7 +125,8 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
                 expected["attn"][number, cell] = sum(one)
                 expected["last"][number, cell] = one[-1]
                 expected["squares"][number, cell] = sum(value**2 for value in one)
-                # the maximum over all heads, whatever the group is
+                # `highest` is the maximum over all heads of the row, even if the other signals are sums over
+                # these heads
                 expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
                 hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
                 expected["hits"][number, cell] = sum(hit for _, hit in hits)
@@ -158,8 +159,8 @@ def recent_of(rows, pos, next, n_query, group):
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 @pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
 def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):
-    # the last 90 queries begin before the last plan. With small batches, they begin before the second last
-    # plan
+    # 90 queries are more than there are between two plans, so some of them came before the last plan. With
+    # small batches, some even came before the second last plan
     policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
     want = run(tiny_model(), policy, [size] * (280 // size))
     for view, (rows, _, end) in zip(policy.views, want, strict=True):

@@ -98,7 +98,8 @@ def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
-    # rotating keys when positions start over adds little to the error of the type
+    # stored keys are rounded to type_k. When positions start over (after 130 tokens), keys are rotated and
+    # rounded again, which may increase the error only a little
     assert np.median(off[130:]) < 3 * np.median(off[:130])
 
 
@@ -157,7 +158,8 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         want = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(n_batch, type_k)
         assert engine.cache_bytes == want
         engine.close()
-        # a budget in bytes limits the batch to a quarter of the cells, so the window has fewer cells
+        # a budget in bytes limits a batch to a quarter of the cells (64). With this shorter batch, the
+        # sliding layers need fewer cells
         least = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(64, type_k)
         assert budget.parse(f"{least}B", 1024).cells(layers, n_batch, type_k) == (256, 64)
         more = least + 256 * layers.cell_bytes(type_k)

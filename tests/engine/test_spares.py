@@ -1,4 +1,7 @@
-"""A worker's spares: copies of its device that compute edits, so that the device keeps the graph of decoding.
+"""Spares: devices that a worker serves a second and a third time, for edits of the cache.
+
+A worker keeps only the last graph of each device. Edits are computed on the spares, so that the graph of
+decoding is kept and need not be sent again for every token.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """

@@ -86,9 +86,9 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    # sums of attention are cached, so policies in NONE decode nothing. Policies in LAST need the prompt's
-    # last queries and decode these again. scissorhands needs HITS, which are not cached, so it decodes all
-    # tokens
+    # sums of attention are cached with the prompt, so policies in NONE decode no token again. Policies in
+    # LAST need signals of the prompt's last queries, so they decode the last tokens again. scissorhands needs
+    # the signal HITS, which is not cached, so it decodes all tokens again
     n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 

@@ -325,7 +325,8 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
     tokens = written(engine, logits, 900, json_schema=json.dumps(schema))
     text = b"".join(map(engine.model.piece, tokens[:-1])).decode()
     assert json.loads(text) == {key: value}
-    # models know texts without escaped characters, so the result must not have escapes
+    # models have learned to write characters themselves, not as \u escapes. Therefore the text must not have
+    # such escapes
     assert "\\u" not in text
 
 

@@ -352,7 +352,7 @@ def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, b
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
     with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
         at, text = 0, tokens(sum(batches))
-        for n in batches:  # beyond 256 tokens ([64] * 6), attention covers more cells
+        for n in batches:  # with [64] * 6, attention has to cover more than 256 cells
             context.decode(text[at : at + n], at, 1)
             at += n
         attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
@@ -420,8 +420,8 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
 def queries_ago(stream, since):
     """Return IMPORTANT by the definition, i64[row, cell]: how many queries ago the key was last important.
 
-    The value is 1 if the newest query found the key important. Only queries from index `since` on are used.
-    The value is 0 if the key was important to no such query.
+    The value is 1 if the key was important to the newest query. It is 0 if the key was important to no query
+    with an index of at least `since`.
     """
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
@@ -455,8 +455,8 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # the written counts are larger than any count that the queries below can cause, so that they can be told
-    # apart
+    # written values are at least 100. The few queries below cannot count so far, so written values and new
+    # counts can be told apart
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
@@ -522,7 +522,7 @@ def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, rag
         fill(context, n)
         before = context.history(Signal.RECENT, n)
         assert (before.sum(axis=(0, 2)) > 6).all()
-        # a merge does not change recent attention. Some moved keys are also rotated
+        # the edit also merges values and rotates some of the moved keys. Neither changes recent attention
         source = permutations(n)[:, :11]
         delta = np.random.default_rng(3).integers(0, 3, source.shape)
         merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
@@ -559,7 +559,8 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # read another number of tokens first, so that queries are stored in other slots than above
+        # read 45 tokens, not 30 as above. Then the recent queries begin at another index of the buffer in
+        # which new queries overwrite old queries
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])
@@ -824,9 +825,9 @@ def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "before"),
-    # `before` is the number of allocations that succeed before two allocations fail. Cells are allocated
-    # first, then compute buffers, then compute buffers again. With RECENT, memory for recent attention is
-    # allocated before the second compute buffers
+    # `before` allocations succeed, and the next two fail. Without RECENT, the order is: cells, compute
+    # buffers, compute buffers again. With RECENT it is: cells, compute buffers, recent attention, compute
+    # buffers again
     [(Signal.NONE, 0), (Signal.NONE, 1), (Signal.NONE, 2), (Signal.RECENT, 2), (Signal.RECENT, 3)],
 )
 def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):
@@ -843,8 +844,8 @@ def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, be
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT, the allocations for both layers succeed. Then device and host refuse the memory for recent
-    # attention
+    # True means that an allocation fails. With NONE, the second layer gets no cells. With RECENT, both layers
+    # get cells. Then the memory for recent attention is refused on the device, and again in host memory
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )

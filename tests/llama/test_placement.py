@@ -49,9 +49,10 @@ OF_TWO = {
     "tensor-split 1,4": {"tensor_split": "1,4"},
     "split-mode none": {"split_mode": "none", "main_gpu": 1},
 }
-# --gpu-layers auto. Each value is the share of the weights and of the cache for which the devices have room
+# runs with --gpu-layers auto. Each value is a share: the devices have room for this share of the model's
+# weights and cache
 LIMITED = {"room for 0.3": 0.3, "room for 0.8": 0.8}
-# the same for a model with an MTP layer. With on, the layer is loaded. With off, it is not loaded
+# the same for a model with an MTP layer. Each value is (True if the MTP layer is loaded, share)
 MTP = {f"MTP {on}, room for {share}": (on == "on", share) for on in ("on", "off") for share in (0.3, 0.9, 1)}
 WRONG = {
     "buffer": {"override_tensor": ("exps=CUDA7",)},
@@ -183,8 +184,7 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
     _, on_gpu, results, logs = placed
     held, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
-    # the unused room is smaller than a layer. If some experts are in host memory, the unused room is even
-    # smaller than a layer without its experts
+    # less room is left than a layer takes. Otherwise the devices would get another layer
     assert room - all_mib(path) / N_LAYER < held <= room
     assert "the GPU has room for" in logs[run]
     assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
@@ -224,7 +224,8 @@ def test_layers_are_shared_as_asked(placed, run, of_layers):
 @pytest.mark.skipif(has_gpu(), reason="one device")
 def test_a_draft_model_stays_on_this_machine(placed):
     *_, results, logs = placed
-    # workers count as devices in these options, so the options must not apply to a draft model
+    # --main-gpu 1 puts a model on the second worker. A draft model must ignore this option, so that it stays
+    # on this machine
     assert results["draft"]
     # layers and output
     assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
@@ -310,8 +311,8 @@ def test_shares_stand_between_commas_or_slashes():
 
 
 def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
-    # options with such patterns are refused earlier, but a later Python may have new patterns, which kvtool
-    # does not refuse yet
+    # RunOptions refuses patterns that only Python supports. It does not know the patterns that a later Python
+    # may add, so such a pattern would reach Placement
     with pytest.raises(ModelError, match="cannot load .*regular expression"):
         Model(path, placement=Placement((("(?<=x)y", "CPU"),)))
     assert placement.SPLIT_MODES.index("row") == 2

@@ -139,8 +139,9 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # the text ends with a:b, and c came after the earlier a:b, so c is penalized. With the breaker, only
-        # b is a repetition, which is too short for a penalty
+        # DRY penalizes a token that would lengthen a repetition. The text has a:b twice, and c follows the
+        # first a:b, so c is penalized. With the breaker, a repetition cannot contain a colon. Then only b is
+        # repeated, which is too short for a penalty
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -254,8 +255,8 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # c was written about 120 tokens ago. For DRY, c came after a and b, and the text now ends with a and b
-    # again
+    # c was written about 120 tokens ago, and the penalty looks back at 150 tokens. For DRY, c followed a and
+    # b, and the text now ends with a and b again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
@@ -407,8 +408,8 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # pairs (end, begin) of the stop strings in the text. The stop string that is complete first ends the
-        # text
+        # (end, begin) of each stop string that is in the text. The writer has to stop at the stop string with
+        # the first end
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
@@ -478,7 +479,7 @@ def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
     conversation = Conversation(writer, template_of(writer.engine.model))
     assert "".join(conversation.reply("Well?")) == "yes."
     assert conversation.messages[-1] == {"role": "assistant", "content": "yes."}
-    # the second # is written but not decoded yet: it is read with the next turn
+    # the second # was sampled, but it is decoded only when the next turn begins
     assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.#")
     writer.read(writer.tokens[:0])
     assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.##")

@@ -209,7 +209,8 @@ CLOSED = OPEN | {"additionalProperties": False}
     ],
 )
 def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(schema, result):
-    # minProperties is left out of the result, because llguidance counts only unnamed properties
+    # minProperties is left out of the rewritten schema, because llguidance counts only properties that the
+    # schema does not name
     actual, left_out = rewritten(schema)
     assert {key: value for key, value in actual.items()} == {
         key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
@@ -291,7 +292,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # few schemas are refused. The only reason is that no value fits the schema
+    # few schemas are refused, and each of them because no value fits it
     assert len(refused) < 40
     assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40

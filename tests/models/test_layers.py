@@ -42,7 +42,7 @@ MIXED = Layers(
         # layer 4 reads the cells of layer 1
         Layer(4, SLIDING, 1, 2, 128, 96, 0),
         Layer(2, RECURRENT, 2, 0, 0, 0, 1000),
-        # layer 3 has both cells (above) and a state
+        # layer 3 is listed twice: it has cells (above) and a recurrent state
         Layer(3, RECURRENT, 3, 0, 0, 0, 1),
     ),
     n_swa=100,
@@ -116,7 +116,7 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
     turned = replace(MIXED, rope="interleaved M-RoPE")
     assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
-    # a recurrent layer also has no values, but it is not called latent
+    # layers with values of size 0 are called latent, except recurrent layers, which have no cells at all
     assert "latent" not in str(Layers((plain, by_kinds["recurrent layers",])).kinds)
 
 
@@ -207,7 +207,7 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
 def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypatch):
     path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
-    # an unpatched llama.cpp says the same
+    # llama.cpp reports this with and without kvtool's patch
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
     assert layers_of(path).rope == "M-RoPE"
 

@@ -191,7 +191,11 @@ class Cache:
         return pos
 
     def apply(self, keep):
-        """Fill holes among a row's first cells with kept cells from the tail, and zero the rest."""
+        """Remove all cells that are not in `keep`.
+
+        Afterwards, the n kept cells of a row are its first n cells: kept cells behind cell n have moved into
+        the holes before it. The cells from n on are zero.
+        """
         n_keep = keep.sum(axis=1)
         source = np.tile(np.arange(n_keep.max()), (len(keep), 1))
         for row, (kept, n) in enumerate(zip(keep, n_keep, strict=True)):

@@ -1,4 +1,7 @@
-"""BumbleBee, in addition to test_policies.py: summaries of whole prompts, both phis, and the state."""
+"""BumbleBee: summaries of whole prompts, both forms of the function phi, and the policy's state.
+
+test_policies.py compares its plans with the definition.
+"""
 
 import math
 from itertools import combinations
@@ -102,7 +105,7 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
         sizes.append(int(policy.plan(view, state).keep.sum()))
         assert policy.compress(view).keep.sum() == sizes[-1]
     assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
-    # the summary of 70 tokens has 30 cells. The summary of a million tokens has all 56
+    # a summary of 70 tokens has 30 of them. A summary of a million tokens has 56, the maximum
     assert sizes[::4] == [30, 56]
 
 
@@ -118,7 +121,8 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
-    # the worth of a summary includes these tokens. Without them, greedy chooses other tokens
+    # greedy adds tokens to a summary that already has these tokens. Without them, it would choose other
+    # tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
@@ -162,7 +166,7 @@ def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
                 )
                 shares.append(twin.worth(summary, range(n), row, pairs, mixture, phi) / best if best else 1)
     assert min(shares) >= 1 - 1 / math.e
-    # some summaries are not the best, so the bound is a real test
+    # some summaries are worse than the best. Otherwise this test would say nothing about the bound
     assert min(shares) < 0.99
 
 
@@ -240,7 +244,7 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # `grow` has made up keys. Replace them before the tokens are recorded
+        # `grow` has made up other keys. Replace them before `rows` gets the keys of the new tokens
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 
@@ -279,7 +283,8 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
             for matrix in rest:
                 held = matrix[row, :n, :n]
                 np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
-            # after the plan, `near` is exact if `nearest` names a kept token. Otherwise `near` is an upper
+            # `near` is the similarity of a kept token to its nearest neighbour. It is exact if `nearest`
+            # names this neighbour. If the neighbour was evicted, `nearest` is -1, and `near` is an upper
             # bound
             cells = np.flatnonzero(plan.keep[row])
             cell_of = {int(view.pos[row, cell]): cell for cell in cells}

@@ -26,7 +26,10 @@ def positions(pos, next_pos=None, pinned=0):
 
 
 def adopted(policy, view):
-    """Return the state's mass and the old tokens' positions after the policy has adopted the view."""
+    """Let the policy start with the tokens of a view, as after a prompt that was read whole.
+
+    Return the state's mass, and the positions of the tokens that the state marks as old.
+    """
     state = policy.start(1, view.n_kv + 5, 0)
     policy.adopt(view, state)
     assert not any(array[:, view.n_kv :].any() for array in state)
@@ -102,8 +105,8 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # at the first eviction, all tokens are new. `swap` samples new tokens more densely, so that more tokens
-    # stay
+    # at the first eviction, all tokens are new. With swap=true, new tokens have the shorter stride, so more
+    # of them stay
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
     # the same number of cells stays after steps much longer than the threshold
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}
@@ -114,7 +117,8 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     policy = policies.fit("buzz", 60, None, options)
     around = policy.sinks + policy.window
     stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
-    # the first round always thins the whole middle. Therefore a short prompt may keep fewer than 60 tokens
+    # the first sampling always goes over all tokens between sinks and window, even if fewer evictions would
+    # be enough. Therefore a short prompt may keep fewer than 60 tokens
     for n in range(61, 2400, 83):
         sampled = around + -(-(n - around) // stride)
         assert policy.compress(positions(range(n), n)).keep.sum() == min(60, sampled), n

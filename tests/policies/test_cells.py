@@ -8,7 +8,10 @@ from kvtool.engine.rows import Rows
 
 
 def plain_fill(keep, n_keep):
-    """Fill the holes of one row with kept cells from the tail. Both are taken from left to right."""
+    """Return the source cell for each of the first n_keep cells of one row.
+
+    A cell that stays is its own source. The holes get the kept cells behind the first n_keep cells, in order.
+    """
     source = list(range(n_keep))
     tail = [cell for cell in range(n_keep, len(keep)) if keep[cell]]
     holes = [cell for cell in range(n_keep) if not keep[cell]]

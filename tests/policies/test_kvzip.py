@@ -157,7 +157,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
-                # only one number of the engine differs: the beginning of the signals' window
+                # only one number of the array "engine" differs: the position from which signals are counted
                 assert (after.pop("engine") != before.pop("engine")).sum() == 1
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []

@@ -133,8 +133,8 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
 
 
 def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
-    # rows share a buffer. The second row has fewer unprotected tokens than the first, and must not read the
-    # first row's scores
+    # keep_highest uses the same buffer of scores for all rows. The second row has fewer unprotected tokens
+    # than the first, and must not read the first row's scores from this buffer
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
     score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
     keep = np.empty((2, 9), np.bool_)
@@ -208,16 +208,16 @@ def buzz_plan(mass, old, **params):
 
 
 def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
-    # between the sink and the token of the window, there are segments of 3 tokens with attention 1 5 2 | 7 7
-    # 0 | 9
+    # the row has one sink, then segments of 3 tokens with attention 1 5 2 | 7 7 0 | 9, then a window of one
+    # token
     kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
     assert kept == [0, 2, 4, 7, 8]
     assert old == [2, 4, 7]
 
 
 def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
-    # between the sink and the token of the window, there are first old tokens with attention 0 9 9 | 0 9.
-    # Their segments have half the stride, 3 tokens. Then come new tokens with attention 1 2 3
+    # the row has one sink, then old tokens with attention 0 9 9 | 0 9, in segments of 3 tokens (half the
+    # stride). Then it has new tokens with attention 1 2 3, and a window of one token
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
     assert kept == [0, 1, 4, 8, 9]
@@ -226,8 +226,8 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
 
 def test_buzz_samples_a_long_prompt_until_it_fits():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    # samplings reduce the 40 tokens of the middle to 14, then 7, 4 and 2 tokens, so every 24th token stays (3
-    # * 2 * 2 * 2)
+    # there are 40 tokens between sinks and window. The first sampling has a stride of 3 and leaves 14. Three
+    # samplings with a stride of 2 leave 7, 4 and 2, so every 24th token stays
     assert kept_at_first(policy, view_of(46, attn=[0] * 46)) == [0, 1, 2, 3, 4, 28, 44, 45]
 
 
@@ -243,7 +243,8 @@ def test_buzz_shares_the_budget_by_the_parameter_theorem():
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
 def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
-    # one sampling must be enough, because a second sampling would thin the old tokens again
+    # an eviction must free a cell with one sampling, because a second sampling would thin the old tokens
+    # again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""Number of query heads per KV head: n_head_kv, for a model with 4 query heads."""
+"""Number of query heads per KV head, by number of KV heads. The model has 4 query heads."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ close = {"rtol": 0, "atol": 1e-4}
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
 def test_is_the_transformer_of_the_definition(folder, rope):
-    """The definition loops over heads, tokens and past tokens in float64, and rotates by cosine and sine."""
+    """Compare logits with float64 loops over heads, tokens and past tokens that rotate by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
 

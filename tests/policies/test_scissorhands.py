@@ -41,8 +41,8 @@ def test_every_head_of_the_group_counts_on_its_own():
 
 
 def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
-    # a history of 16 queries has 8 parts of 2 queries. Low scores in the first part are counted until the 8th
-    # part is over
+    # a history of 16 queries is kept as 8 counts, each for 2 queries. When the 17th query comes, the count of
+    # the first 2 queries is dropped
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [1] * 20, lambda step: step == 0) == [1] * 16 + [0] * 4
     assert counts_after(policy, [1] * 20, lambda step: step == 1) == [0] + [1] * 15 + [0] * 4

@@ -47,9 +47,10 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the smallest n for which an eviction leaves at most n tokens of the middle.
+    """Return the number of middle tokens that each eviction leaves, once this number has become constant.
 
-    Before the eviction, the middle has n old tokens and threshold + 1 - n new tokens.
+    It is the smallest n for which an eviction leaves at most n tokens, if the middle has n old tokens and
+    threshold + 1 - n new tokens before the eviction.
     """
 
     def left(n):
@@ -82,7 +83,10 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
 
 
 def interval_sample(stride, tokens, n_spare=None):
-    """Evict all but the first of every `stride` tokens, the oldest first, but at most n_spare tokens."""
+    """Keep the first of every `stride` tokens, and evict the other tokens, oldest first.
+
+    At most n_spare tokens are evicted.
+    """
     if n_spare is None:
         n_spare = len(tokens)
     goes = [i % stride != 0 for i in range(len(tokens))]

@@ -1,4 +1,6 @@
-"""KeyDiff (arXiv:2504.15364): evict the key nearest to the average outside window and sinks, one at a time.
+"""KeyDiff (arXiv:2504.15364): evict the token whose key is most similar to the average of the row's keys.
+
+Window and sinks are not evicted. One token is evicted at a time.
 
 The twin scales normalised keys by 127 and rounds them to integers, as the policy does. Sums of integers are
 exact, so twin and policy find the same ties between scores.

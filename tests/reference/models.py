@@ -383,9 +383,9 @@ class DeepSeek2(Llama):
 
 
 class DeepSeek32(DeepSeek2):
-    """DeepSeek2 with an index of cells.
+    """DeepSeek2 with an index, which chooses the cells that a query attends to.
 
-    There is no index here, because it would choose all cells of a small cache.
+    The index is not computed here, because it would choose all cells of a small cache.
     """
 
     archs = ("deepseek32",)
@@ -396,9 +396,10 @@ class DeepSeek32(DeepSeek2):
 
 
 class Gemma4(Llama):
-    """The last layers have no rows. They read the rows of an earlier layer.
+    """The last layers have no rows. Each of them reads the rows of an earlier layer.
 
-    This is the last layer that has rows and is of the same kind, sliding or not sliding.
+    A sliding layer reads the rows of the last sliding layer that has rows. A layer that does not slide reads
+    the rows of the last layer with rows that does not slide.
     """
 
     archs = ("gemma4",)

@@ -66,7 +66,10 @@ def _normalised(key):
 
 
 def spared(matrix, threshold, n_spared):
-    """In each row, set the last n_spared values above the threshold to 0. The diagonal is not changed."""
+    """In each row of the matrix, set the last n_spared values above the threshold to 0.
+
+    The diagonal is not changed, and does not count towards n_spared.
+    """
     result = [list(row) for row in matrix]
     for i, row in enumerate(result):
         alike = [j for j, value in enumerate(row) if value > threshold and j != i]

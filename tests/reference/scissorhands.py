@@ -24,9 +24,10 @@ def keep(rows, *, next, slack, history, **how):
 
 
 def _count(row, next, n_part, n_query):
-    """Return {pos: number of low scores of the token in the last n_part parts}.
+    """Return {pos: number of low scores that the token got in the history}.
 
-    A pair (query, head) gives a token a low score if its attention is less than 1 / t.
+    The stream is divided into parts of n_query queries. The history is the newest n_part parts. A pair
+    (query, head) gives a token a low score if its attention is less than 1 / t.
     """
     part = (next - 1) // n_query
     count = {}

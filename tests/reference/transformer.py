@@ -138,10 +138,11 @@ class Stream:
     logn: True to multiply attention logits by log_512(t).
     observe: a twin's function, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
-    far: evicted entries before this position are placed at distance n_near from the step's first token. An
+    n_near: largest distance between a query and evicted entries; by default, half of n_ctx_train.
+    far: evicted entries before this position have the distance n_near from the step's first token. An
     eviction sets `far` to the position that is n_near before the next token.
-    n_block: if set, entries become far in whole blocks of n_block tokens. In rows with a higher number this
-    happens later, by up to a quarter of a block.
+    n_block: if set, `far` applies only to whole blocks of n_block tokens. In rows with a higher number, it
+    applies to a block later, by up to a quarter of a block.
     exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
     future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """
@@ -441,7 +442,8 @@ def run(
     Rows evict when they are full. With `ragged` they evict after every batch. Without a budget they never
     evict.
     keep: the function `keep` of a twin (tests/reference/__init__.py), with its options bound.
-    n_made: number of cells of the budget that are reserved for recalled entries. With 0, it is `recalled`.
+    n_made: number of cells of the budget that are reserved for recalled entries. With 0, this number is the
+    option `recalled`.
     options: options of Stream.
     """
     stream = Stream(model, **options)

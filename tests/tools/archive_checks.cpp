@@ -140,7 +140,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
     constexpr int m = 5, k = 19;
     for (const int n : { 8, 24, 40 }) {
         const auto a = normal(m*k, 1), b = normal(k*n, 2), before = normal(m*n, 3);
-        // the first strides read a, and the second strides read the transposed a
+        // In the first round, a is stored as [m][k]. In the second round, it is stored transposed, as [k][m].
         for (const auto & [as, ak] : { std::pair(k, 1), std::pair(1, m) }) {
             auto c = before;
             multiply_add(c.data(), n, a.data(), as, ak, b.data(), n, m, k, n);
@@ -242,7 +242,7 @@ CHECK(exponentials_are_relative_to_the_maximum) {
 
     double above = 0.0;
     const auto all = e;
-    std::fill(e.begin() + n, e.end(), 1.0f); // these elements are not a part of the sum
+    std::fill(e.begin() + n, e.end(), 1.0f); // keep_above must not add these elements to its sum
     const float kept = keep_above(e.data(), n, 0.1f);
     for (int i = 0; i < n; ++i) {
         EXPECT(e[i] == (all[i] > 0.1f ? all[i] : 0.0f));
@@ -315,8 +315,8 @@ static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, i
 CHECK(keys_are_rotated_as_rope_defines) {
     const auto key = normal(n_embd, 1);
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
-        // Three cases: all elements are rotated, all except the first 24, or only the first 24. (Their 12 pairs do not
-        // fill vectors of 8.)
+        // Rotate all elements, all except the first 24, or only the first 24. In the last case there are 12 pairs,
+        // which is no multiple of the vector length 8.
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
             const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
             // the tables of angles end before the last delta
@@ -443,7 +443,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
         }
         n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
     }
-    // A few points may be nearer to another mean, because means have moved since points were last assigned to clusters.
+    // kmeans moves the means after the last assignment of points. Therefore a few points may be nearer to another mean.
     EXPECT(n_nearest > n*8/10);
 }
 
@@ -457,13 +457,15 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
     EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
     for (int i = 0; i < n; ++i) {
-        // Points with odd and with even indices are far from each other. Each half of the order must be of one kind.
+        // Points with odd indices are far from points with even indices. Each half of the order must have only odd
+        // indices or only even indices.
         EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
     }
     EXPECT(order[0] % 2 != order[n/2] % 2);
 }
 
-// Clusters of a row whose blocks have random keys. The base of block b is 0 if one_base, otherwise b.
+// Clusters of a row whose blocks have random keys. Each block has a base: its keys are rotated to their positions minus
+// the base. The base of block b is 0 if one_base, otherwise b.
 static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
     row_clusters res(n_embd, n_embd);
     for (int b = 0; b < n_block; ++b) {
@@ -473,7 +475,8 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// Expect that each place has the mean and the size of the cluster that block_at and cluster_at name.
+// The row stores the means of its clusters in a list. For each index of the list, block_at and cluster_at name a
+// cluster. Expect that the stored mean and the stored size equal the mean and the size of this cluster.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
@@ -638,7 +641,7 @@ CHECK(slabs_of_a_file_keep_their_tokens_too) {
     memory.make(5000);
     memory.open(path);
     EXPECT(memory.has_file());
-    EXPECT(fopen(path.c_str(), "r") == nullptr); // the file has lost its name, so it disappears when the process ends
+    EXPECT(fopen(path.c_str(), "r") == nullptr); // the file was unlinked, so its space is freed when the process ends
     expect_slabs(memory);
 
     FILE * other = fopen(path.c_str(), "w");
@@ -772,7 +775,7 @@ CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
     s.push(246);
     EXPECT(s.own.begin() == 256);
     s.own.keep(700);
-    EXPECT(s.own.begin() == 1280); // token 1756 - 700 = 1056 is in the block that ends at 1280
+    EXPECT(s.own.begin() == 1280); // 1756 - 700 = 1056 is inside a block, which is deleted as a whole
     EXPECT(s.own.clusters_of(1, 1).begin() == 5);
 
     stream few(params_of(), 500); // an archive as small as this has no clusters, and it deletes single tokens
@@ -800,8 +803,8 @@ CHECK(segments_have_the_base_of_their_time) {
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
         EXPECT(s.own.base_of(i) == s.bases[i]);
     }
-    // Each token is in one stretch. Queries are rotated by -7 for the first 50 tokens, and by the difference of the
-    // bases for all other tokens.
+    // Each token must be in exactly one of the ranges that stretches() returns. Queries are rotated by -7 for the first
+    // 50 tokens. For any other token, they are rotated by the newest base minus the token's base.
     std::vector<int64_t> delta;
     for (const auto & part : s.own.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
@@ -813,7 +816,7 @@ CHECK(segments_have_the_base_of_their_time) {
     }
 
     s.start_over();
-    s.own.set_base(0); // the base of start_over is not in the table, because it has no tokens
+    s.own.set_base(0); // no token came after start_over, so its base is not in the table
     EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
     s.own.keep(20);
     EXPECT(s.own.frames.front().base == 300);
@@ -835,7 +838,7 @@ CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
                 a.start_over();
                 a.push(500);
             } else {
-                a.push(30); // so few tokens that the limit deletes no more blocks
+                a.push(30); // with so few tokens, n_max deletes no more blocks
             }
             const bool is_whole = a.own.begin() == b.own.begin();
             a.own.cut(end, end);
@@ -875,7 +878,7 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
     }
     b.own.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call seals two rows per thread
+    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call clusters two rows per thread
     EXPECT(b.own.seal_some(archive::most, 1) == 0);
     expect_same(a.own, b.own);
 }
@@ -916,8 +919,8 @@ struct defined {
     std::vector<double> attn; // one number for each token of the archive
 };
 
-// query: without rotation. rot: the position to which the cache would rotate the query.
-// is_far(i): true if token i is far. Far tokens have the distance n_near + late from the query.
+// query: the query before RoPE. rot: the position to which the cache would rotate it. is_far(i): true if token i has
+// the distance n_near + late from the query, in place of its true distance.
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -1074,8 +1077,8 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
         for (int e = 0; e < n_embd; ++e) {
             sum += std::pow(read[e] - key[head*n_embd + e], 2);
         }
-        // Without the Hadamard matrix, the 16 codes of a block would have to span more than 30, and the error would be
-        // 0.6.
+        // Q4_1 has 16 levels per block. Without the Hadamard matrix, the levels of the block with the large element
+        // would span more than 30, and the error would be 0.6.
         EXPECT(std::sqrt(sum/n_embd) < 0.4);
         l.values(head, 0, 1, read.data());
         for (int e = 0; e < n_embd; ++e) {
@@ -1084,9 +1087,9 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
     }
 }
 
-// A stream whose archive has a group of blocks, and so has sets. n_near is 1, so clustered blocks are far. Far blocks
-// are clustered by their keys without RoPE. Here these keys are in tight groups, so that the mean of a cluster
-// represents its tokens.
+// A stream whose archive has enough blocks for a group. The clusters of a group are divided into sets, and a search
+// reads summaries of the sets first. n_near is 1, so clustered blocks are far. Far blocks are clustered by their keys
+// without RoPE. Here these keys are in tight groups, so that the mean of a cluster represents its tokens.
 struct tight_stream : stream {
     tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
         for (auto & k : keys) {
@@ -1094,7 +1097,8 @@ struct tight_stream : stream {
                 x *= 0.08f;
             }
         }
-        // All values of a cluster are equal. They are not near 0, so that lost weight would be visible.
+        // All values of a cluster are equal. They are not near 0, so that the result changes if attention to a cluster
+        // gets lost.
         for (auto & v : values) {
             for (size_t i = 0; i < v.size(); ++i) {
                 v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
@@ -1226,7 +1230,9 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
     device_cells cells(s, 16*n_cluster, 2304);
     s.push(900);
     int64_t anchor = -1;
-    // More blocks become far, and queries move on. After the push of 400 tokens, far keys are rotated again.
+    // With each push, queries move on, and more blocks become far. Far keys are stored as rotated for queries at
+    // position `anchor`. Later queries get a slightly larger distance from these keys. After the push of 5 tokens, the
+    // stored keys stay. After the push of 400 tokens, they are rotated again.
     for (const int n : { 230, 5, 400 }) {
         s.push(n);
         const int64_t rot = s.own.end() + 2;
@@ -1486,7 +1492,7 @@ static ggml_context_ptr some_tensors() {
     return ggml_context_ptr(ggml_init({ 16u << 20, nullptr, false }));
 }
 
-// Archive the same 600 tokens in the stream's own archive and in the recaller's.
+// Archive the first 600 tokens of the stream twice: in the stream's archive, and in the recaller's archive.
 static void fill(recaller & all, stream & s) {
     s.push(600);
     const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
@@ -1561,8 +1567,8 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
             const auto & own = s.own.clusters_of(1, head);
             const auto is_far = [&](int64_t i) { return i/256 < own.end() && own[i/256].to.is_far; };
-            // If several tokens attend together, their queries share one rotation for far keys. The queries of token t
-            // then have the distance n_near + t.
+            // If several tokens attend together, far keys have the distance n_near from the first of these tokens. The
+            // query of token t then has the distance n_near + t.
             const int64_t late = is_apart ? 0 : token;
             const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, is_far, late);
             double sum = 0.0;

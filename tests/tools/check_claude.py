@@ -102,8 +102,8 @@ def edits(user):
     """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
-    # In later requests, Claude Code shows this call with all arguments, including defaults. The model's own
-    # text must be the same, so it contains the default of replace_all.
+    # Claude Code sends this call back in later requests, with default arguments added. The text that the
+    # model wrote must be the same, so `right` contains the default of replace_all.
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
     end, requests = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]

@@ -184,7 +184,7 @@ def goes_on_elsewhere(visit: Visitor) -> None:
 
 @check
 def held(visit: Visitor) -> None:
-    """The held tokens are shown one by one, with a legend. Arrow keys move from token to token."""
+    """The tokens in the cache are shown one by one, with a legend. Arrow keys move from token to token."""
     with visit.page() as page:
         page.get_by_role("checkbox", name="What is held").check()
         panel = page.get_by_role("region", name="What is held")

@@ -187,5 +187,6 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
         tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(150, 400)]
         nll = perplexity.stream(engine, tokens)
         assert engine.model.n_vocab == 49152
-    # Random logits have a standard deviation of 1. This adds half a nat to the NLL of equally likely tokens.
+    # The random model's logits have a standard deviation of 1. Therefore its mean NLL is half a nat above the
+    # NLL of a model for which all tokens are equally likely.
     assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)

@@ -85,7 +85,7 @@ def test_the_wheel_has_all_licences_and_says_so(packed):
         (ROOT / "LICENSE").read_text(),
     ]
     assert f"Name: kvtool-llama\nVersion: {__version__}\n" in metadata
-    # pip stops reading at the first empty line
+    # pip ignores the lines of METADATA after the first empty line
     assert metadata.index("Requires-Dist:") < metadata.index("\n\n")
 
 

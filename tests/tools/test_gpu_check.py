@@ -104,7 +104,7 @@ def test_counts_tests_and_names_those_that_fail():
 )
 def test_a_part_that_crashes_or_hangs_keeps_its_rows(tmp_path, program, is_late, code):
     with (tmp_path / "log").open("wb") as errors:
-        # programs that do not hang get a minute
+        # the program that hangs is killed after 2 seconds. The other programs may take a minute
         lines = check.Lines([sys.executable, "-c", program], dict(os.environ), errors, 2 if is_late else 60)
         rows = list(check.rows_of(lines))
     assert (lines.is_late, lines.code) == (is_late, code)

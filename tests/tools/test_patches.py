@@ -252,7 +252,7 @@ def test_import_then_export_then_check(archive):
 def release(folder: Path, **files: str) -> Path:
     """Write a source distribution and return its path.
 
-    files: texts of the files in src/. The keys are their names without the ending.
+    files: texts of the files in src/. The keys are the names of the files without .cpp.
     """
     path = folder / "other.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
