@@ -239,7 +239,7 @@ def _main(number):
             return message, streams, imported
         os.close(theirs)
         child = os.read(ours, 16)
-        # `between` ends at once. The child is then an orphan, and the tests' process becomes its parent.
+        # `between` ends at once. `child` is then an orphan, and the process of the tests becomes its parent
         os.waitpid(between, 0)
         for each in (ours, *streams):
             os.close(each)

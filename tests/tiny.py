@@ -193,7 +193,7 @@ class Tensors:
         self.rng = np.random.default_rng(seed)
 
     def matrix(self, n_out, n_in, std=1.0, *, of=()):
-        """Return a random matrix [*of, n_out, n_in]. Inputs of size 1 (RMS) give outputs of size std."""
+        """Return a random matrix [*of, n_out, n_in]. If its input has RMS 1, its output has RMS std."""
         return (self.rng.standard_normal((*of, n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
 
     def norm(self, n=None, size=1.0):

@@ -172,9 +172,9 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
 
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
-    """Values and half of each key come from a latent.
+    """Attention is latent (MLA): values and half of each key are computed from a latent vector.
 
-    The other half of a key is rotated. All heads share it.
+    The other half of each key is rotated, and is the same for all heads.
     """
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)

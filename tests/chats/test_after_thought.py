@@ -151,7 +151,7 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
             assert constraint.accept(each)
     allowed = fitting(constraint, model)
     assert {of[b'>{"'], of[b">\n"], of[b">"]} <= {*allowed.tolist()}
-    # the x of ">x" would begin the answer, and the schema does not allow that
+    # ">x" is not allowed, because its x would be the first character of the answer, and the schema forbids x
     assert of[b">x"] not in allowed
     assert not constraint.accept(of[b">x"])
     assert constraint.accept(of[b'>{"'])

@@ -398,7 +398,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
     )
-    # take back one or more turns, and repeat the turn that follows
+    # undo until `turn` turns are left, and then ask the question of the next turn again
     for turn in (12, 11, 5, 4, 1):
         while len(talk.undo_stack) > turn:
             assert talk.undo()
@@ -501,7 +501,8 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # Undoing both changes returns to the session that was moved to a.1. Its file gets the name a again.
+    # Undo the last turn and then /load. The chat is then the session that was moved to a.1, and the file of
+    # this session gets the name a again.
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)

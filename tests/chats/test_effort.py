@@ -91,7 +91,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
 def test_a_template_names_the_variables_that_it_reads():
     assert "enable_thinking" in SWITCHED.reads
     assert "thinking" not in SWITCHED.reads
-    # `reads` is computed first here. This must not change the levels that are found.
+    # `Efforts.of` must find the same levels if `reads` has been computed before
     assert TAKES_THREE.reads
     assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
 

@@ -101,7 +101,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # The detector is slow: it runs only if a long enough part of a text repeats after `block` tokens.
+        # run the slow detector only on texts in which a long enough part repeats itself after `block` tokens
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):

@@ -107,7 +107,7 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # without the last pinned token, the wanted text would not be covered
+    # one pinned token fewer would not be enough for the first n_pinned characters of TEXT
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 

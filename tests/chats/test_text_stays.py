@@ -101,7 +101,7 @@ def template(model, shape):
 
 
 def chat(text):
-    """Return a chat and its tools. Each place that may have a text contains `text`."""
+    """Return a chat and its tools. Each message, each argument and each description contains `text`."""
     call = {"name": "now", "arguments": json.dumps({f"k {text}": [f"v {text} w"]})}
     messages = [
         message("system", f"Be {text} brief."),
@@ -134,7 +134,7 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
     for marker in model.markers:
-        # the texts: a marker, two markers, the start of a marker, and a marker with kvtool's own marks
+        # a marker, two markers, the start of a marker, and a marker next to the characters that `marks` adds
         for text in (marker, f"{marker}{marker}", marker[:-1], f"{JOINT}{marker}{CUT}{CUT}"):
             tokens, _ = rendering.whole(*chat(text))
             assert special(model, tokens) == harmless
@@ -152,7 +152,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # The text has all markers except one of gpt-oss, which llama.cpp also finds in plain texts.
+    # all markers, except the markers that llama.cpp also finds in plain texts (gpt-oss has one)
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([message("user", "stand-in")]).split("stand-in")
@@ -264,7 +264,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [message("system", EVIL), message("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
-    # two kinds of prefixes are pinned: a system prompt, and a request that is followed by a text
+    # kvtool pins a prompt up to the end of its system prompt, or of a request that precedes a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))

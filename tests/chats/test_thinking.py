@@ -155,7 +155,7 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
     says(theirs, "It is seven.")
     "".join(theirs.reply("Name a number."))
     assert ours.messages[-1]["content"] == reply
-    # from now on, the model's tokens are the same as without the thought
+    # the thought is dropped: `ours` has the same tokens as `theirs`, whose reply had no thought
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
     again = f"{opening and 'Hm.</think>'}Yes."
     for each, text in ((ours, again), (theirs, "Yes.")):

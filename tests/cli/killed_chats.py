@@ -2,10 +2,10 @@
 
     python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
 
-STEP: with 1, each call is tried; with 4, every fourth call. Each run starts a child process that takes the
-same turns, resets, retries and undoes, and exits just before its call. Then each chat that was saved before
-the call must be in the session file or in a file that was set aside, and another child must be able to
-continue the session.
+STEP: with 1, there is a run for each call; with 4, for every fourth call. In each run a child process makes
+the same turns, resets, retries and undoes, and exits just before the call that the run tests. Then each chat
+that was saved before the call must be in the session file or in a file that was set aside, and another child
+must be able to continue the session.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def turns(user):
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # This begins another chat. Later, `undo(2)` takes back its turn and the reset: the first chat is back.
+    # This begins another chat. The first `undo(2)` below takes back the turn of that chat and the reset, so
+    # the first chat is in the file again.
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)
@@ -141,7 +142,11 @@ def stored(folder):
 
 
 def check(folder, before, after):
-    """Check that the folder has each chat, with its messages either from `before` or from `after`."""
+    """Check that each chat is in a session file of the folder.
+
+    before, after: the messages of each chat before and after the turn that was interrupted. A session file
+    may have either.
+    """
     sessions = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]

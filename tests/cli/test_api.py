@@ -138,7 +138,7 @@ def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
             assert cells.head.tolist() == [0, 1, 0, 1]
             assert cells.live.tolist() == engine.rows.live.tolist()
             for row, n in enumerate(engine.rows.live.tolist()):
-                # (position in the stream, rotation, cell), the oldest first
+                # (position in the stream, position for RoPE, index of the cell) of each token, oldest first
                 pos, rot = engine.rows.pos[row].tolist(), engine.rows.rot[row].tolist()
                 want = sorted((pos[cell], rot[cell], cell) for cell in range(n))
                 arrays = (cells.pos, cells.rot, cells.cell)

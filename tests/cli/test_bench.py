@@ -204,7 +204,7 @@ def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
 
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
-    """A stream that was lengthened has the same counters, window and archive as if its text had been read."""
+    """`lengthened` changes the counters, the window and the archive as if more tokens had been read."""
     policy, settings = policies.fit(name, 64), Settings(n_batch=64, n_threads=1)
     tokens = depths.text(loaded)[: depths.n_start(policy)]
     saved = depths.start(loaded, policy, settings, tokens, lambda: False)

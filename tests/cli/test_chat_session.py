@@ -201,7 +201,7 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
     done = called("session", "show", path)
-    # the command prints the values that it can read
+    # the command still prints the values that it can read from the damaged file
     assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
@@ -423,7 +423,7 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
     path.unlink()
     talk(TURNS[:6], *RECALL)
     assert stored() == ("q8_0" if has_gpu() else "rotated q5_0/q4_0")
-    # the session stores the type, because a machine with a GPU would choose another type
+    # the session stores the type that kvtool chose here, because the choice depends on whether there is a GPU
     assert session.read_meta(path)["options"]["archive_type"] == stored().removeprefix("rotated ")
     assert talk(TURNS[6:7]).returncode == 0
 

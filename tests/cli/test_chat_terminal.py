@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
 """Options of most tests.
 
-The policy is not recall. With recall, a session can have a second file, and /undo does not need copies.
+With h2o, a session is a single file, and /undo needs copies of the chat. With recall, a session can also have
+an archive file, and /undo needs no copies.
 """
 
 

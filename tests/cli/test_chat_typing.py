@@ -73,7 +73,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # the prompt may offer this text again; sent from there, it must have the same meaning
+        # if the prompt offers this message for editing, Enter must send the same message
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -127,7 +127,7 @@ def typed_at(monkeypatch, tmp_path):
     [
         ("/undo\r", "/undo"),
         ("\r", "/foo bar"),
-        # the first key is the right arrow, a backspace or a paste
+        # the next three cases begin with the right arrow, a backspace and a paste
         ("\x1b[C x\r", "/foo bar x"),
         ("\x7fy\r", "y"),
         (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),

@@ -250,8 +250,8 @@ def test_a_policy_shows_what_a_budget_gives():
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # The default window is half of the 512 - 32 cells that stay. group=mean is stored as "sum", because both
-    # give the same ranks.
+    # An eviction leaves 512 - 32 tokens, and half of them is the default window. group=mean is stored as
+    # "sum", because both give the same ranks.
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -427,7 +427,8 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # `cells` is a mean over 90 rows. By chance one of the means may be a whole number, but hardly both.
+    # `cells` is a mean over 90 rows. If rows differ, the mean may happen to be a whole number in one of the
+    # two runs, but hardly in both.
     assert any(mean % 1 for mean in means)
     # Not much more is allocated than the cells need. The model has 30 layers, each with K and V of 3 heads
     # with 64 numbers in f16.

@@ -91,7 +91,7 @@ def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
         step(20)
         (task,) = bars[0].tasks
         assert task.time_remaining > 0
-        # this step takes more than half a minute: with its default setting, rich would not use it for the
-        # remaining time
+        # This step takes 40 seconds. By default, rich would drop the earlier sample, because it is older than
+        # 30 seconds. Rich could then not estimate the remaining time.
         step(30)
         assert task.time_remaining > 0

@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list. Each eviction plan appends the number of tokens read so far."""
+    """Return a list to which each check of an eviction plan appends the number of tokens read so far."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):

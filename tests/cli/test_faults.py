@@ -139,7 +139,7 @@ main()
 
 
 def limited(megabytes, *options):
-    """Run `kvtool generate` with so many MB of address space more than Python and the library need."""
+    """Run `kvtool generate`. Its address space may grow by so many MB after the library is loaded."""
     done = python(LIMITED, megabytes, *WRITE, *options, popen=subprocess.Popen)
     # on CPUs with AMX, ggml writes a line to stderr directly and not to its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
@@ -151,13 +151,14 @@ def limited(megabytes, *options):
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
-    one_line(limited(megabytes, "-m", smollm2), 8, "choose a smaller ")  # model or --budget
+    one_line(limited(megabytes, "-m", smollm2), 8, "choose a smaller ")  # "model" or "--budget" follows
 
 
 @linux
 def test_no_memory_for_so_many_cells_is_one_line(smollm2):
     lines = []
-    for megabytes in range(250, 400, 25):  # where weights end and cells begin depends on the CPU
+    # the CPU decides how much memory is enough for the weights, but too little for the cells
+    for megabytes in range(250, 400, 25):
         done = limited(megabytes, "-m", smollm2, "--policy", "full")
         one_line(done, 8)
         lines.append(done.stderr)

@@ -236,8 +236,8 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
 def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
     FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
     assert "room" not in generate("--raw").stderr
-    # Residents need cells for 1,024 tokens, for 384 tokens without a cluster, for 256 means, and one more
-    # cell. The sum is rounded up to a multiple of 256, which is 1,792.
+    # With --resident 1024, each row gets cells for 1,024 resident tokens, for 384 tokens that have no cluster
+    # yet, and for 256 means of clusters, and one more cell. Rounded up to a multiple of 256, these are 1,792.
     FakeGpu(monkeypatch, talker, n_cell=1000 + 1792).has_room_for(1)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr

@@ -232,7 +232,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command that has kvtool's option does not also have the other programs' names of this option
+        # a command that has kvtool's option must not accept other programs' names of this option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]

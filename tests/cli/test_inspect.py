@@ -58,7 +58,7 @@ def test_without_colour_each_column_has_a_mark_below_it():
     )
     assert ". no row, 1 2%, 2 5%, 3 10%, 4 20%, 5 40%, 6 70%, 7 more, # all rows" in legend
     assert strip == "#7631."
-    # the wide character takes two columns, so it has two marks
+    # the wide character takes two columns, so there are two marks below it
     assert body.split("\n")[:4] == ["One and twos.\u23ce", "###77776666311", "\u4e16 end", "......"]
     assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
 
@@ -224,7 +224,8 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # a row's colour depends on two shares of its tokens: held tokens, and tokens that are only archived
+    # a row's colour depends on two shares of the tokens in view: the share that the row holds, and the share
+    # that is only archived
     held = snapshots.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -252,7 +253,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           console.log(JSON.stringify([of, levels]));
         });"""
     share = snapshots.attended.row_share()[:, 30:]
-    # all rows have the same number of query heads, so the plain mean is right
+    # no weights are needed for this mean, because all rows have the same number of query heads
     want = [share.mean(axis=0), share[snapshots.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
@@ -313,8 +314,8 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # Find the pixel rows of the plot. In these rows, the two colours fill more than half of the width. In the
-    # legend below the plot, they fill less.
+    # Find the rows of pixels in which the two colours fill more than half of the width. These rows belong to
+    # the plot, because the colours fill less of the legend below it.
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]

@@ -21,7 +21,10 @@ BREAKS = {"CRLF": "\r\n", "CR": "\r"}
 every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 
 READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
-"""Files that do not need `decoded`: they parse bytes as TOML or JSON, or Python opens their input as text."""
+"""Modules that decode input without `kvtool.system.texts.decoded`, which converts line ends to LF.
+
+The conversion is not needed if a module parses the input as TOML or JSON, or if Python opens it as text.
+"""
 
 
 def written(folder, text, end):

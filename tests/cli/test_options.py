@@ -79,7 +79,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """Return (options, flag, typed options) as a command gets them for these arguments.
+    """Call a command with these arguments. Return the values that it gets: (options, flag, typed options).
 
     If Typer refuses the arguments, return Typer's result.
     """
@@ -143,7 +143,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         assert (record["policy"], record["budget"], record["archive_limit"]) == ("h2o", 512, None)
         assert report.line(record).startswith("0/512 cells per row, cache ")
     with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
-        # each token is scored, and no batch exceeds the budget
+        # every token of a batch gets logits, because it is scored; and no batch may exceed the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
         assert not opened.engine.settings.over_budget
     with open_run(RunOptions(model=path, policy="full", threads=1), length=lambda model: 40) as opened:

@@ -81,7 +81,7 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
     }
     # perplexity samples no tokens, so it has no options of sampling
     assert held("perplexity") == {"budget": "512", "policy": "tova"}
-    # a command of two words has its own table
+    # for a command of two words, both words are the table's name
     assert held("models show") == {}
     file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
     assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})

@@ -374,7 +374,7 @@ class Fuzz:
         if self.ragged:
             n_keep = int(rng.integers(0, min(self.cells) + 1))
         rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
-        # the header allows pos_0 up to LARGEST - most
+        # llama-kvtool.h allows pos_0 up to LARGEST - most
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
@@ -656,9 +656,9 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """Correct `spans` with the archive's table.
+        """Replace the expected `spans` by the span in the archive's table.
 
-        An archive with clusters forgets only whole blocks of tokens.
+        An archive with clusters forgets only whole blocks, so up to 255 more tokens may be forgotten.
         """
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
@@ -684,7 +684,7 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # a key gets at most 1 from each of the row's N_GROUP query heads for each token of the step
+            # for each token of the step, each of the row's N_GROUP query heads gives a key at most 1
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self, *, trims=False):
@@ -703,12 +703,12 @@ class Fuzz:
         n_used = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
         # an archive in a file does not free slabs
         self.n_slab = n_used if trims and not self.has_file else max(self.n_slab, n_used)
-        # `slab` is the size of a slab with clusters. Unused slabs and the newest blocks have no clusters, so
-        # the memory may be smaller than n_slab such slabs.
+        # `slab` is the size of a slab with clusters. Unused slabs and the slabs of the newest blocks have no
+        # clusters, so the memory may be less than n_slab times `slab`.
         assert (0.8 if self.n_exact else 1) * self.n_slab <= n_slab <= self.n_slab, (n_slab, self.n_slab)
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
-        """Return True if the header allows the edit."""
+        """Return True if llama-kvtool.h allows the edit."""
         most, cells = max(self.cells), self.row_cells
         if (
             not (0 <= n_keep <= most - self.n_recall and -n_hidden <= pos_0 <= LARGEST - most)

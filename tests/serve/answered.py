@@ -1,4 +1,4 @@
-"""A server's slot in the process of the tests. Tests dictate its replies."""
+"""Requests to a slot of `kvtool serve` in the test's own process. A test can dictate the replies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvtool.serve.store.chats import ChatStore
 
 
 class Answering:
-    """A slot whose replies a test dictates.
+    """A slot (an engine that answers requests) whose replies a test dictates.
 
     slot: the `Slot`.
     dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. If the
     list is empty, the model writes the reply.
-    prompt, prompt_tokens: the engine's text and tokens when the last dictated reply began.
+    prompt, prompt_tokens: all text and tokens that the engine had read when the last dictated reply began.
     """
 
     def __init__(self, slot, defaults):

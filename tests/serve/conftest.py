@@ -19,6 +19,6 @@ def model(smol):
 
 @pytest.fixture(scope="module")
 def client(server):
-    """The official client of the OpenAI API, for the file's server."""
+    """The official client of the OpenAI API, connected to the test file's `server`."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

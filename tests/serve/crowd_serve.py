@@ -31,9 +31,9 @@ EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 """Options that limit rounding errors. Rounding depends on how many chats take part in a step."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
-"""Options that make a reply independent of the steps in which its prompt was read.
+"""Options for recall. With them, a reply does not depend on how its prompt was divided into steps.
 
-A chat that goes back to an earlier message reads its prompt in different steps than its replay.
+If a chat goes back to an earlier message, its prompt is divided into other steps than in the replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]

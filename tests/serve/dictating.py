@@ -89,7 +89,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # if the client is gone, this disconnects from the server, which then ends the answer
+            # if the client has left, the server ends its answer because the proxy closes this connection
             link.close()
             self.close_connection = True
 

@@ -42,9 +42,10 @@ def streamed(url, messages, n_max):
 
 
 class Life:
-    """A server that will be killed: while it streams both chats, or when a client sees the end of a stream.
+    """A server, and the random moment at which it is killed.
 
-    The server must store a turn before its client sees the end of the answer.
+    At this moment both chats have received parts of an answer. A client has just received either one more
+    part or the end of its answer. The server must store a turn before it sends the end of the answer.
     """
 
     def __init__(self, server, chats, rng):
@@ -110,7 +111,7 @@ class KilledChat:
             else:
                 raise AssertionError(f"chat {self.number}: a stream without message_stop")
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-        # if this question was cut in an earlier turn, the cache may still have tokens of it
+        # n_cached may exceed n_token: an interrupted question in the cache may begin like this question
         assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
         self.messages, self.n_token = [*messages, message("assistant", text)], n_all
         self.n_max.append(n_max)

@@ -2,10 +2,10 @@
 
     python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
 
-STEP: with 1, each call is tried; with 4, every fourth call. Each run starts a child process that takes the
-same turns and exits just before its call. Another child then continues every turn that was finished before
-the call. The whole turn must be in the cache, and the next reply must be the same as if the server had not
-been killed.
+STEP: with 1, there is a run for each call; with 4, for every fourth call. In each run a child process takes
+the same turns, and exits just before the call that the run tests. Another child then continues every turn
+that was finished before the call. The whole turn must be in the cache, and the next reply must be the same
+as if the server had not been killed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SlotServer:
     """The part of `kvtool serve` that answers requests, without HTTP."""
 
     def __init__(self, model, policy, folder):
-        # The stored chats decide in which steps a prompt is read. With search=all, recall's replies do not
-        # depend on these steps.
+        # The steps into which a prompt is divided depend on the stored chats. With search=all, the
+        # replies with recall do not depend on these steps.
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
@@ -145,7 +145,8 @@ def die_at_call(n_call):
 def live(model, policy, folder, n_call, n_turn=None):
     """Take turns until the n_call-th call that changes the folder. Return (exit code, finished turns).
 
-    If the turns make fewer calls than n_call, the list has one more item at its end: the number of calls.
+    If all turns together make fewer than n_call calls, the last item of the list is the number of calls, and
+    not a turn.
     n_turn: maximum number of turns.
     """
 
@@ -195,8 +196,8 @@ def run(model_path, folder, policy, step=1):
     n_call = finished.pop()
     expected = []
     for i, turn in enumerate(finished):
-        # Each turn is continued by a server that has read nothing after it. A cache that goes back to an
-        # earlier turn may have evicted at different tokens.
+        # Get the expected reply from a server that has read only the turns up to this turn. A cache that was
+        # rewound to this turn may have evicted at different tokens, and so lead to another reply.
         place = folder / f"turn-{i}"
         live(model, policy, place, NEVER, i + 1)
         expected += go_on(model, policy, place, [turn])
@@ -211,14 +212,14 @@ def run(model_path, folder, policy, step=1):
         answers = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(answers, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # n_cached may be larger, because a cache that can be rewound may also have a few tokens of the
-            # question
+            # n_cached may exceed the turn's tokens: if the cache can be rewound, it may also have the first
+            # tokens of the new question, because an earlier question began with the same tokens
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
-        # FILE.archive.next may stay until its session is written again, but only if there is no FILE.archive
+        # no unfinished file may be left; FILE.archive.next may be left only if there is no FILE.archive
         unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
         assert not unfinished, f"call {n}: {unfinished}"
         shutil.rmtree(place)

@@ -29,8 +29,8 @@ GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
 """Options of most tests here.
 
-The policy is not recall, because chats can then go back to any token. tests/serve/test_serve_back.py tests
-recall.
+The policy is not recall. With recall, a server can rewind its cache to any token of a chat;
+tests/serve/test_serve_back.py tests this.
 """
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}

@@ -302,7 +302,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # a piece without deltas sends no event, so the server must send pings while these pieces come
+        # the client gets no event for a piece without deltas, so the server must send pings meanwhile
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))

@@ -1,4 +1,4 @@
-"""Tokens that a server reads if a chat differs from the stored chat and the cache can be rewound."""
+"""If a chat differs from a stored chat, the server rewinds its cache to the first difference and reads on."""
 
 from __future__ import annotations
 
@@ -178,7 +178,8 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
             for key in ("2", "3"):
                 for system in systems:
                     _, _, n_read, _ = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
-                    # the stored "Why?" has "Wh" in common, so the server reads only "o?" and the reply header
+                    # the stored question "Why?" also begins with "Wh", so the server reads only "o?" and
+                    # the reply header
                     assert n_read <= 8, (pin, key)
 
 
@@ -195,7 +196,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
         n_read = [ask(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # only whole batches of the system prompt are stored; here they have 512 tokens together
+        # the server stores a system prompt only up to its last full batch, which is 512 tokens here
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

@@ -151,13 +151,13 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """The rendered chat with the whole reply begins with the prompt for the begun reply.
+    """A prompt that ends with the beginning of a reply must be a prefix of the chat with the whole reply.
 
-    The two texts are compared from the user's message on.
+    The two rendered texts are compared from the user's message on.
     """
     user, later = message("user", "Kvtool asks."), message("user", "And?")
-    # this template is an exception: it writes instructions into the reply header, but not before earlier
-    # replies
+    # the only exception: this template writes instructions into the header of the next reply, but not into
+    # the headers of earlier replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():

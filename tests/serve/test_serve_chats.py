@@ -161,7 +161,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # n_others is the number of files that the server cannot continue, here the moved chat's archive
+        # n_others counts the archive, because the server cannot continue it without its session
         assert chats.n_others == 1
 
 

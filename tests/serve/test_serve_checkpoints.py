@@ -43,7 +43,7 @@ def talked(url):
 def check_edits(url, messages):
     """Change a chat in several places, and check how many tokens are read."""
     _, n, n_read = ask(url, messages[:4])
-    # If a request is repeated, the server continues after the last reply: it reads the question again.
+    # a repeated request continues from a checkpoint, and reads at most the last question again
     assert n_read < 30 < n
     assert ask(url, [*messages[:3], message("user", "Who was it?")])[2] < 30
     # the checkpoint is just before the reply header, so only the header is read

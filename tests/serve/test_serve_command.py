@@ -41,7 +41,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
             client.chat.completions.create(model="chat", messages=[message("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
-    # the same with a policy that could forget tokens: --overflow error forbids this
+    # with --overflow error, an answer also ends at 96 tokens if the policy could forget tokens
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)

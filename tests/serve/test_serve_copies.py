@@ -1,4 +1,4 @@
-"""Number of tokens that a server reads again after its cache is rewound to checkpoints.
+"""If a cache can be rewound only to checkpoints, the server reads again the tokens after a checkpoint.
 
 Other tests here check which files and checkpoints a server stores for a chat.
 """
@@ -104,7 +104,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
         longer = [message("user", messages[0]["content"] + "!")]
-        # the checkpoint is before the reply header, so a longer message can also continue from it
+        # the checkpoint is at the end of the message's text, so it also fits if the message gets longer
         assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply

@@ -30,10 +30,10 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. For recall, half of the model's context is longer than any chat of these tests.
+    """A model for the policy. For recall, its context is more than twice as long as any chat of these tests.
 
-    Recall places all tokens beyond half of the context at the same distance from the first query of a step.
-    With such tokens, answers would depend on the steps in which a prompt is read.
+    If an archived token is farther away than half of the context, recall counts it as half of the context
+    away from the first query of a step. Answers would then depend on how a prompt is divided into steps.
     """
     return talker if policy == "recall" else chat_model
 

@@ -179,7 +179,7 @@ def test_errors_of_responses_name_that_interface_s_fields(fields, param):
 def test_errors_that_come_later_name_the_message_of_the_client():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
-    # the server puts its own system prompt before the client's messages, so indices differ by 1
+    # the server puts its own system prompt first, so the client's messages[0] is messages[1] in the chat
     assert chat(system).places.in_error(refused).param == "messages[0]"
     assert (
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"

@@ -54,7 +54,7 @@ def written(engine, rules, likes, n=900):
 
 
 def dictates(text):
-    """Return a `likes` that strongly prefers the next byte of this text."""
+    """Return a function for `written` that strongly prefers the next byte of this text, and then its end."""
 
     wanted = text.encode()
 
@@ -68,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a `likes` for random text in which the texts of `ends` are frequent."""
+    """Return a function for `written` that draws random logits, but prefers the bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
@@ -186,7 +186,10 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Names of the schemas in AWKWARD whose arguments the formats can express. For Gemma's format see below."""
+"""Names of the schemas in AWKWARD whose arguments each format except Gemma's can express.
+
+Calls with other schemas may also be written in Hermes' format. Gemma's format can express GEMMA_HAS_PLACE.
+"""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }

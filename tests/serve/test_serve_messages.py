@@ -222,14 +222,14 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
     after = openai_client.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
-    # the same with a stream
+    # a streamed answer also has the text and the call
     messages = [message("user", "And in Bergen?")]
     pieces = list(openai_client.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
     assert "".join(part.arguments or "" for part in parts) == '{"city": "Oslo"}'
-    # the same chat through the two other APIs
+    # the Messages API returns the same text and call, and the next request continues from the cache
     with client.messages.stream(messages=messages, tools=TOOLS, **more) as stream:
         answer = stream.get_final_message()
     said_first, use = answer.content

@@ -258,5 +258,5 @@ def test_no_text_keeps_the_page_from_going_on():
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
     elements = shown(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
-    # each \u4e16 in a text must be shown
+    # the page must show all characters \u4e16 of a text
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

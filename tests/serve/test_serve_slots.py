@@ -33,13 +33,13 @@ from tests.serve.crowd_serve import message, request, streaming
 from tests.serve.serving import serving
 
 RECALL = ["search=all"]
-"""With this option, recall's choices do not depend on the steps in which a prompt was read."""
+"""With this option, recall's replies do not depend on how a prompt was divided into steps."""
 
 NUMBER = itertools.count()
 
 
 class Asked:
-    """A request as HTTP queues it.
+    """A stand-in for the job that the HTTP side puts into the queue for a request.
 
     seen: function that is called with the kind of each event, while the slot still computes.
     """
@@ -111,7 +111,7 @@ class Serving:
         return job
 
     def someone_waits(self):
-        """Return when another slot waits for its turn or for an engine. The computing slot calls this."""
+        """Return when another slot waits for the lock or a joint step. The slot that computes calls this."""
         until(lambda: self.lock._waiting or self.lock._resumed or self.batcher._waiting)
 
 
@@ -166,12 +166,12 @@ def test_who_waits_longest_gets_the_next_turn():
 
 
 def has_ended(lock, n_left):
-    """Return True if the next step of the lock's holder lets a waiting thread compute."""
+    """Return True if a waiting thread gets the lock when its holder calls `step` with n_left."""
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # `step` runs in a thread because it may never return: it passes the lock on, and nobody passes the lock
-    # back
+    # Call `step` in a thread, because it may never return: if it gives the lock to the other thread, it waits
+    # for the lock, which the other thread does not release.
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -299,7 +299,8 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # two requests at once add a second engine; afterwards a prompt is still not read again
+        # Two requests at once add a second engine. A request that is repeated must still find the engine
+        # that has read its prompt.
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))

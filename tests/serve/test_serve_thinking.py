@@ -365,7 +365,7 @@ def fresh(serve, messages, **more):
 
 
 def agent(serve, opens, sends):
-    """Let an agent look twice and answer. Then let the user ask two more questions.
+    """Let the model call a tool twice and then answer. After that, let the user ask two more questions.
 
     Yield (messages, last event) of each request. The event of the last request is None.
 
@@ -501,8 +501,8 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # The prompt must not contain the next two thoughts. `first` is not followed by a reply, and `thought` is
-    # encrypted.
+    # The prompt must leave out the next two reasoning items: no reply follows this `first`, and `thought` has
+    # only encrypted text.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
     assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt

@@ -115,7 +115,7 @@ def test_bytes_are_for_cells_and_the_batch(common):
 
 def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
     rows = read(Path(common.options.model)).plain_layers.all
-    # a cell takes 512 bytes, and the state takes as many bytes as 256 cells
+    # a cell takes 512 bytes, and the state of the recurrent layer takes as many bytes as 256 cells
     layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
     runs = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
     assert [run.budget for run in runs] == [256, 512]
@@ -261,7 +261,7 @@ def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
 
 
 def measured(common, runs, tokens=None, **options):
-    """Return the record of each run, and the events before the record."""
+    """Measure the runs. Return two dicts with the runs as keys: the run's record, and its other events."""
     by_run, seen = {}, {}
     with Runner(common, text(N) if tokens is None else tokens) as runner:
         for event in runner.run(runs, **options):
@@ -353,7 +353,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the runner has killed the process, because waiting for its end would take a while
+    # the end of the block kills the process, because waiting for its result would take a while
     assert process.returncode == -signal.SIGKILL
 
 

@@ -1,4 +1,4 @@
-"""The tokens that rows hold equal a plain count and, for some policies, a known answer."""
+"""`holdings` reports which tokens each row holds. Compare with a plain count, or with a known answer."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         watched = holdings.watch(engine, text(100), 10)
-    # the cache is full at 32, 40, ... 96 tokens. At 96 tokens an eviction leaves 24 of them, and then 4 more
-    # come
+    # the cache is full, and evicts, after 32, 40, ... 96 tokens. The last eviction leaves 24 tokens, and then
+    # the last 4 tokens are added
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
     assert watched.share().tolist() == want.tolist()
-    # share(2) is the state after 30 tokens, when nothing had been evicted. share(3) is the state after 40
-    # tokens. The last eviction before that was at 32 tokens
+    # share(2) is after 30 tokens: nothing has been evicted. share(3) is after 40 tokens: there has been one
+    # eviction, after 32 tokens, which evicted 8 tokens
     assert watched.share(2).tolist() == [1.0] * 30 + [0.0] * 70
     assert np.flatnonzero(watched.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
 
@@ -108,8 +108,8 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(13, 14))
     assert attended.attn.tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 0.5, 0.5, 0, 1, 0, 0, 0]]
-    # A share is attention divided by (number of heads * number of queries). There are 3 heads. The first of
-    # the three later steps has 2 queries, and all three together have 4.
+    # A share is attention divided by (number of query heads * number of queries). There are 3 heads. The last
+    # three steps have 2, 1 and 1 queries.
     assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
     assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
     assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]

@@ -558,7 +558,7 @@ def test_another_opening_is_another_record(tmp_path):
 
 
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
-    """Only a prompt ends in a reply header. The text before a question has no header, so no token is held."""
+    """A prompt ends with a reply header, whose tokens are held. A text before a question has no header."""
     held = []
     read = Engine.read
     monkeypatch.setattr(
@@ -590,7 +590,7 @@ def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
-    # tasks take turns
+    # the first item of each task is asked before the second item of any task
     assert [record["part"] for record in results] == names * 2
     for record in results:
         assert record["chat"] is True

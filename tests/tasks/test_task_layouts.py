@@ -1,4 +1,4 @@
-"""Layouts of task files: unknown layouts, and those in tests/data, where each file has two records."""
+"""Task files: damaged files and unknown layouts are errors, and the layouts of tests/data are read."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Length(Task):
 
 
 class Nothing:
-    """A reader that reads nothing and has fixed figures."""
+    """A stand-in for a reader. It reads nothing, and its counters and sizes are constants."""
 
     n_read, is_cut = 3, False
 

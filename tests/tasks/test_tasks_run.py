@@ -283,7 +283,7 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     end = " was too small."
     reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
     answer = task.answer(item, reader)
-    # the answer has room for all bytes of a choice and of the ending
+    # there must be room for one token per byte of a choice and of the text after the blank
     assert reader.n_answer == len(f" pot{end}")
     assert answer.output == "bag"
     assert answer.scores == {"acc": 1, "acc_norm": 1}
@@ -398,7 +398,7 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     before = records_of(broken)
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--resume")
     after = records_of(broken)
-    # the records of the stream with a budget of 96 stay
+    # the 3 records of the unfinished stream are dropped, and the records with a budget of 96 stay
     assert after[:4] == before[3:]
     strip = lambda record: {k: v for k, v in record.items() if k != "seconds"}  # noqa: E731
     assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
