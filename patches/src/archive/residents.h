@@ -64,30 +64,34 @@ public:
     float choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live);
 
 private:
-    // Blocks have places in a ring. The index of a cluster is n_cluster*(place of its block) + its index in the block.
-    // The cell of the cluster's mean has the same index
+    // The cells of means have room for n_ring blocks. Block b uses position b % n_ring of this ring. The index of a
+    // cluster is n_cluster*(position of its block) + its index in the block. The cell of its mean has the same index
     struct row {
-        std::vector<int64_t> held;     // block at each place of the ring; -1 if there is no block
-        std::vector<bearing> bearings; // rotation of the block's keys when the block's means were written
-        std::vector<int64_t> anchors;  // value of `anchor` when the block's means were written
+        std::vector<int64_t> held;     // The block at each position of the ring; -1 if there is no block.
+        std::vector<bearing> bearings; // The rotation of the block's keys when the block's means were written.
+        std::vector<int64_t> anchors;  // The value of `anchor` when the block's means were written.
 
-        std::vector<float>    score;  // score of each cluster
-        std::vector<uint16_t> sizes;  // number of tokens in each cluster
-        // mean squared distance of the cluster's keys from their mean, divided by n_embd_k
-        std::vector<float>    spread;
-        std::vector<uint8_t>  wanted; // true if the cluster is chosen
-        std::vector<uint8_t>  is_here; // true if the cluster is resident
-        std::vector<uint8_t>  is_new;  // true if no query has scored the cluster yet
+        std::vector<float>    score;   // The score of each cluster.
+        std::vector<uint16_t> sizes;   // The number of tokens in each cluster.
+        std::vector<float>    spread;  // The variance of the cluster's keys, summed over their elements.
+        std::vector<uint8_t>  wanted;  // True if the cluster is chosen.
+        std::vector<uint8_t>  is_here; // True if the cluster is resident.
+        std::vector<uint8_t>  is_new;  // True if no query has scored the cluster yet.
 
+        // a cell for a resident token
         struct slot {
-            int32_t cluster = -1; // -1 if the cell is free
-            int64_t place   = 0;  // place of the cell's token
-            int64_t anchor  = -1; // value of `anchor` when the cell was written
+            int32_t cluster = -1; // The cluster of the cell's token; -1 if the cell is free.
+            int64_t place   = 0;  // The place of the token in the archive.
+            int64_t anchor  = -1; // The value of `anchor` when the cell was written.
         };
         std::vector<slot> slots; // [n_token]
 
-        int64_t tail = 0;  // the tokens before this position have been written
-        int64_t base = -1; // base of the keys in all cells
+        // [n_embd_k]: for each element of a key, the variance inside a cluster, summed over the tokens of all clusters.
+        // The keys of all clusters are assumed to vary in the same proportions, so each cluster only stores its spread
+        std::vector<float> variance;
+
+        int64_t tail = 0;  // The tokens before this position have been written to cells.
+        int64_t base = -1; // The value of tokens.base() when the cells were written.
     };
 
     const archive & tokens;
@@ -96,7 +100,8 @@ private:
     const int n_token;
     const int n_ring; // blocks
 
-    // keys beyond n_near are rotated so that they have the right distance from a query at this position
+    // Keys beyond n_near are rotated so that they have the right distance from a query at this position. The position
+    // follows the stream in steps, because all these keys must be written again when it changes
     int64_t anchor = -1;
 
     std::vector<std::vector<row>>         rows;  // [layer][head]
@@ -107,7 +112,8 @@ private:
     void update_tail (row & r, size_t layer, int head, cells & out);
     void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
 
-    float spread_of(size_t layer, int head, size_t place) const;
+    // Compute the spread of the cluster at a place, whose index is i, and add to the row's variance
+    void set_spread(row & r, size_t layer, int head, size_t place, int i) const;
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
