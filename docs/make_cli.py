@@ -69,23 +69,25 @@ ctx-size = 4096
 temp = 0.5
 ```
 
-A variable does the same: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%` for one. An empty
-one counts as not set. Values of options that can be repeated, like `-o`, are separated by spaces.
+Environment variables set the same defaults: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%`
+for one command. An empty variable has no effect. For options that can be repeated, such as `-o`, separate the
+values by spaces.
 
-What is typed beats variables, and those beat the file. Of variables, that for one command beats that for
-all. In the file, a model in one command beats a model, that beats a command, and that beats the top level.
-A chat that goes on from `--session` keeps the options it was started with unless they are typed. Parameters
-(`-o`) belong to the policy beside them: another policy drops them.
+An option on the command line overrides a variable, and a variable overrides the file. A variable for one
+command overrides a variable for all commands. In the file, the order from strongest to weakest is: a model in
+one command, a model, a command, the top level. A chat that continues a `--session` keeps the options with
+which it was started; only the command line changes them. Parameters (`-o`) belong to the policy in the same
+place: if another policy is chosen, they are ignored.
 
-`kvtool config` shows what is set and checks it; `kvtool config chat` shows every option of a command with
-its value, and what has set it.
+`kvtool config` checks the file and shows which defaults are set. `kvtool config chat` shows every option of a
+command, its value, and where the value comes from.
 """
 
 COMPLETION = """\
 ## Tab completion
 
-`kvtool --install-completion` adds it to the shell that runs (bash, zsh, fish or PowerShell); a new shell
-has it. By hand, one line:
+`kvtool --install-completion` sets up completion for your shell (bash, zsh, fish or PowerShell). It works in
+new shells. To set it up by hand, add one line to a file:
 
 | shell | line | file |
 | --- | --- | --- |
@@ -99,9 +101,9 @@ VARIABLES = """\
 
 | variable | what it does |
 | --- | --- |
-| `KVTOOL_MODEL` | the model when `-m` is not given: a name or a GGUF file |
+| `KVTOOL_MODEL` | the default of `-m`: a name or a GGUF file |
 | `KVTOOL_...` | the default of any option: [defaults of your own](#defaults-of-your-own) |
-| `KVTOOL_CONFIG` | another file with defaults; an empty file for none |
+| `KVTOOL_CONFIG` | path of another file with defaults; to use no defaults, name an empty file |
 | `KVTOOL_CACHE` | folder for builds, models and kernels; default: `kvtool` in the per-user cache |
 | `CMAKE_ARGS` | more flags for CMake when llama.cpp is built |
 | `NO_COLOR` | if set, no colours on a terminal |
