@@ -24,7 +24,7 @@ from kvtool.engine.settings import Settings
 from kvtool.engine.signals import Signals
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
-from kvtool.errors import LibraryError, StreamEnd, UsageError
+from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import Policy, State
@@ -282,7 +282,7 @@ class Engine:
         if self.reads_whole(len(tokens)):
             try:
                 return self._read_whole(_checked(tokens, self.model.n_vocab), stopped, cached)
-            except LibraryError:
+            except (LibraryError, OutOfMemory):
                 if self.prefill == "whole":
                     raise
                 # a GPU had less memory than it reported: read the text in another way

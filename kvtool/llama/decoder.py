@@ -156,7 +156,7 @@ class Decoder:
         self._next = n_output - 1
 
     def _decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decode i32[n] tokens. Raises LibraryError."""
+        """Decode i32[n] tokens. Raises OutOfMemory or LibraryError."""
         self._check_open()
         n = len(tokens)
         self._batch.clear()
@@ -171,6 +171,8 @@ class Decoder:
             if self._threads.n != n_threads:
                 api.llama_set_n_threads(self._context, self._threads.n, self._threads.n)
         self._has_decoded = True
+        if status != 0 and no_memory():
+            raise OutOfMemory(f"no memory for a step of {n} tokens{because()}", on_gpu=self.model.uses_gpu)
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
 

@@ -10,7 +10,7 @@ import pytest
 from kvtool import policies
 from kvtool.chats.writer import Writer
 from kvtool.cli.explain import explain_run, long_text
-from kvtool.errors import LibraryError, StreamEnd, UsageError
+from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
@@ -187,15 +187,30 @@ def refuse_above(n):
     return refuse
 
 
-def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypatch, tiny_model):
+def fail_above(n):
+    """Return a function to replace `Context.decode`. It fails with more than n cells a row."""
+    decode = Context.decode
+
+    def fail(self, tokens, pos_0, n_output):
+        if self.layer_cells.max() > n:
+            raise OutOfMemory("no memory for the cache or a step")
+        decode(self, tokens, pos_0, n_output)
+
+    return fail
+
+
+@pytest.mark.parametrize(("method", "replacement"), [("resize", refuse_above), ("decode", fail_above)])
+def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(
+    monkeypatch, tiny_model, method, replacement
+):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
     streamed, *_, n_bytes = logits_after(path, fit(), tokens)
     beside_gpu(monkeypatch, 2**40)
-    monkeypatch.setattr(Context, "resize", refuse_above(256))
+    monkeypatch.setattr(Context, method, replacement(256))
     logits, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
     np.testing.assert_array_equal(logits, streamed)
     assert own_bytes == n_bytes
-    with pytest.raises(LibraryError, match="no memory for the cache"):
+    with pytest.raises((LibraryError, OutOfMemory), match="no memory for the cache"):
         logits_after(path, fit(), tokens, prefill="whole")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool.errors import InputError, LibraryError, OutOfMemory, UsageError
-from kvtool.llama import library
+from kvtool.llama import decoder, library, log
 from kvtool.llama import model as llama_model
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
@@ -721,6 +721,19 @@ def test_a_larger_cache_holds_more_tokens(tiny_model):
         context.resize(np.full(2, 512))
         fill(context, 256, 256)
         assert len(look(context).pos) == 512
+
+
+def test_a_step_without_memory_advises_a_smaller_cache(tiny_model, monkeypatch):
+    def decode(*_):
+        log.log_tail.append("ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 8")
+        return -2
+
+    with opened(tiny_model(**SHAPE)) as context:
+        monkeypatch.setattr(decoder.api, "llama_decode", decode)
+        with pytest.raises(OutOfMemory, match="for a step of 3 tokens: .*; choose a smaller --budget"):
+            context.decode(tokens(3), 0, 1)
+        monkeypatch.undo()
+        context.decode(tokens(3), 0, 1)
 
 
 @pytest.mark.parametrize(
