@@ -227,7 +227,7 @@ class Matcher(Constraint):
             raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Restart the text after these tokens. Every later `restart` does the same.
+        """Start the text with these tokens. Each later `restart` also starts with them.
 
         Raises UsageError if the tokens do not fit.
         """

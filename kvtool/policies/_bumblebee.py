@@ -50,8 +50,8 @@ def _phi(x, power):
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # Newton's method starts at or above the root: at the lower of the two values at which one term alone
-    # equals x. The function is convex, so the method descends from there to the root
+    # Start Newton's method at or above the root, so that it descends to the root: the function is convex.
+    # Each term alone reaches x at a y that is not below the root, so take the smaller of these two y
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)

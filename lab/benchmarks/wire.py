@@ -224,7 +224,7 @@ def measure_policy(
                 n += 1
                 yield
 
-        # do not count the first tokens, which build the graph of single tokens
+        # the first step of one token builds its graph, so decode some tokens before the measurement
         sum(1 for _ in steps(lambda n: n > 0))
         n_plan = 0
         result = measure(meter, spec, steps(lambda n: n >= args.tokens))

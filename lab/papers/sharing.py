@@ -50,7 +50,10 @@ def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes:
 
 
 def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
-    """Return f64[item], each item's score at this size, interpolated between the sizes of the lines."""
+    """Return f64[item]: the score that each item would have with a cache of `size` bytes.
+
+    The score is interpolated between the caches of `lines`, which have other sizes.
+    """
     at, scores = (np.array([line["scores"][name] for line in lines]) for name in ("device", "string_match"))
     order = np.argsort(at, axis=0)
     at, scores = np.take_along_axis(at, order, 0), np.take_along_axis(scores, order, 0)

@@ -90,8 +90,8 @@ def turns(user):
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # This begins another chat. The first `undo(2)` below takes back the turn of that chat and the reset, so
-    # the first chat is in the file again.
+    # `reset` begins a second chat. The first `undo(2)` below takes back two steps: the turn of the second
+    # chat and the reset. Then the file holds the first chat again.
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)

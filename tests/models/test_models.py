@@ -742,7 +742,7 @@ def test_show_says_what_slides(tmp_path):
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
     shown = show(path, "--fit", "750KiB", "-ctk", "q8_0")
     assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
-    # every third of the 5 layers attends to the whole text
+    # with a pattern of 3, layer 2 attends to the whole text, and the other 4 layers to a window
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
     # each of 2 KV heads has a key of 34 bytes and a value of 64 bytes. The window of 300 tokens and a batch
     # of 256 take 768 cells, a multiple of 256

@@ -47,7 +47,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # a token may have several bytes if the rules force a text
+        # if the grammar leaves only one continuation, the sampler may choose a token of several bytes
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")
