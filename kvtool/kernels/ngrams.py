@@ -49,7 +49,7 @@ def link(tokens, newest, before, first, n):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8)")
 def unlink(tokens, newest, before, n, first):
-    """Remove the places first + 1 .. n that `link` added."""
+    """Remove places from the chains: n, n - 1, ..., first + 1. This undoes `link`."""
     for end in range(n, max(first + 1, N_KEY) - 1, -1):
         newest[key_of(tokens, end)] = before[end - 1]
 

@@ -31,7 +31,10 @@ def _unchanged(constraint: Matcher | None) -> Constraint | None:
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _MANY = 0.75
-"""If more than this share of all tokens fits, excluding tokens is faster than listing tokens that fit."""
+"""If the grammar allows more than this share of all tokens, the other tokens get the logit -inf.
+
+Below this share, it is faster to sample from a list of the allowed tokens.
+"""
 
 _N_MIROSTAT = 100
 """Mirostat 1 estimates from this many top tokens how fast probabilities fall. The paper does the same."""

@@ -55,15 +55,15 @@ _Where = tuple[str, str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class RulerRun:
-    """A run of `lab.papers.ruler` for each task. It reads a text once for all policies, shares and protocols.
+    """Runs of `lab.papers.ruler`, one for each task. A run reads each text once and compares policies on it.
 
     Attributes
     ----------
     tasks
         Names of some of RULER's thirteen tasks.
     policies
-        Policies. A policy with an archive (`recall`) runs with one budget, `cells`. Other policies that evict
-        run once for each share in `removed`.
+        The compared policies. A policy with an archive (`recall`) has the budget `cells`. Every other policy
+        that evicts is tried with each share in `removed`.
     removed
         The shares of a prompt that are evicted.
     cells

@@ -373,7 +373,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
         assert (done.returncode, done.stdout) == (code, "")
         assert message in done.stderr
         assert done.stderr.startswith("kvtool: ")
-    # if the model cannot remove draft tokens from its cache, and --draft is not given, it writes without them
+    # without --draft, a model whose cache cannot remove draft tokens writes without draft tokens
     done = generated(tiny_model(arch="deepseek2"), "--raw", "--json")
     assert json.loads(done.stdout)["drafted"] == 0
 

@@ -92,7 +92,7 @@ def client(endpoint, path, as_stock):
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
-        # register the server as a llama.cpp without spares does
+        # register each device of the worker once, as llama.cpp does without the extra devices (spares)
         workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
             lambda server: lib.ggml_backend_register(server)
         )

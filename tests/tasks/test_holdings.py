@@ -124,7 +124,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # latent attention (MLA) has no synthetic cells. Instead, 7 archived tokens are recalled into cells
+        # with MLA, recall has no synthetic cells: it copies 7 archived tokens into cells
         ("deepseek2", ["recalled=7"], 7),
     ],
 )

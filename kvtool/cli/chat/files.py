@@ -405,9 +405,9 @@ def open_transcript(path: Path) -> Log:
 
 
 def moved_line(spare: Path) -> str:
-    """Return the message about another chat's archive that was renamed.
+    """Return the message that the archive of another chat was renamed.
 
-    spare: the new path, FILE.1.archive.
+    spare: the new path of that archive, such as FILE.1.archive.
     """
     name = spare.with_suffix("").stem + spare.suffix
     return f"{name} belonged to another chat; it is now {spare.name}"

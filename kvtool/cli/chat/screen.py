@@ -332,7 +332,7 @@ class Keys:
 
     @contextmanager
     def normal(self) -> Iterator[None]:
-        """Show typed characters again inside the block. Used inside `waiting`, for questions."""
+        """Show typed characters inside the block, although `waiting` hides them. Used to ask questions."""
         with _attributes(self._before) if self._before else nullcontext():
             yield
 

@@ -30,9 +30,9 @@ N_ATTENDED = 10
 """Number of archived tokens that a terminal lists. These are the tokens that get the most attention."""
 
 ALL = len(BOUNDS) + 2
-"""Level of a token that all rows hold."""
+"""Colour level of a token that all rows hold."""
 ARCHIVED = ALL + 1
-"""Level of a token that only the archive holds."""
+"""Colour level of a token that only the archive holds."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
 """Background colours of the levels from 1 on, for dark and for light terminals.

@@ -35,7 +35,7 @@ many tokens back.
 """
 
 WITH_PLACES = ("attention", "queries")
-"""Kinds that draw single heads."""
+"""Kinds of maps that show single heads."""
 
 
 class MeasuredMap(NamedTuple):

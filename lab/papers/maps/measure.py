@@ -3,9 +3,9 @@
 - `attention`, `queries` and `share`: CORM's figures 1 to 3 (Dai et al. 2024, arXiv:2404.15949, section 3).
 - `values`: WeightedKV's figure 1 (Yuan et al. 2025, arXiv:2503.01330).
 
-Each layer is reduced while the text is read; complete arrays are kept only for the heads of a picture. Only
-layers that attend to all tokens are measured. Arrays [head] have all heads of all these layers: KV heads in
-`Values`, otherwise query heads.
+Each layer is reduced while the text is read. Complete arrays are kept only for the heads of a picture. Only
+layers that attend to all tokens are measured. An array [head] has an entry for each head of each such layer.
+In `Values` these are KV heads, elsewhere query heads.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ class SimilarQueries(Heads):
         return within
 
     def chance(self, n_token: int) -> float:
-        """Return what `within` would be if each earlier query were equally likely to be the most similar."""
+        """Return the value of `within` that chance alone gives.
+
+        By chance, each earlier query is equally likely to be the most similar.
+        """
         n_earlier = np.arange(1, self.distance.shape[1] + 1)
         return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
 

@@ -50,8 +50,9 @@ struct attention_memory {
     // queries, rotated to the right distance from the last token of a block beyond n_near; see attention::read
     std::vector<float> turned;
 
-    // Tokens of the current batch. keys: [token][n_embd_k]. values: [token][n_value]. powers: first the products of
-    // keys and queries, then the exponentials of the logits, [token][n_column] or with few queries [query][n_together]
+    // Tokens of the current batch. keys: [token][n_embd_k]. values: [token][n_value]. powers: the products of keys and
+    // queries, later replaced by the exponentials of the logits. The layout of powers is [query][n_together] if there
+    // are few queries, otherwise [token][n_column]
     std::vector<float> keys;
     std::vector<float> values;
     std::vector<float> powers;

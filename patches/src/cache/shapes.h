@@ -51,7 +51,7 @@ bool holds(const layer_shape & room, const layer_shape & shape);
 // than in the previous graph
 std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
 
-// bytes of a layer's lists
+// bytes of the lists that an edit of this layer sends to the device
 int64_t list_bytes(const layer & l, const layer_shape & shape, bool v_trans);
 
 } // namespace kvtool

@@ -109,7 +109,7 @@ public:
 
     bool is_deferred = false;
 
-    // attention to residents, see resident.cpp
+    // inputs for attention to resident archived tokens, see resident.cpp
     struct resident_mask {
         const ggml_tensor * own; // the residents' mask on a device
 
