@@ -9,11 +9,11 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 
-_MISSED = 0.3
+_MISSED = 0.5
 """Maximum share of a query's attention that a step may miss. If a step misses more, it is repeated.
 
-The missed attention is attention to clusters that should have been resident. It is estimated from the mean
-keys of these clusters.
+The missed attention is attention to clusters that should have been resident. It is estimated. The more the
+keys of a cluster differ, the higher is the estimate.
 """
 
 _MOST_REPEATS = 3

@@ -6,18 +6,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 namespace kvtool {
 
-// A cluster's score falls by this factor with each step. With a larger factor, fewer residents change in a step, but
-// they fit the next query worse
-static constexpr float decay = 0.6f;
+// A cluster's score falls by this factor with each step
+static constexpr float decay = 0.9f;
 
-// This share of the logits' variance is added to the logit of a cluster's mean key when clusters are ranked. Without
-// it, the score of a cluster would be too low: exp is convex, so different keys together get more attention than as
-// many copies of their mean. A half is right for logits that are normally distributed
-static constexpr float spread_share = 0.5f;
+// This share of the logits' variance is added to the logit of a cluster's mean key. Without this, the score of a
+// cluster would be too low: exp is convex, so different keys together get more attention than as many copies of their
+// mean. If logits were normally distributed, the correct share would be a half. The share is smaller because the
+// variance is computed as if keys differed equally in all directions. In fact they differ most in directions that few
+// queries have
+static constexpr float spread_share = 0.35f;
 
 // upper limit for a logit's variance
 static constexpr float most_variance = 16.0f;
@@ -64,7 +64,6 @@ void residents::clear(row & r, ggml_fp16_t * mask) {
     r.score   .assign(n_mean, 0.0f);
     r.sizes   .assign(n_mean, 0);
     r.spread  .assign(n_mean, 0.0f);
-    r.variance.clear();
     r.wanted  .assign(n_mean, 0);
     r.is_here .assign(n_mean, 0);
     r.is_new  .assign(n_mean, 0);
@@ -103,7 +102,7 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
 }
 
-void residents::set_spread(row & r, size_t layer, int head, size_t place, int i) const {
+float residents::spread_of(size_t layer, int head, size_t place) const {
     const auto & l   = tokens[layer];
     const auto & own = tokens.clusters_of(layer, head);
 
@@ -112,28 +111,19 @@ void residents::set_spread(row & r, size_t layer, int head, size_t place, int i)
     const auto  & start = own[block].start;
     const int     n     = start[c + 1] - start[c];
 
-    r.spread[i] = 0.0f;
-    if (n < 2) {
-        return;
-    }
-
-    std::vector<float> mean(l.n_embd_k), keys(n*l.n_embd_k), variance(l.n_embd_k);
+    std::vector<float> mean(l.n_embd_k), keys(n*l.n_embd_k);
     get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, mean.data(), l.n_embd_k);
     l.keys(head, block*n_block + start[c], n, keys.data());
 
-    // the mean of the squares minus the square of the mean
-    for (size_t at = 0; at < keys.size(); ++at) {
-        variance[at % l.n_embd_k] += keys[at]*keys[at]/n;
+    // the mean square of the keys minus the square of their mean; a rotation changes neither of the two
+    float sum = 0.0f;
+    for (const float x : keys) {
+        sum += x*x/n;
     }
-    for (int64_t e = 0; e < l.n_embd_k; ++e) {
-        variance[e] = std::max(variance[e] - mean[e]*mean[e], 0.0f);
+    for (const float x : mean) {
+        sum -= x*x;
     }
-    const float sum = std::accumulate(variance.begin(), variance.end(), 0.0f);
-    if (std::isfinite(sum)) {
-        r.spread[i] = sum;
-        r.variance.resize(l.n_embd_k);
-        add(r.variance.data(), variance.data(), l.n_embd_k, n);
-    }
+    return std::max(sum, 0.0f)/l.n_embd_k;
 }
 
 void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
@@ -210,7 +200,7 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
                 put_mean(layer, head, place, i, out);
             }
             if (is_new) {
-                set_spread(r, layer, head, place, i);
+                r.spread[i] = spread_of(layer, head, place);
                 mask[i]     = log_of(r.sizes[i]);
                 r.is_new[i] = 1;
             }
@@ -309,10 +299,8 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
 //
 
 struct choice_memory {
-    std::vector<float> power;  // [query][cluster]: attention to the cluster, estimated from its mean key
-    std::vector<float> rank;   // the same for one query, with the spread of the keys
+    std::vector<float> power;  // [query][cluster]: attention to the tokens of each cluster
     std::vector<float> turned; // a rotated query
-    std::vector<float> part;   // share of each element in the variance of the row's keys
     small_query        small;  // the rotated query in 8 bits
 
     // arrays over the clusters
@@ -321,16 +309,6 @@ struct choice_memory {
     std::vector<float>   score;
     std::vector<uint8_t> chosen;
 };
-
-// Replace logits of clusters by shares of the attention to the clusters and the live cells. live: logarithm of the
-// softmax sum over the live cells
-static void to_shares(float * x, int n, float live) {
-    const auto  part = exponentials(x, n, 1.0f, x);
-    const float sum  = part.sum + std::exp(live - part.most);
-    for (int i = 0; i < n; ++i) {
-        x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum : 0.0f;
-    }
-}
 
 float residents::choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live) {
     auto & r = rows[layer][head];
@@ -350,27 +328,19 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
     }
 
     used_again<choice_memory> memory;
-    auto & [power, rank, turned, part, small, number, size, score, chosen] = memory;
+    auto & [power, turned, small, number, size, score, chosen] = memory;
 
     power .resize((size_t) n*n_query);
-    rank  .resize(n);
     turned.resize(n_embd);
     number.resize(n);
     size  .resize(n);
-    score .assign(n, 0.0f);
+    score .resize(n);
     chosen.resize(n);
 
     for (int i = 0; i < n; ++i) {
         number[i] = number_of(own, i);
         size  [i] = own.clusters.sizes[i];
     }
-    part = r.variance;
-    part.resize(n_embd);
-    const float all = std::accumulate(part.begin(), part.end(), 0.0f);
-    for (float & share : part) {
-        share /= all > 0.0f ? all : 1.0f;
-    }
-
     for (int q = 0; q < n_query; ++q) {
         float * x = power.data() + q*n;
 
@@ -384,29 +354,31 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             small.set(turned.data(), n_embd);
             small.scale *= logits.scale;
 
-            const size_t first = own.place(block), last = own.place(end);
-            multiply(own.clusters.sides.data() + first/n_side*own.side_size(), (last - first)/n_side, small, n_embd, x + first);
-
-            // variance of a logit, relative to the variance of the keys
-            float by = 0.0f;
-            for (int64_t e = 0; e < n_embd; ++e) {
-                by += part[e]*turned[e]*turned[e]*logits.scale*logits.scale;
-            }
-            for (size_t i = first; i < last; ++i) {
-                x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i]);
-                rank[i] = x[i] + spread_share*std::min(by*r.spread[number[i]], most_variance);
-            }
+            const size_t place = own.place(block);
+            multiply(own.clusters.sides.data() + place/n_side*own.side_size(), (end - block)*n_cluster/n_side, small, n_embd, x + place);
         }
-        to_shares(x, n, live[q]);
-        to_shares(rank.data(), n, live[q]);
+        float norm = 0.0f;
+        for (int64_t e = 0; e < n_embd; ++e) {
+            norm += queries[q*n_embd + e]*queries[q*n_embd + e]*logits.scale*logits.scale;
+        }
         for (int i = 0; i < n; ++i) {
-            score[i] += size[i] > 0 ? rank[i]/size[i] : 0.0f;
+            x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i])
+                + spread_share*std::min(norm*r.spread[number[i]], most_variance);
+        }
+        const auto  part = exponentials(x, n, 1.0f, x);
+        const float sum  = part.sum + std::exp(live[q] - part.most);
+        for (int i = 0; i < n; ++i) {
+            x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum : 0.0f;
         }
     }
 
     for (int i = 0; i < n; ++i) {
+        float sum = 0.0f;
+        for (int q = 0; q < n_query && size[i] > 0; ++q) {
+            sum += power[q*n + i]/size[i];
+        }
         // a new cluster gets the score that it would have if all earlier queries had been like the queries of this step
-        r.score[number[i]] += r.is_new[number[i]] ? score[i]/(1.0f - decay) : score[i];
+        r.score[number[i]] += r.is_new[number[i]] ? sum/(1.0f - decay) : sum;
         r.is_new[number[i]] = 0;
         score[i] = r.score[number[i]];
     }

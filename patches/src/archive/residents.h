@@ -73,7 +73,8 @@ private:
 
         std::vector<float>    score;   // The score of each cluster.
         std::vector<uint16_t> sizes;   // The number of tokens in each cluster.
-        std::vector<float>    spread;  // The variance of the cluster's keys, summed over their elements.
+        // The mean squared distance of the cluster's keys from their mean, divided by n_embd_k.
+        std::vector<float>    spread;
         std::vector<uint8_t>  wanted;  // True if the cluster is chosen.
         std::vector<uint8_t>  is_here; // True if the cluster is resident.
         std::vector<uint8_t>  is_new;  // True if no query has scored the cluster yet.
@@ -85,10 +86,6 @@ private:
             int64_t anchor  = -1; // The value of `anchor` when the cell was written.
         };
         std::vector<slot> slots; // [n_token]
-
-        // [n_embd_k]: for each element of a key, the variance inside a cluster, summed over the tokens of all clusters.
-        // The keys of all clusters are assumed to vary in the same proportions, so each cluster only stores its spread
-        std::vector<float> variance;
 
         int64_t tail = 0;  // The tokens before this position have been written to cells.
         int64_t base = -1; // The value of tokens.base() when the cells were written.
@@ -112,8 +109,7 @@ private:
     void update_tail (row & r, size_t layer, int head, cells & out);
     void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
 
-    // Compute the spread of the cluster at a place, whose index is i, and add to the row's variance
-    void set_spread(row & r, size_t layer, int head, size_t place, int i) const;
+    float spread_of(size_t layer, int head, size_t place) const;
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
