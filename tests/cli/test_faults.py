@@ -146,12 +146,17 @@ def limited(megabytes, *options):
     return done
 
 
-# With 40 MB, memory is too small for the file. With 130 MB, it is too small for the cells and buffers. With
-# 160 MB, it is too small for the graph. llama.cpp returns an error, throws or aborts.
+# With 40 MB, memory is too small for the file. With 130 MB, it is too small for the weights or for the cells
+# and buffers. With 160 MB, it is too small for the weights or for the graph. llama.cpp returns an error,
+# throws or aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
-    one_line(limited(megabytes, "-m", smollm2), 8, "choose a smaller ")  # "model" or "--budget" follows
+    done = limited(megabytes, "-m", smollm2)
+    # the CPU decides whether 130 MB are enough for the weights; 40 MB never are
+    for_weights = smollm2.name in done.stderr
+    one_line(done, 8, "; choose a smaller model\n" if for_weights else "; choose a smaller --budget, ")
+    assert for_weights or megabytes > 40
 
 
 @linux

@@ -199,9 +199,12 @@ def fail_above(n):
     return fail
 
 
-@pytest.mark.parametrize(("method", "replacement"), [("resize", refuse_above), ("decode", fail_above)])
+@pytest.mark.parametrize(
+    ("method", "replacement", "error"),
+    [("resize", refuse_above, LibraryError), ("decode", fail_above, OutOfMemory)],
+)
 def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(
-    monkeypatch, tiny_model, method, replacement
+    monkeypatch, tiny_model, method, replacement, error
 ):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
     streamed, *_, n_bytes = logits_after(path, fit(), tokens)
@@ -210,7 +213,7 @@ def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(
     logits, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
     np.testing.assert_array_equal(logits, streamed)
     assert own_bytes == n_bytes
-    with pytest.raises((LibraryError, OutOfMemory), match="no memory for the cache"):
+    with pytest.raises(error, match="no memory for the cache"):
         logits_after(path, fit(), tokens, prefill="whole")
 
 
