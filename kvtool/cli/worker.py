@@ -54,7 +54,7 @@ def worker(*, args: _WorkerOptions) -> None:
     """Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.
 
     There is no authentication and no encryption: whoever reaches the port can use the devices, read and
-    change what they hold, and may be able to take over the process. Use it only in networks that you trust.
+    change their memory, and may be able to take over the process. Use it only in networks that you trust.
     """
     address, port = endpoints.address(args.host), args.port
     n_bytes = None if args.mem is None else parse_bytes(args.mem)
@@ -76,7 +76,7 @@ def worker(*, args: _WorkerOptions) -> None:
     interrupt.ends()
     if not endpoints.is_loopback(address):
         log.say(
-            "there is no authentication: whoever reaches the port can use the devices and read what they hold"
+            "there is no authentication: whoever reaches the port can use the devices and read their memory"
         )
     lines = _stdout_lines()
 
