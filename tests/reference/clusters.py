@@ -6,7 +6,7 @@ import numpy as np
 
 __all__ = ["N_CLUSTER", "Clusters", "kmeans"]
 
-N_CLUSTER, N_ROUND, N_APART = 16, 5, 5
+N_CLUSTER, N_ROUND, N_APART, MOST_VARIANCE = 16, 5, 5, 16.0
 
 
 def kmeans(x):
@@ -53,21 +53,40 @@ class Clusters:
             res[in_block] = block * N_CLUSTER + self.known[name]
         return res
 
-    def attend(self, of, logits, values, n_tokens):
+    def gains(self, of, keys, queries):
+        """Return f64[..., m]: by how much the spread of its keys raises a cluster's logit, for each query.
+
+        of: result of `members`, for m clusters. keys f64[n, d]: keys with the rotation that their block had
+        when it was clustered. queries f64[m, ..., d]: for each cluster, the queries with the same rotation.
+        They are already multiplied by the scale of the logits. The gain is half of the logits' variance, if
+        the keys of all clusters vary in the same proportions.
+        """
+        names = np.unique(of[of >= 0])
+        squares = [((keys[of == c] - keys[of == c].mean(0)) ** 2).sum(0) for c in names]
+        spreads = [square.sum() / (of == c).sum() for c, square in zip(names, squares, strict=True)]
+        blocks = [
+            sum(square for c, square in zip(names, squares, strict=True) if c // N_CLUSTER == block)
+            for block in np.unique(names // N_CLUSTER)
+        ]
+        shares = np.mean([block / block.sum() for block in blocks], axis=0)
+        variances = [(query**2 @ shares) * spread for query, spread in zip(queries, spreads, strict=True)]
+        return np.minimum(np.stack(variances, axis=-1), MOST_VARIANCE) / 2
+
+    def attend(self, of, logits, gains, values, n_tokens):
         """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.
 
         of: result of `members`. logits f64[..., n]: logits of all entries. The step attends exactly to the
-        clusters with the most attention per token, until these have enough tokens. Every other cluster
-        becomes one entry: the mean key and the mean value of its tokens, weighted by the number of tokens.
-        The logit of a mean key is the mean of the tokens' logits.
+        clusters with the most attention per token, until these have enough tokens. gains f64[..., c]: added
+        to the clusters' logits for this choice. Every other cluster becomes one entry: the mean key and the
+        mean value of its tokens, weighted by the number of tokens. The logit of a mean key is the mean of the
+        tokens' logits.
         """
-        if (of < 0).all():
-            return logits, values
         names, inverse, size = np.unique(of[of >= 0], return_inverse=True, return_counts=True)
         share = np.zeros((len(of), len(names)))
         share[np.flatnonzero(of >= 0), inverse] = 1 / size[inverse]
         rough = logits @ share + np.log(size)
-        weight = np.exp(rough - rough.max(-1, keepdims=True))
+        ranks = rough + gains
+        weight = np.exp(ranks - ranks.max(-1, keepdims=True))
         attention = (weight / weight.sum(-1, keepdims=True)).reshape(-1, len(names)).sum(0)
 
         best = np.argsort(-attention / size)

@@ -100,15 +100,16 @@ class Row:
 
 
 class Archive:
-    """Evicted entries of a row, in the order of the stream. See Row for pos, key and value."""
+    """Evicted entries of a row, in the order of the stream. See Row for pos, rot, key and value."""
 
     def __init__(self, head_dim, value_dim):
         self.pos = np.empty(0, np.int64)
+        self.rot = np.empty(0, np.int64)
         self.key = np.empty((0, head_dim // 2), np.complex128)
         self.value = np.empty((0, value_dim))
 
     def append(self, row, gone):
-        for name in ("pos", "key", "value"):
+        for name in ("pos", "rot", "key", "value"):
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, score, k):
@@ -358,19 +359,40 @@ class Stream:
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
         at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
-        keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
-        keys = self.model.scaled(keys, layer)
+        keys = self._rotated(layer, archive.key, at)
         logits = queries @ keys.T * self.model.scale
         if self.exact:
             row.clusters = row.clusters or Clusters(self.n_block, self.exact)
             end = archive.pos[-1] + 1 - self._late(row)
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
-            return row.clusters.attend(of, logits, archive.value, queries.shape[1])
+            if (of < 0).all():
+                return logits, archive.value
+            # far keys are clustered as rotated to position 0, and the other keys of a block with the base of
+            # its last key
+            n = self.n_block
+            last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
+            bases = (archive.pos - archive.rot)[last]
+            is_far = archive.pos < self._first_near(row)
+            turns = np.where(is_far, self.n_near - rot, first - rot - bases)
+            firsts = [np.flatnonzero(of == c)[0] for c in np.unique(of[of >= 0])]
+            turned = [self._turned(layer, queries, turns[i]) * self.model.scale for i in firsts]
+            gains = row.clusters.gains(of, self._rotated(layer, archive.key, at + turns), turned)
+            return row.clusters.attend(of, logits, gains, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
         chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
         row.recalled = archive.pos[chosen]
         return logits[..., chosen], archive.value[chosen]
+
+    def _rotated(self, layer, keys, positions):
+        """Return keys f64[n, head_dim], from keys c128[n, head_dim / 2] before RoPE."""
+        rotated = keys * np.exp(1j * np.outer(positions, self.model.freq[layer]))
+        return self.model.scaled(rotated.view(np.float64), layer)
+
+    def _turned(self, layer, queries, n):
+        """Return queries f64[..., head_dim] after a further rotation by n positions."""
+        pairs = np.ascontiguousarray(queries).view(np.complex128)
+        return (pairs * np.exp(1j * n * self.model.freq[layer])).view(np.float64)
 
     def _make_room(self, m):
         """Close all gaps and restart positions if m more tokens would exceed the trained context."""

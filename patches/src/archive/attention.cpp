@@ -13,8 +13,9 @@
 //
 // 2. find: for each row, one thread calls the search (search.cpp). The search decides which tokens the row's queries
 //    attend to exactly: all tokens without clusters, which are the newest tokens, and about n_exact tokens of the
-//    clusters with the highest attention per token. For all other clusters, attention is estimated from their mean keys
-//    and mean values. Most attention is on few tokens, so the work depends little on the archive's length.
+//    clusters with the highest attention per token, which is estimated from mean keys and from how much keys differ.
+//    For all other clusters, attention is estimated from their mean keys and mean values alone. Most attention is on few
+//    tokens, so the work depends little on the archive's length.
 //
 // 3. attend: the tokens that a row attends to exactly are divided into n_span parts of equal size, and the parts of all
 //    rows are distributed over the threads. read_part reads a part in batches of n_together tokens:

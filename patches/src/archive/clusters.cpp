@@ -47,18 +47,21 @@ void means::get_value(size_t i, float * value) const {
 void means::resize(size_t n) {
     grow(sides,  n/n_side, size_k);
     grow(sizes,  n, 1);
+    grow(spreads, n, 1);
     grow(values, n, size_v);
 }
 
 void means::reserve(size_t n) {
     sides .reserve(n/n_side*size_k);
     sizes .reserve(n);
+    spreads.reserve(n);
     values.reserve(n*size_v);
 }
 
 void means::erase(size_t n) {
     sides .erase(sides .begin(), sides .begin() + n/n_side*size_k);
     sizes .erase(sizes .begin(), sizes .begin() + n);
+    spreads.erase(spreads.begin(), spreads.begin() + n);
     values.erase(values.begin(), values.begin() + n*size_v);
 }
 
@@ -87,6 +90,7 @@ void row_clusters::set(
         int64_t block, int from, const bearing & to, const float * keys, const float * vs, const membership * known) {
     if (blocks.empty()) {
         first = block;
+        shares.assign(n_embd_k, 0);
     }
     if (block == end()) {
         blocks.emplace_back();
@@ -113,6 +117,7 @@ void row_clusters::set(
     }
 
     auto & own = blocks[block - first];
+    drop_shares(own);
     own.to    = to;
     own.first = from;
     std::iota(own.order.begin(), own.order.end(), 0);
@@ -130,7 +135,7 @@ void row_clusters::set(
         own.order[next[of[i]]++] = from + i;
     }
 
-    std::vector<float> key(n_embd_k), value(n_embd_v);
+    std::vector<float> key(n_embd_k), value(n_embd_v), squares(n_embd_k);
 
     for (int c = 0; c < n_cluster; ++c) {
         std::fill(key  .begin(), key  .end(), 0.0f);
@@ -149,14 +154,50 @@ void row_clusters::set(
             x /= std::max(size, 1);
         }
 
+        float spread = 0.0f;
+        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+            const float * x = keys + (own.order[at] - from)*n_embd_k;
+            for (int64_t e = 0; e < n_embd_k; ++e) {
+                const float square = (x[e] - key[e])*(x[e] - key[e]);
+                squares[e] += square;
+                spread     += square;
+            }
+        }
         const size_t to_place = place(block) + c;
         member[to_place] = c;
-        clusters.sizes[to_place] = size;
+        clusters.sizes  [to_place] = size;
+        clusters.spreads[to_place] = std::isfinite(spread) ? spread/std::max(size, 1) : 0.0f;
         set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
         clusters.set_value(to_place, value);
     }
 
+    add_shares(own, squares);
     group(block);
+}
+
+// set a block's shares, and add them to the row's
+void row_clusters::add_shares(sealed_block & own, const std::vector<float> & squares) {
+    const float sum = std::accumulate(squares.begin(), squares.end(), 0.0f);
+    own.shares.assign(n_embd_k, 0);
+    for (int64_t e = 0; e < n_embd_k && sum > 0.0f && std::isfinite(sum); ++e) {
+        own.shares[e] = std::lround(squares[e]/sum*UINT16_MAX);
+        shares[e] += own.shares[e];
+    }
+}
+
+void row_clusters::drop_shares(const sealed_block & own) {
+    for (size_t e = 0; e < own.shares.size(); ++e) {
+        shares[e] -= own.shares[e];
+    }
+}
+
+float row_clusters::variance(const float * query) const {
+    float res = 0.0f, sum = 0.0f;
+    for (size_t e = 0; e < shares.size(); ++e) {
+        res += shares[e]*query[e]*query[e];
+        sum += shares[e];
+    }
+    return sum > 0.0f ? res/sum : 0.0f;
 }
 
 void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
@@ -164,14 +205,16 @@ void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
 
     const auto old_member = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
     const auto old_sizes  = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
+    const auto old_spreads = std::vector<float>(clusters.spreads.begin() + at, clusters.spreads.begin() + at + n);
     const auto old_values = std::vector<uint8_t>(clusters.value(at), clusters.value(at + n));
 
     uint8_t * sides = clusters.sides.data() + at/n_side*side_size();
     const auto old_sides = std::vector<uint8_t>(sides, sides + n/n_side*side_size());
 
     for (size_t i = 0; i < n; ++i) {
-        member        [at + i] = old_member[from[i]];
-        clusters.sizes[at + i] = old_sizes [from[i]];
+        member          [at + i] = old_member [from[i]];
+        clusters.sizes  [at + i] = old_sizes  [from[i]];
+        clusters.spreads[at + i] = old_spreads[from[i]];
         std::copy_n(old_values.begin() + from[i]*clusters.size_v, clusters.size_v, clusters.values.begin() + (at + i)*clusters.size_v);
         copy_key(sides + i/n_side*side_size(), i % n_side, old_sides.data() + from[i]/n_side*side_size(), from[i] % n_side, n_embd_k);
     }
@@ -219,7 +262,18 @@ void row_clusters::group(int64_t block) {
             add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[at + i]/all);
             add(value.data(), one.data(), n_embd_v, clusters.sizes[at + i]/all);
         }
-        sets.sizes[to + s] = all;
+        // the mean spread of the clusters, plus the spread of their mean keys
+        float spread = 0.0f;
+        for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
+            float square = clusters.spreads[at + i];
+            for (int64_t e = 0; e < n_embd_k; ++e) {
+                const float x = keys[order[i]*n_embd_k + e] - key[e];
+                square += x*x;
+            }
+            spread += square*clusters.sizes[at + i]/all;
+        }
+        sets.sizes  [to + s] = all;
+        sets.spreads[to + s] = std::isfinite(spread) ? spread : 0.0f;
         set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);
         sets.set_value(to + s, value);
     }
@@ -254,6 +308,7 @@ void row_clusters::forget(int64_t block) {
     }
     const int64_t n_group = n < (int64_t) blocks.size() ? block/n_grouped - first/n_grouped : grouped.size();
 
+    std::for_each(blocks.begin(), blocks.begin() + n, [&](const sealed_block & own) { drop_shares(own); });
     blocks .erase(blocks .begin(), blocks .begin() + n);
     member .erase(member .begin(), member .begin() + n*n_cluster);
     grouped.erase(grouped.begin(), grouped.begin() + n_group);
@@ -271,6 +326,7 @@ void row_clusters::cut(int64_t block) {
     ungroup(block);
     const int64_t n_group = n > 0 ? (block - 1)/n_grouped - first/n_grouped + 1 : 0;
 
+    std::for_each(blocks.begin() + n, blocks.end(), [&](const sealed_block & own) { drop_shares(own); });
     blocks .resize(n);
     member .resize(n*n_cluster);
     grouped.resize(n_group);
@@ -281,8 +337,8 @@ void row_clusters::cut(int64_t block) {
 }
 
 size_t row_clusters::block_bytes() const {
-    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + clusters.size_v;
-    return sizeof(sealed_block) + n_cluster*(one + 1) + n_set*one/n_grouped;
+    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + sizeof(float) + clusters.size_v;
+    return sizeof(sealed_block) + n_embd_k*sizeof(uint16_t) + n_cluster*(one + 1) + n_set*one/n_grouped;
 }
 
 } // namespace kvtool

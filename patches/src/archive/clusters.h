@@ -1,5 +1,5 @@
-// Clusters of a row's archived keys. A search ranks the mean keys of clusters. The means also represent all tokens that
-// are not attended to exactly.
+// Clusters of a row's archived keys. A search ranks clusters by their mean keys, and by how much their keys differ. The
+// means also represent all tokens that are not attended to exactly.
 
 #pragma once
 
@@ -8,6 +8,7 @@
 
 #include "ggml.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -40,19 +41,22 @@ struct sealed_block {
     std::array<uint8_t,  store::n_block> order; // Index of the token that is stored at each place of the block.
     std::array<uint16_t, n_cluster + 1> start; // First place of each cluster's tokens.
 
+    std::vector<uint16_t> shares; // For each element of a key: its share of the spread of the block's clusters.
+
     membership members() const;
 };
 
-// Summaries of clusters, or of sets of clusters. A summary has a mean key, a mean value and the number of tokens. Mean
-// keys have 8 bits, and 16 keys are interleaved as a "side" (see index.h). If archived values are multiplied by a
-// Hadamard matrix, mean values are multiplied by the same matrix and have 4 bits. Otherwise mean values have 8 bits, or
-// are F16 if the value length does not allow 8 bits
+// Summaries of clusters, or of sets of clusters. A summary has a mean key, a mean value, the number of tokens, and the
+// spread of the keys: their variance, summed over all elements. Mean keys have 8 bits, and 16 keys are interleaved as a
+// "side" (see index.h). If archived values are multiplied by a Hadamard matrix, mean values are multiplied by the same
+// matrix and have 4 bits. Otherwise mean values have 8 bits, or are F16 if the value length does not allow 8 bits
 struct means {
     // n_map_v: size of the Hadamard matrix; 0 if there is no matrix
     means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v);
 
     std::vector<uint8_t>  sides;
     std::vector<uint16_t> sizes;
+    std::vector<float>    spreads;
     std::vector<uint8_t>  values;
 
     void resize (size_t n);
@@ -132,6 +136,10 @@ public:
 
     size_t side_size() const { return side_bytes(n_embd_k); }
 
+    // Variance of query . key over the keys of a cluster whose spread is 1. Keys differ more in some elements than in
+    // others. The proportions are assumed to be the same for all clusters of the row
+    float variance(const float * query) const;
+
     // bytes of a block's clusters
     size_t block_bytes() const;
 
@@ -149,11 +157,21 @@ private:
 
     std::vector<uint8_t> grouped; // for each group: 1 if the group is ordered set by set, else 0
 
+    std::vector<uint64_t> shares; // for each element of a key: the sum of the blocks' shares
+
+    void add_shares (sealed_block & own, const std::vector<float> & squares);
+    void drop_shares(const sealed_block & own);
+
     void group  (int64_t block);
     void ungroup(int64_t block);
 
     // reorder the clusters of a group: the cluster at place from[i] moves to place i
     void permute(size_t at, const std::vector<uint8_t> & from);
 };
+
+// Logarithm of how much more attention the keys of a cluster get than as many copies of their mean key. exp is convex,
+// so the difference grows with the variance of their logits. For normally distributed logits it is half of the
+// variance. The limit keeps a few very different keys from winning every choice
+inline float spread_gain(float variance) { return 0.5f*std::min(variance, 16.0f); }
 
 } // namespace kvtool

@@ -99,20 +99,29 @@ void search::multiply_runs(size_t first, size_t item) {
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
                 to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
+            const float   variance = variances[run.way*n_query + q];
+            const float * spreads  = run.all->spreads.data() + run.place;
+            float       * gains    = ranks.data() + q*n_room + item;
+            for (int i = 0; i < run.n; ++i) {
+                gains[i] = spread_gain(variance*spreads[i]);
+            }
         }
     }
     for (int q = 0; q < n_query; ++q) {
-        add(x.data() + q*n_room + begin, logs.data() + begin, item - begin, 1.0f);
+        add(x    .data() + q*n_room + begin, logs.data() + begin, item - begin, 1.0f);
+        add(ranks.data() + q*n_room + begin, x.data() + q*n_room + begin, item - begin, 1.0f);
     }
 }
 
 // Set the score of each item: the item's share of the softmax sums of all queries, divided by its number of tokens. The
 // number of exact tokens is limited, so choosing the items with the most attention per token covers the most attention.
-void search::set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts) {
+// powers: the exponentials of ranks; may be ranks
+void search::set_scores(std::vector<float> & powers) {
     std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        if (parts[q].sum > 0.0f && std::isfinite(parts[q].sum)) {
-            add(score.data(), powers.data() + q*n_room, n_item, 1.0f/parts[q].sum);
+        const auto part = exponentials(ranks.data() + q*n_room, n_item, 1.0f, powers.data() + q*n_room);
+        if (part.sum > 0.0f && std::isfinite(part.sum)) {
+            add(score.data(), powers.data() + q*n_room, n_item, 1.0f/part.sum);
         }
     }
     for (size_t i = 0; i < n_item; ++i) {
@@ -127,11 +136,7 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
     }
 
     powers.resize(x.size());
-    std::vector<softmax_part> parts(n_query);
-    for (int q = 0; q < n_query; ++q) {
-        parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, powers.data() + q*n_room);
-    }
-    set_scores(powers, parts);
+    set_scores(powers);
     choose(score.data(), size.data(), n_sets, n_ranked*n_exact, chosen.data());
 
     size_t item = 0;
@@ -143,7 +148,7 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
                 continue;
             }
             for (int q = 0; q < n_query; ++q) {
-                x[q*n_room + item] = -INFINITY;
+                x[q*n_room + item] = ranks[q*n_room + item] = -INFINITY;
             }
             const size_t place = own.place_of_set(run.place + i);
             prefetch(own.clusters.sides.data() + place/n_side*own.clusters.size_k, own.clusters.size_k);
@@ -295,10 +300,13 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     }
     turn(queries, row);
 
-    small.resize(ways.size()*n_query);
+    small    .resize(ways.size()*n_query);
+    variances.resize(ways.size()*n_query);
     for (size_t i = 0; i < small.size(); ++i) {
-        small[i].set(row.turned.data() + i*l.n_embd_k, l.n_embd_k);
+        const float * query = row.turned.data() + i*l.n_embd_k;
+        small[i].set(query, l.n_embd_k);
         small[i].scale *= logits.scale;
+        variances[i] = logits.scale*logits.scale*own.variance(query);
     }
 
     // Make room for the clusters of the sets that pick_sets will pick, n_side clusters per set. It picks sets until
@@ -306,6 +314,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);
+    ranks .resize(n_room*n_query);
     logs  .resize(n_room);
     inverse.resize(n_room);
     score .resize(n_room);
@@ -319,7 +328,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     for (int q = 0; q < n_query; ++q) {
         parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, x.data() + q*n_room);
     }
-    set_scores(x, parts);
+    set_scores(ranks);
 
     choose(score.data() + n_sets, size.data() + n_sets, n_item - n_sets, n_exact, chosen.data() + n_sets);
     looked.clear();

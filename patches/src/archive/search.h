@@ -75,9 +75,11 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // Arrays with one entry per item. The items are the clusters and sets of all runs, one run after the other. x has
-    // one entry per query and item: first a logit, later an exponential. The entries of query q begin at x[q*n_room]
+    // Arrays with one entry per item. The items are the clusters and sets of all runs, one run after the other. x and
+    // ranks have one entry per query and item: first a logit, later an exponential. The entries of query q begin at
+    // x[q*n_room]. The logits of x are those of the mean keys. In ranks they are higher the more the keys differ
     std::vector<float>   x;
+    std::vector<float>   ranks;
     std::vector<float>   logs;
     std::vector<float>   inverse; // 1/number of tokens
     std::vector<float>   score;
@@ -94,6 +96,8 @@ struct search_memory {
     std::vector<float> powers;
 
     std::vector<small_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]
+
+    std::vector<float> variances; // variance of a rotated query's logits over keys with the spread 1: [way][query]
 };
 
 // one thread's search in one layer, for the queries of a step
@@ -149,7 +153,7 @@ private:
     int  way_of(int64_t delta);
     void add_run(const means & some, size_t place, int n, int way, bool is_set);
     void multiply_runs(size_t first, size_t item);
-    void set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts);
+    void set_scores(std::vector<float> & powers);
 
     void turn(const float * queries, searched_row & row);
     void pick_sets(const row_clusters & own, size_t n_sets);
