@@ -9,12 +9,21 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 
-_MISSED = 0.5
-"""Maximum share of a query's attention that a step may miss. If a step misses more, it is repeated.
+_LIMITS = (0.0125, 0.04)
+"""Smallest and largest limit of the attention that a step may miss. If a step misses more, it is repeated.
 
-The missed attention is attention to clusters that should have been resident. It is estimated. The more the
-keys of a cluster differ, the higher is the estimate.
+The missed attention is attention to clusters that should have been resident, as far as their mean keys do not
+represent it. It is estimated. The limit is a share of all attention, averaged over all query heads.
+
+Models differ in how much their steps miss. Therefore the limit adapts: it settles where `_REPEATED` of the
+steps are repeated, if this is possible between the two limits.
 """
+
+_REPEATED = 0.04
+"""Share of steps that are repeated in the long run."""
+
+_PACE = 0.02
+"""Share by which a repetition raises the limit."""
 
 _MOST_REPEATS = 3
 """Maximum number of repetitions of a step.
@@ -54,6 +63,7 @@ class Residents:
         self._cache = cache
         self._n_mean = 0
         self._n_left = 0
+        self._limit = sum(_LIMITS) / 2
         self.n_token = settings.resident if cache.policy.recall else 0
         self.n_repeated = 0
         self.obstacle = ""
@@ -108,7 +118,12 @@ class Residents:
         """
         archive = self._cache.context.archive
         assert archive
-        if not self._n_mean or not self._n_left or archive.missed() <= _MISSED:
+        if not self._n_mean or not self._n_left:
+            return False
+        is_repeated = archive.missed() > self._limit
+        low, high = _LIMITS
+        self._limit = min(max(self._limit * (1 + _PACE * (is_repeated - _REPEATED)), low), high)
+        if not is_repeated:
             return False
         self._n_left -= 1
         self.n_repeated += 1

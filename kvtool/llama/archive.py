@@ -191,9 +191,11 @@ class Archive:
         """Choose the residents of the next step, and return how much attention the last step missed.
 
         The residents are chosen from the queries of the last step. A query missed its attention to the
-        clusters that are chosen now but were not resident in the last step. The result is the largest share
-        of attention that any query missed. It is 0 if the last step had no residents. Attention to two kinds
-        of tokens is not counted: tokens without a cluster, and live tokens after the last eviction.
+        clusters that are chosen now but were not resident in the last step. The attention that the mean keys
+        of these clusters represent is not counted. The result is the mean share over all query heads of all
+        layers. If the last step had several tokens, it is the largest mean of a token. It is 0 if the last
+        step had no residents. Attention to two kinds of tokens is not counted: tokens without a cluster, and
+        live tokens after the last eviction.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))

@@ -43,7 +43,7 @@ def always_repeated(monkeypatch):
 
     With ALL residents, attention is then exact.
     """
-    monkeypatch.setattr(residents, "_MISSED", 0.0)
+    monkeypatch.setattr(residents, "_LIMITS", (0.0, 0.0))
 
 
 def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
@@ -174,6 +174,29 @@ def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
 
 # in an 8B model with an f16 cache, one cell of every row takes 128 KiB together. Here the cells would take
 # 672 and 1,376 MiB
+@pytest.mark.parametrize(
+    ("missed", "n_min", "n_max"),
+    [
+        (lambda rng: rng.uniform(0, 0.03), 140, 180),  # 4 % of 4,000 steps
+        (lambda rng: rng.uniform(0.041, 0.1), 4000, 4000),  # above the largest limit
+        (lambda rng: rng.uniform(0, 0.0124), 0, 0),  # below the smallest limit
+    ],
+)
+def test_the_limit_of_missed_attention_adapts_to_the_model(tiny_model, monkeypatch, missed, n_min, n_max):
+    tokens = text(N_PROMPT + 1)
+    rng = np.random.default_rng(0)
+    with open_engine(tiny_model("llama"), fit(), prefill="exact", resident=ALL, **HALF) as engine:
+        engine.read(tokens[:N_PROMPT])
+        engine.step(tokens[N_PROMPT:])
+        monkeypatch.setattr(Archive, "missed", lambda archive: missed(rng))
+        n_repeated = 0
+        for i in range(6000):
+            engine.residents.prepare()
+            # do not count the first steps, which adapt the limit
+            n_repeated += engine.residents.misses() and i >= 2000
+        assert n_min <= n_repeated <= n_max
+
+
 @pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
 def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
     settings = HALF | {"resident": 2048, "archive": n_archived}

@@ -465,18 +465,29 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
 }
 
 // Clusters of a row whose blocks have random keys. Each block has a base: its keys are rotated to their positions minus
-// the base. The base of block b is 0 if one_base, otherwise b.
+// the base. The base of block b is 0 if one_base, otherwise b. Later blocks have larger numbers, and in
+// each block other elements have the largest numbers.
 static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
     row_clusters res(n_embd, n_embd);
     for (int b = 0; b < n_block; ++b) {
         keys.push_back(normal(256*n_embd, b));
+        for (int i = 0; i < 256*n_embd; ++i) {
+            keys[b][i] *= (1.0f + 0.02f*b)*(0.5f + 0.5f*((i + 9*b) % n_embd)/n_embd);
+        }
         res.set(b, 0, { false, one_base ? 0 : b }, keys[b].data(), keys[b].data(), nullptr);
     }
     return res;
 }
 
+// Sum of the squared distances of numbers from their mean.
+static double squares_around_mean(const std::vector<double> & x) {
+    const double mean = std::accumulate(x.begin(), x.end(), 0.0)/std::max<size_t>(x.size(), 1);
+    return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double one) { return sum + (one - mean)*(one - mean); });
+}
+
 // The row stores the means of its clusters in a list. For each index of the list, block_at and cluster_at name a
-// cluster. Expect that the stored mean and the stored size equal the mean and the size of this cluster.
+// cluster. Expect that the stored mean, size and spread are those of this cluster. The spread is the sum of the variances
+// of all elements.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
@@ -500,6 +511,38 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
             EXPECT_NEAR(key  [e], mean, 0.05);
             EXPECT_NEAR(value[e], mean, tolerance_v);
         }
+        double spread = 0.0;
+        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+            for (int e = 0; e < n_embd; ++e) {
+                const double x = keys[block][own.order[at]*n_embd + e] - sum[e]/row.clusters.sizes[place];
+                spread += x*x/row.clusters.sizes[place];
+            }
+        }
+        EXPECT_NEAR(row.clusters.spreads[place], spread, 1e-3);
+    }
+    // the variance of an element, relative to the spread, is the mean over all blocks
+    for (int e = 0; e < n_embd; ++e) {
+        double mean = 0.0;
+        for (int64_t block = row.begin(); block < row.end(); ++block) {
+            double squares = 0.0, sum = 0.0;
+            for (int c = 0; c < n_cluster; ++c) {
+                const auto of = [&](int d) {
+                    std::vector<double> x;
+                    for (int at = row[block].start[c]; at < row[block].start[c + 1]; ++at) {
+                        x.push_back(keys[block][row[block].order[at]*n_embd + d]);
+                    }
+                    return squares_around_mean(x);
+                };
+                squares += of(e);
+                for (int d = 0; d < n_embd; ++d) {
+                    sum += of(d);
+                }
+            }
+            mean += squares/sum/(row.end() - row.begin());
+        }
+        std::vector<float> query(n_embd, 0.0f);
+        query[e] = 2.0f;
+        EXPECT_NEAR(row.variance(query.data()), 4.0*mean, 4e-5);
     }
 }
 
@@ -531,6 +574,7 @@ CHECK(clusters_known_from_a_file_are_those_computed_before) {
     b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
     EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
     EXPECT(a.clusters.sides == b.clusters.sides && a.clusters.values == b.clusters.values);
+    EXPECT(a.clusters.spreads == b.clusters.spreads && a.variance(keys.data()) == b.variance(keys.data()));
     EXPECT(a[5].start[0] == 56);
 }
 
@@ -556,6 +600,20 @@ CHECK(sets_are_means_of_their_clusters) {
         for (int e = 0; e < n_embd; ++e) {
             EXPECT_NEAR(key[e], sum[e]/n, 0.05);
         }
+        // the spread is that of all keys of the set's clusters
+        double spread = 0.0;
+        for (int e = 0; e < n_embd; ++e) {
+            std::vector<double> x;
+            for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_side; ++place) {
+                const auto & own = row[row.block_at(place)];
+                const int    c   = row.cluster_at(place);
+                for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+                    x.push_back(keys[row.block_at(place)][own.order[at]*n_embd + e]);
+                }
+            }
+            spread += squares_around_mean(x)/n;
+        }
+        EXPECT_NEAR(row.sets.spreads[s], spread, 0.01*spread);
     }
 }
 
@@ -1175,15 +1233,24 @@ struct device_cells {
         }
     }
 
-    // Let the heads choose residents for queries at position rot. Return the largest share of attention that a head
-    // missed.
-    float choose(const std::vector<std::vector<float>> & queries, int64_t rot, const logit_params & logits = plain) {
-        float missed = 0.0f;
-        for (int head = 0; head < n_head; ++head) {
-            const std::vector<float> live(queries.size(), -INFINITY);
-            missed = std::max(missed, all.choose(1, head, queries_at(queries, rot).data(), queries.size(), logits, live.data()));
-        }
+    // Let a head choose residents for queries at position rot. live: logarithm of each query's softmax sum over the live
+    // cells. Return the attention that each query missed.
+    std::vector<float> choose(int head, const std::vector<std::vector<float>> & queries, int64_t rot, float live = -INFINITY) {
+        std::vector<float> missed(queries.size(), NAN);
+        const std::vector<float> sums(queries.size(), live);
+        all.choose(1, head, queries_at(queries, rot).data(), queries.size(), plain, sums.data(), missed.data());
         return missed;
+    }
+
+    // Let all heads choose residents. Return the largest share of attention that a query missed.
+    float choose(const std::vector<std::vector<float>> & queries, int64_t rot) {
+        float most = 0.0f;
+        for (int head = 0; head < n_head; ++head) {
+            for (const float missed : choose(head, queries, rot)) {
+                most = std::max(most, missed);
+            }
+        }
+        return most;
     }
 
     double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1)[head*all.n_cell() + cell]); }
@@ -1287,84 +1354,166 @@ CHECK(cells_stand_for_each_archived_token_once) {
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
-// Mean squared distance of a cluster's keys from their mean, divided by n_embd. For layer 1 and head 0.
-static double spread_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
+// Sum over the keys of a cluster: the squared distance of each element from the mean. For layer 1 and head 0.
+static std::vector<double> squares_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
     const int64_t block = own.block_at(place);
     const int     c     = own.cluster_at(place);
 
-    double sum = 0.0;
+    std::vector<double> sums(n_embd, 0.0);
     for (int at = own[block].start[c]; at < own[block].start[c + 1]; ++at) {
         const int64_t i = block*256 + own[block].order[at];
         std::vector<float> key(s.keys[1].begin() + i*n_dim, s.keys[1].begin() + i*n_dim + n_embd);
         s.own.turns_of(1).turn(key.data(), s.own.turn_to(own[block].to, i) + i - s.own.base_of(i));
         for (int d = 0; d < n_embd; ++d) {
-            sum += (key[d] - mean[d])*(key[d] - mean[d])/n_embd/own.clusters.sizes[place];
+            sums[d] += (key[d] - mean[d])*(key[d] - mean[d]);
         }
     }
-    return sum;
+    return sums;
+}
+
+// A stream and a query. In half of the elements keys differ more, and the query is 0. So the spread of keys counts less
+// for this query than for others.
+struct uneven_stream : stream {
+    std::vector<float> query = normal(n_embd, 99);
+
+    // attention of the query, at position 1301, to the clusters of layer 1 and head 0
+    std::vector<double> attention; // With the spread of the clusters' keys, as the definition estimates it.
+    std::vector<double> gains;     // Logarithm of the part of `attention` that is due to the spread.
+    double sum = 0.0;              // Sum of `attention`.
+
+    // scale: factor of the query; with a small factor, the spread of keys counts little
+    explicit uneven_stream(float scale) : stream(params_of(GGML_TYPE_F32, 64)) {
+        const auto is_wide = [](size_t i) { return i/2 % 2 == 0; };
+        for (size_t i = 0; i < keys[1].size(); ++i) {
+            keys[1][i] *= is_wide(i) ? 3.0f : 1.0f;
+        }
+        for (int d = 0; d < n_embd; ++d) {
+            query[d] *= is_wide(d) ? 0.0f : scale;
+        }
+        push(1300);
+
+        const auto & row = own.clusters_of(1, 0);
+        const auto turned = queries_at({ query }, 1301);
+        std::vector<double> spreads, variance(n_embd, 0.0), logits;
+        std::vector<float> key(n_embd);
+        for (int i = 0; i < (row.end() - row.begin())*n_cluster; ++i) {
+            get_key(row.clusters.sides.data() + i/n_side*row.side_size(), i % n_side, key.data(), n_embd);
+            logits.push_back(plain.scale*dot(turned.data(), key.data(), n_embd));
+            const auto squares = squares_of(*this, row, i, key);
+            spreads.push_back(std::accumulate(squares.begin(), squares.end(), 0.0)/std::max<int>(row.clusters.sizes[i], 1));
+            for (int d = 0; d < n_embd; ++d) {
+                variance[d] += squares[d];
+            }
+        }
+        double of_query = 0.0;
+        for (int d = 0; d < n_embd; ++d) {
+            of_query += variance[d]*turned[d]*turned[d]*plain.scale*plain.scale/std::accumulate(variance.begin(), variance.end(), 0.0);
+        }
+        for (size_t i = 0; i < logits.size(); ++i) {
+            gains    .push_back(std::min(of_query*spreads[i], 16.0)/2.0);
+            attention.push_back(row.clusters.sizes[i]*std::exp(logits[i] + gains[i]));
+            sum += attention.back();
+        }
+    }
+
+    // Return the places of the clusters with the highest scores per token, as many as fit into n tokens. If is_over, add
+    // the next cluster, so that the clusters have at least n tokens.
+    std::set<int> best(const std::vector<double> & scores, int n, bool is_over) const {
+        const auto & sizes = own.clusters_of(1, 0).clusters.sizes;
+        std::vector<std::pair<double, int>> ranks;
+        for (size_t i = 0; i < scores.size(); ++i) {
+            ranks.push_back({ -scores[i]/std::max<int>(sizes[i], 1), i });
+        }
+        std::sort(ranks.begin(), ranks.end());
+        std::set<int> res;
+        for (const auto & [rank, i] : ranks) {
+            n -= sizes[i];
+            if (n < 0 && !is_over) {
+                break;
+            }
+            res.insert(i);
+            if (n <= 0) {
+                break;
+            }
+        }
+        return res;
+    }
+};
+
+// Number of elements that only one of two sets has.
+static size_t n_other(const std::set<int> & a, const std::set<int> & b) {
+    std::vector<int> res;
+    std::set_symmetric_difference(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(res));
+    return res.size();
+}
+
+CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
+    const uneven_stream s(1.5f);
+    search looking(s.own, 1, 1301, 1, plain, 100);
+    searched_row row;
+    std::vector<float> estimate(2 + n_embd, 0.0f);
+    looking.find(0, queries_at({ s.query }, 1301).data(), row, estimate.data(), estimate.size());
+
+    const auto & own = s.own.clusters_of(1, 0);
+    std::set<std::pair<int64_t, int64_t>> begins;
+    for (const auto & range : row.looked) {
+        if (range.sealed) {
+            begins.insert({ range.begin, range.n });
+        }
+    }
+    std::set<int> places;
+    for (size_t i = 0; i < s.attention.size(); ++i) {
+        const auto & start = own[own.block_at(i)].start;
+        const int    c     = own.cluster_at(i);
+        if (begins.count({ own.block_at(i)*256 + start[c], start[c + 1] - start[c] })) {
+            places.insert(i);
+        }
+    }
+    EXPECT(places.size() == begins.size() && places.size() > 4);
+    EXPECT(n_other(places, s.best(s.attention, 100, true)) <= 1);
+
+    // the mean keys alone would choose other clusters
+    auto means = s.attention;
+    for (size_t i = 0; i < means.size(); ++i) {
+        means[i] *= std::exp(-s.gains[i]);
+    }
+    EXPECT(n_other(places, s.best(means, 100, true)) > 2);
 }
 
 CHECK(residents_are_the_clusters_that_queries_want) {
-    stream s(params_of(GGML_TYPE_F32, 64));
-    s.push(1300);
-    const auto query = normal(n_embd, 99);
-    double all_sums = 0.0;
-    std::set<int> places;
-    // By definition, residents are the clusters with the most attention per token, up to 100 tokens together. Set
-    // `places` to their places, and return their share of the attention that all clusters get.
-    const auto wanted = [&](int64_t rot) {
-        const auto & own = s.own.clusters_of(1, 0);
-        const auto turned = queries_at({ query }, rot);
-        struct item {
-            double part;
-            int    size, place;
-        };
-        std::vector<item> res;
-        double sum = 0.0;
-        std::vector<float> key(n_embd);
-        for (int i = 0; i < (int) (own.end() - own.begin())*n_cluster; ++i) {
-            get_key(own.clusters.sides.data() + i/n_side*own.side_size(), i % n_side, key.data(), n_embd);
-            const double spread = spread_of(s, own, i, key);
-            const double norm   = dot(turned.data(), turned.data(), n_embd)*plain.scale*plain.scale;
-            const double logit  = plain.scale*dot(turned.data(), key.data(), n_embd) + 0.35*std::min(norm*spread, 16.0);
-            res.push_back({ own.clusters.sizes[i]*std::exp(logit), own.clusters.sizes[i], i });
-            sum += res.back().part;
-        }
-        std::sort(res.begin(), res.end(), [](auto & a, auto & b) { return a.part/a.size > b.part/b.size; });
-        all_sums = sum;
-        double share = 0.0;
-        int n = 0;
-        places.clear();
-        for (const auto & [part, size, place] : res) {
-            if (n + size > 100) {
-                break;
-            }
-            places.insert(place);
-            share += part/sum;
-            n += size;
-        }
-        return share;
-    };
+    const uneven_stream s(0.5f);
+    // By definition, residents are the clusters with the most attention per token that their means do not represent
+    auto scores = s.attention;
+    for (size_t i = 0; i < scores.size(); ++i) {
+        scores[i] *= 1.0 - std::exp(-s.gains[i]);
+    }
+    const auto best = s.best(scores, 100, false);
+    const double share = std::accumulate(best.begin(), best.end(), 0.0, [&](double sum, int i) { return sum + scores[i]; })/s.sum;
+
     device_cells cells(s, 8*n_cluster, 100);
     cells.update(1301);
-    const auto turned = queries_at({ query }, 1301);
-    const float none = -INFINITY; // no live cells
-    EXPECT_NEAR(cells.all.choose(1, 0, turned.data(), 1, plain, &none), wanted(1301), 0.02);
+    EXPECT(share > 0.04);
+    EXPECT_NEAR(cells.choose(0, { s.query }, 1301)[0], share, 0.002);
     // now live cells get as much attention as all clusters together, so the share of the residents is half as large
     device_cells other(s, 8*n_cluster, 100);
     other.update(1301);
-    const float same = std::log(all_sums);
-    EXPECT_NEAR(other.all.choose(1, 0, turned.data(), 1, plain, &same), wanted(1301)/2.0, 0.02);
+    EXPECT_NEAR(other.choose(0, { s.query }, 1301, std::log(s.sum))[0], share/2.0, 0.001);
     cells.update(1301);
-    EXPECT(cells.all.choose(1, 0, turned.data(), 1, plain, &none) == 0.0f);
-    wanted(1301);
-    int n_other = 0;
+    EXPECT(cells.choose(0, { s.query }, 1301)[0] == 0.0f);
+
+    std::set<int> places;
     const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
     for (size_t i = 0; i < sizes.size(); ++i) {
-        const bool is_resident = sizes[i] > 0 && cells.mask(0, i) == -INFINITY;
-        n_other += is_resident != (places.count(i) > 0);
+        if (sizes[i] > 0 && cells.mask(0, i) == -INFINITY) {
+            places.insert(i);
+        }
     }
-    EXPECT(n_other == 0);
+    EXPECT(n_other(places, best) == 0);
+    EXPECT(n_other(places, s.best(s.attention, 100, false)) > 1);
+
+    // each of several queries has a share
+    const auto missed = other.choose(0, { s.query, std::vector<float>(n_embd, 0.0f) }, 1301);
+    EXPECT(missed[0] > missed[1] && missed[1] >= 0.0f);
 
     device_cells few(s, 4*n_cluster, 100);
     EXPECT(few.all.unfit() == "more clusters than cells for means");

@@ -9,18 +9,9 @@
 
 namespace kvtool {
 
-// A cluster's score falls by this factor with each step
-static constexpr float decay = 0.9f;
-
-// This share of the logits' variance is added to the logit of a cluster's mean key. Without this, the score of a
-// cluster would be too low: exp is convex, so different keys together get more attention than as many copies of their
-// mean. If logits were normally distributed, the correct share would be a half. The share is smaller because the
-// variance is computed as if keys differed equally in all directions. In fact they differ most in directions that few
-// queries have
-static constexpr float spread_share = 0.35f;
-
-// upper limit for a logit's variance
-static constexpr float most_variance = 16.0f;
+// A cluster's score falls by this factor with each step. With a larger factor, fewer residents change in a step, but
+// they fit the next query worse
+static constexpr float decay = 0.6f;
 
 static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
 static const ggml_fp16_t seen   = ggml_fp32_to_fp16(0.0f);
@@ -63,7 +54,6 @@ void residents::clear(row & r, ggml_fp16_t * mask) {
     r.anchors .assign(n_ring, -1);
     r.score   .assign(n_mean, 0.0f);
     r.sizes   .assign(n_mean, 0);
-    r.spread  .assign(n_mean, 0.0f);
     r.wanted  .assign(n_mean, 0);
     r.is_here .assign(n_mean, 0);
     r.is_new  .assign(n_mean, 0);
@@ -100,30 +90,6 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
 
     // the mean is rotated instead of the queries, so it is rotated in the opposite direction
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
-}
-
-float residents::spread_of(size_t layer, int head, size_t place) const {
-    const auto & l   = tokens[layer];
-    const auto & own = tokens.clusters_of(layer, head);
-
-    const int64_t block = own.block_at(place);
-    const int     c     = own.cluster_at(place);
-    const auto  & start = own[block].start;
-    const int     n     = start[c + 1] - start[c];
-
-    std::vector<float> mean(l.n_embd_k), keys(n*l.n_embd_k);
-    get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, mean.data(), l.n_embd_k);
-    l.keys(head, block*n_block + start[c], n, keys.data());
-
-    // the mean square of the keys minus the square of their mean; a rotation changes neither of the two
-    float sum = 0.0f;
-    for (const float x : keys) {
-        sum += x*x/n;
-    }
-    for (const float x : mean) {
-        sum -= x*x;
-    }
-    return std::max(sum, 0.0f)/l.n_embd_k;
 }
 
 void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
@@ -200,7 +166,6 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
                 put_mean(layer, head, place, i, out);
             }
             if (is_new) {
-                r.spread[i] = spread_of(layer, head, place);
                 mask[i]     = log_of(r.sizes[i]);
                 r.is_new[i] = 1;
             }
@@ -299,7 +264,8 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
 //
 
 struct choice_memory {
-    std::vector<float> power;  // [query][cluster]: attention to the tokens of each cluster
+    std::vector<float> power;  // [query][cluster]: attention to a cluster that its mean does not represent
+    std::vector<float> gains;  // spread_gain of one query and each cluster
     std::vector<float> turned; // a rotated query
     small_query        small;  // the rotated query in 8 bits
 
@@ -310,7 +276,8 @@ struct choice_memory {
     std::vector<uint8_t> chosen;
 };
 
-float residents::choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live) {
+void residents::choose(
+        size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed) {
     auto & r = rows[layer][head];
 
     const auto & own  = tokens.clusters_of(layer, head);
@@ -323,14 +290,16 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
         score *= decay;
     }
     std::fill(r.wanted.begin(), r.wanted.end(), 0);
+    std::fill_n(missed, n_query, 0.0f);
     if (n == 0) {
-        return 0.0f;
+        return;
     }
 
     used_again<choice_memory> memory;
-    auto & [power, turned, small, number, size, score, chosen] = memory;
+    auto & [power, gains, turned, small, number, size, score, chosen] = memory;
 
     power .resize((size_t) n*n_query);
+    gains .resize(n);
     turned.resize(n_embd);
     number.resize(n);
     size  .resize(n);
@@ -354,21 +323,20 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             small.set(turned.data(), n_embd);
             small.scale *= logits.scale;
 
-            const size_t place = own.place(block);
-            multiply(own.clusters.sides.data() + place/n_side*own.side_size(), (end - block)*n_cluster/n_side, small, n_embd, x + place);
-        }
-        float norm = 0.0f;
-        for (int64_t e = 0; e < n_embd; ++e) {
-            norm += queries[q*n_embd + e]*queries[q*n_embd + e]*logits.scale*logits.scale;
-        }
-        for (int i = 0; i < n; ++i) {
-            x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i])
-                + spread_share*std::min(norm*r.spread[number[i]], most_variance);
+            const size_t first = own.place(block), last = own.place(end);
+            multiply(own.clusters.sides.data() + first/n_side*own.side_size(), (last - first)/n_side, small, n_embd, x + first);
+
+            const float variance = logits.scale*logits.scale*own.variance(turned.data());
+            for (size_t i = first; i < last; ++i) {
+                x[i]     = logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i];
+                gains[i] = spread_gain(variance*own.clusters.spreads[i]);
+                x[i]     = size[i] > 0 ? x[i] + std::log((float) size[i]) + gains[i] : -INFINITY;
+            }
         }
         const auto  part = exponentials(x, n, 1.0f, x);
         const float sum  = part.sum + std::exp(live[q] - part.most);
         for (int i = 0; i < n; ++i) {
-            x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum : 0.0f;
+            x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum*(1.0f - std::exp(-gains[i])) : 0.0f;
         }
     }
 
@@ -401,15 +369,11 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
     for (int i = 0; i < n; ++i) {
         r.wanted[number[i]] = chosen[i];
     }
-    float missed = 0.0f;
     for (int q = 0; q < n_query; ++q) {
-        float sum = 0.0f;
         for (int i = 0; i < n; ++i) {
-            sum += chosen[i] && !r.is_here[number[i]] ? power[q*n + i] : 0.0f;
+            missed[q] += chosen[i] && !r.is_here[number[i]] ? power[q*n + i] : 0.0f;
         }
-        missed = std::max(missed, sum);
     }
-    return missed;
 }
 
 } // namespace kvtool

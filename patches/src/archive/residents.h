@@ -57,11 +57,13 @@ public:
     // n tokens, and -INFINITY for an empty cell
     const ggml_fp16_t * mask(size_t layer) const { return masks[layer].data(); }
 
-    // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
-    // token. Recent queries have more weight. queries: [n_query][n_embd_k], from the step that was computed last. live:
-    // [n_query], logarithm of each query's softmax sum over the live cells. Returns the share of attention on clusters
-    // that are chosen but not resident yet. If there are several queries, this is the largest share of a query
-    float choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live);
+    // Choose the clusters of a row that become resident at the next update. The mean of a cluster represents a part of
+    // the attention to the cluster. The chosen clusters have the most attention per token that their means do not
+    // represent. Recent queries have more weight. queries: [n_query][n_embd_k], from the step that was computed last.
+    // live: [n_query], logarithm of each query's softmax sum over the live cells. missed: [n_query], is set to the
+    // attention that a query missed: to clusters that are chosen but not resident yet, without the part that their
+    // means represent
+    void choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed);
 
 private:
     // The cells of means have room for n_ring blocks. Block b uses position b % n_ring of this ring. The index of a
@@ -73,8 +75,6 @@ private:
 
         std::vector<float>    score;   // The score of each cluster.
         std::vector<uint16_t> sizes;   // The number of tokens in each cluster.
-        // The mean squared distance of the cluster's keys from their mean, divided by n_embd_k.
-        std::vector<float>    spread;
         std::vector<uint8_t>  wanted;  // True if the cluster is chosen.
         std::vector<uint8_t>  is_here; // True if the cluster is resident.
         std::vector<uint8_t>  is_new;  // True if no query has scored the cluster yet.
@@ -108,8 +108,6 @@ private:
     void update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
     void update_tail (row & r, size_t layer, int head, cells & out);
     void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
-
-    float spread_of(size_t layer, int head, size_t place) const;
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;

@@ -317,15 +317,17 @@ void resident_cells::sum_live(size_t layer, int head, const float * queries, int
     }
 }
 
-float resident_cells::choose_layer(size_t layer, float cap) {
+std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
     const auto & l = layers[layer];
     const auto & d = devices[homes[layer].device];
 
-    float missed = 0.0f;
+    std::vector<float> res(n_asked, 0.0f);
 
-    std::vector<float> queries, sums;
+    std::vector<float> queries, sums, missed;
+    std::vector<int>   tokens; // the token of each query
     for (int head = 0; head < l.n_head; ++head) {
         queries.clear();
+        tokens .clear();
         logit_params logits = { 0.0f, cap };
         for (const auto & a : askers) {
             if (a.i != layer) {
@@ -337,14 +339,19 @@ float resident_cells::choose_layer(size_t layer, float cap) {
             for (int t = 0; t < n_asked; ++t) {
                 const float * from = d.query_data.data() + (size_t) t*d.n_number + at + head*n;
                 queries.insert(queries.end(), from, from + n);
+                tokens .insert(tokens .end(), n/l.n_embd_k, t);
             }
         }
         const int n = queries.size()/l.n_embd_k;
-        sums.resize(n);
+        sums  .resize(n);
+        missed.resize(n);
         sum_live(layer, head, queries.data(), n, logits, sums.data());
-        missed = std::max(missed, chosen.choose(layer, head, queries.data(), n, logits, sums.data()));
+        chosen.choose(layer, head, queries.data(), n, logits, sums.data(), missed.data());
+        for (int i = 0; i < n; ++i) {
+            res[tokens[i]] += missed[i];
+        }
     }
-    return missed;
+    return res;
 }
 
 float resident_cells::choose(int n_live, float cap) {
@@ -353,10 +360,23 @@ float resident_cells::choose(int n_live, float cap) {
         ggml_backend_tensor_get(d.queries, d.query_data.data(), 0, n_asked*d.queries->nb[1]);
     }
 
-    std::vector<float> missed(layers.size());
+    std::vector<std::vector<float>> missed(layers.size()); // [layer][token]
     share(layers.size(), [&](int i) { missed[i] = choose_layer(i, cap); });
+
+    int n_head = 0;
+    for (const auto & a : askers) {
+        n_head += a.n_head;
+    }
+    float res = 0.0f;
+    for (int t = 0; t < n_asked; ++t) {
+        float sum = 0.0f;
+        for (const auto & layer : missed) {
+            sum += layer[t];
+        }
+        res = std::max(res, sum/n_head);
+    }
     n_asked = 0;
-    return *std::max_element(missed.begin(), missed.end());
+    return res;
 }
 
 } // namespace kvtool

@@ -47,7 +47,8 @@ public:
     // false if a device failed
     bool place(llama_context & lctx, int64_t rot, uint64_t version);
 
-    // Choose the residents of the next step with the queries of the last step; see residents::choose. n_live: live cells;
+    // Choose the residents of the next step with the queries of the last step; see residents::choose. Returns the mean,
+    // over all query heads, of what a token's queries missed; for several tokens, the largest mean. n_live: live cells;
     // cap: soft cap of logits
     float choose(int n_live, float cap);
 
@@ -126,9 +127,11 @@ private:
     bool write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all);
     void write_masks(ggml_backend_t backend, device & d);
 
-    void  copy_live(int n_live);
-    void  sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;
-    float choose_layer(size_t layer, float cap);
+    void copy_live(int n_live);
+    void sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;
+
+    // for each token: the sum of what its queries missed in the layer
+    std::vector<float> choose_layer(size_t layer, float cap);
 
     // call f(i) for 0 <= i < n, distributed over all threads; throws if a thread failed
     void share(int n, const std::function<void (int)> & f);

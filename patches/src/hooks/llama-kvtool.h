@@ -360,10 +360,10 @@ LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean
 LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
-// share of a query's attention on clusters that are chosen now but were not resident in this step. The query with the
-// largest share determines the result. Attention to tokens without a cluster is not counted, and neither is attention
-// to live tokens after the last edit. 0 if the step had no residents. To repeat the step, drop its tokens and decode
-// them again
+// share of attention to clusters that are chosen now but were not resident in this step, without the part that the means
+// of these clusters represent. It is the mean over all query heads of all layers. If the step had several tokens, it is
+// the largest mean of a token. Attention to tokens without a cluster is not counted, and neither is attention to live
+// tokens after the last edit. 0 if the step had no residents. To repeat the step, drop its tokens and decode them again
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
