@@ -199,14 +199,15 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
         archive = engine.context.archive
         archive.trace(2048)
         for _ in range(2):
-            engine.read(text(8100))
+            # the archive then ends inside a block, so that the same blocks have clusters in all rows
+            engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
     # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. In an archive of n > 8,192 tokens
-    # it attends to (n / 8,192) ** 0.25 times as many: here, with n = 16,200, to about 607
-    assert 512 <= most[0] < 604 <= most[1] < 660
+    # it attends to (n / 8,192) ** 0.25 times as many: here, with n = 16,320, to at least 608
+    assert 512 <= most[0] < 608 <= most[1] < 660
 
 
 @pytest.mark.parametrize("archive", [1, 40, 260])
