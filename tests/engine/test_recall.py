@@ -207,7 +207,7 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             most.append(sealed.sum(axis=1).min())
     # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. In an archive of n > 8,192 tokens
     # it attends to (n / 8,192) ** 0.25 times as many: here, with n = 16,320, to at least 608
-    assert 512 <= most[0] < 608 <= most[1] < 660
+    assert 512 <= most[0] < 604 < 608 <= most[1] < 660
 
 
 @pytest.mark.parametrize("archive", [1, 40, 260])

@@ -172,8 +172,6 @@ def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
         np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
 
 
-# in an 8B model with an f16 cache, one cell of every row takes 128 KiB together. Here the cells would take
-# 672 and 1,376 MiB
 @pytest.mark.parametrize(
     ("missed", "n_min", "n_max"),
     [
@@ -197,6 +195,8 @@ def test_the_limit_of_missed_attention_adapts_to_the_model(tiny_model, monkeypat
         assert n_min <= n_repeated <= n_max
 
 
+# in an 8B model with an f16 cache, one cell of every row takes 128 KiB together. Here the cells would take
+# 672 and 1,376 MiB
 @pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
 def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
     settings = HALF | {"resident": 2048, "archive": n_archived}

@@ -358,7 +358,8 @@ class Stream:
         live: logits of all queries with the live entries of the row.
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
-        at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
+        is_far = archive.pos < self._first_near(row)
+        at = np.where(is_far, rot - self.n_near, rot - (first - archive.pos))
         keys = self._rotated(layer, archive.key, at)
         logits = queries @ keys.T * self.model.scale
         if self.exact:
@@ -372,10 +373,9 @@ class Stream:
             n = self.n_block
             last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
             bases = (archive.pos - archive.rot)[last]
-            is_far = archive.pos < self._first_near(row)
             turns = np.where(is_far, self.n_near - rot, first - rot - bases)
-            firsts = [np.flatnonzero(of == c)[0] for c in np.unique(of[of >= 0])]
-            turned = [self._turned(layer, queries, turns[i]) * self.model.scale for i in firsts]
+            names, firsts = np.unique(of, return_index=True)
+            turned = [self._turned(layer, queries, turns[i]) * self.model.scale for i in firsts[names >= 0]]
             gains = row.clusters.gains(of, self._rotated(layer, archive.key, at + turns), turned)
             return row.clusters.attend(of, logits, gains, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)

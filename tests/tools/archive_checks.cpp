@@ -479,18 +479,13 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// Sum of the squared distances of numbers from their mean.
-static double squares_around_mean(const std::vector<double> & x) {
-    const double mean = std::accumulate(x.begin(), x.end(), 0.0)/std::max<size_t>(x.size(), 1);
-    return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double one) { return sum + (one - mean)*(one - mean); });
-}
-
 // The row stores the means of its clusters in a list. For each index of the list, block_at and cluster_at name a
-// cluster. Expect that the stored mean, size and spread are those of this cluster. The spread is the sum of the variances
-// of all elements.
+// cluster. Expect that this cluster has the stored mean, size and spread. The spread is the sum of the variances of all
+// elements.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
+    std::map<int64_t, std::vector<double>> squares; // for each block and element: squared distances of keys from their mean
     for (size_t place = 0; place < (size_t) (row.end() - row.begin())*n_cluster; ++place) {
         const int64_t block = row.block_at(place);
         const int     c     = row.cluster_at(place);
@@ -512,9 +507,11 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
             EXPECT_NEAR(value[e], mean, tolerance_v);
         }
         double spread = 0.0;
+        squares[block].resize(n_embd);
         for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
             for (int e = 0; e < n_embd; ++e) {
                 const double x = keys[block][own.order[at]*n_embd + e] - sum[e]/row.clusters.sizes[place];
+                squares[block][e] += x*x;
                 spread += x*x/row.clusters.sizes[place];
             }
         }
@@ -523,22 +520,8 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
     // the variance of an element, relative to the spread, is the mean over all blocks
     for (int e = 0; e < n_embd; ++e) {
         double mean = 0.0;
-        for (int64_t block = row.begin(); block < row.end(); ++block) {
-            double squares = 0.0, sum = 0.0;
-            for (int c = 0; c < n_cluster; ++c) {
-                const auto of = [&](int d) {
-                    std::vector<double> x;
-                    for (int at = row[block].start[c]; at < row[block].start[c + 1]; ++at) {
-                        x.push_back(keys[block][row[block].order[at]*n_embd + d]);
-                    }
-                    return squares_around_mean(x);
-                };
-                squares += of(e);
-                for (int d = 0; d < n_embd; ++d) {
-                    sum += of(d);
-                }
-            }
-            mean += squares/sum/(row.end() - row.begin());
+        for (const auto & [block, of] : squares) {
+            mean += of[e]/std::accumulate(of.begin(), of.end(), 0.0)/squares.size();
         }
         std::vector<float> query(n_embd, 0.0f);
         query[e] = 2.0f;
@@ -576,6 +559,12 @@ CHECK(clusters_known_from_a_file_are_those_computed_before) {
     EXPECT(a.clusters.sides == b.clusters.sides && a.clusters.values == b.clusters.values);
     EXPECT(a.clusters.spreads == b.clusters.spreads && a.variance(keys.data()) == b.variance(keys.data()));
     EXPECT(a[5].start[0] == 56);
+}
+
+// Sum of the squared distances of numbers from their mean.
+static double squares_around_mean(const std::vector<double> & x) {
+    const double mean = std::accumulate(x.begin(), x.end(), 0.0)/std::max<size_t>(x.size(), 1);
+    return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double one) { return sum + (one - mean)*(one - mean); });
 }
 
 CHECK(sets_are_means_of_their_clusters) {
@@ -1371,8 +1360,8 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
     return sums;
 }
 
-// A stream and a query. In half of the elements keys differ more, and the query is 0. So the spread of keys counts less
-// for this query than for others.
+// A stream and a query. In half of the elements keys differ more, and the query is 0. For this query, the spread of keys
+// counts less than for others.
 struct uneven_stream : stream {
     std::vector<float> query = normal(n_embd, 99);
 
