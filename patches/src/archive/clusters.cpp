@@ -45,24 +45,24 @@ void means::get_value(size_t i, float * value) const {
 }
 
 void means::resize(size_t n) {
-    grow(sides,  n/n_side, size_k);
-    grow(sizes,  n, 1);
+    grow(sides,   n/n_side, size_k);
+    grow(sizes,   n, 1);
     grow(spreads, n, 1);
-    grow(values, n, size_v);
+    grow(values,  n, size_v);
 }
 
 void means::reserve(size_t n) {
-    sides .reserve(n/n_side*size_k);
-    sizes .reserve(n);
+    sides  .reserve(n/n_side*size_k);
+    sizes  .reserve(n);
     spreads.reserve(n);
-    values.reserve(n*size_v);
+    values .reserve(n*size_v);
 }
 
 void means::erase(size_t n) {
-    sides .erase(sides .begin(), sides .begin() + n/n_side*size_k);
-    sizes .erase(sizes .begin(), sizes .begin() + n);
+    sides  .erase(sides  .begin(), sides  .begin() + n/n_side*size_k);
+    sizes  .erase(sizes  .begin(), sizes  .begin() + n);
     spreads.erase(spreads.begin(), spreads.begin() + n);
-    values.erase(values.begin(), values.begin() + n*size_v);
+    values .erase(values .begin(), values .begin() + n*size_v);
 }
 
 membership sealed_block::members() const {
@@ -203,10 +203,10 @@ float row_clusters::variance(const float * query) const {
 void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
     const size_t n = from.size();
 
-    const auto old_member = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
-    const auto old_sizes  = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
+    const auto old_member  = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
+    const auto old_sizes   = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
     const auto old_spreads = std::vector<float>(clusters.spreads.begin() + at, clusters.spreads.begin() + at + n);
-    const auto old_values = std::vector<uint8_t>(clusters.value(at), clusters.value(at + n));
+    const auto old_values  = std::vector<uint8_t>(clusters.value(at), clusters.value(at + n));
 
     uint8_t * sides = clusters.sides.data() + at/n_side*side_size();
     const auto old_sides = std::vector<uint8_t>(sides, sides + n/n_side*side_size());

@@ -77,7 +77,7 @@ struct search_memory {
 
     // Arrays with one entry per item. The items are the clusters and sets of all runs, one run after the other. x and
     // ranks have one entry per query and item: first a logit, later an exponential. The entries of query q begin at
-    // x[q*n_room]. The logits of x are those of the mean keys. In ranks they are higher the more the keys differ
+    // x[q*n_room]. x has the logits of the mean keys. In ranks they are higher the more the keys differ
     std::vector<float>   x;
     std::vector<float>   ranks;
     std::vector<float>   logs;

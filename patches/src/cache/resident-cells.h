@@ -47,9 +47,9 @@ public:
     // false if a device failed
     bool place(llama_context & lctx, int64_t rot, uint64_t version);
 
-    // Choose the residents of the next step with the queries of the last step; see residents::choose. Returns the mean,
-    // over all query heads, of what a token's queries missed; for several tokens, the largest mean. n_live: live cells;
-    // cap: soft cap of logits
+    // Choose the residents of the next step with the queries of the last step; see residents::choose. Returns the
+    // attention that the queries of a token missed, averaged over all query heads. If there are several tokens, it is
+    // the largest average. n_live: live cells; cap: soft cap of logits
     float choose(int n_live, float cap);
 
     // call this if keys of live cells have changed; the keys in the first n cells are unchanged
