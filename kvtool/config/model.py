@@ -65,8 +65,8 @@ def opened_on_model(
     guarded: True if a crash of compiled code should end the process with one line on stderr.
     mtp: True to also load the layers for multi-token prediction.
     n_cell: number of cells of each row. If --gpu-layers is auto, the GPU keeps room for these cells.
-    say: function that prints a line. It is called if not all weights fit on the GPU, or if a pattern of
-    --override-tensor matches no tensor.
+    say: function that prints a line. It is called if not all weights fit on the GPU, or if an option for
+    tensors matches no tensor.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
@@ -96,8 +96,8 @@ def opened_on_model(
             model.close()
             raise
 
-    for pattern in _without_match(run, path):
-        say(f"--override-tensor: no tensor of the model matches {pattern!r}")
+    for line in _unmatched(run, path):
+        say(line)
     placed, note = _fitted_to_gpu(run, path, n_cell, mtp=mtp)
     try:
         model, opened = load(placed)
@@ -115,11 +115,21 @@ def opened_on_model(
         model.close()
 
 
-def _without_match(run: RunOptions, path: Path) -> list[str]:
-    """Return the patterns of --override-tensor that no tensor's name matches."""
+def _unmatched(run: RunOptions, path: Path) -> list[str]:
+    """Return a line for each option for tensors that matches no tensor of the model."""
+    if not run.placement.overrides:
+        return []
+    weights = read(path).weights
     patterns = [pattern for pattern, _ in run.placement.overrides if not pattern.endswith(EXPERTS)]
-    names = read(path).weights.names if patterns else ()
-    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
+    lines = [
+        f"--override-tensor: no tensor of the model matches {pattern!r}"
+        for pattern in patterns
+        if not any(re.search(pattern, name) for name in weights.names)
+    ]
+    if (run.cpu_moe or run.n_cpu_moe) and not any(weights.experts):
+        given = "--cpu-moe" if run.cpu_moe else f"--n-cpu-moe {run.n_cpu_moe}"
+        lines.append(f"{given} does nothing: the model has no experts")
+    return lines
 
 
 def _fitted_to_gpu(

@@ -34,7 +34,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
     options = {name: getattr(run, name) for name in ("gpu_layers", "tensor_split", "main_gpu")}
     options["split_mode"] = None if run.split_mode == "layer" else run.split_mode
-    options["gpu_layers"] = None if run.gpu_layers == ALL_LAYERS else run.gpu_layers
+    options["gpu_layers"] = "all" if run.gpu_layers == ALL_LAYERS else run.gpu_layers
     given = [f"{declared(RunOptions)[name].name} {value}" for name, value in options.items() if value]
     if not given or has_gpu():
         return None

@@ -42,14 +42,18 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
     plain = generate()
     assert plain.stderr == ""
     # without a GPU, all weights are in host memory, so these options change nothing
-    moe = generate("--n-cpu-moe", 2, "--cpu-moe", "-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
-    assert (moe.stdout, moe.stderr) == (plain.stdout, "")
+    overrides = generate("-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
+    assert (overrides.stdout, overrides.stderr) == (plain.stdout, "")
+    for options, given in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
+        moe = generate(*options)
+        assert (moe.stdout, moe.stderr) == (plain.stdout, f"{given} does nothing: the model has no experts\n")
     typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
     line = "--override-tensor: no tensor of the model matches '{}'\n"
     assert (typo.stdout, typo.stderr) == (plain.stdout, line.format("attn_kv") + line.format("[red]$"))
     end = "nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     one = generate("-ts", "3,1")
     assert (one.stdout, one.stderr) == (plain.stdout, f"--tensor-split 3,1 does {end}")
+    assert generate("-ngl", "all").stderr == f"--gpu-layers all does {end}"
     several = generate("-mg", 1, "-sm", "none", "-ngl", 9)
     assert several.stdout == plain.stdout
     assert several.stderr == f"--gpu-layers 9, --main-gpu 1, --split-mode none do {end}"
