@@ -22,9 +22,9 @@ def main() -> None:
 def _open_streams() -> None:
     """Replace closed streams (>&-), and make stdin and stdout accept all characters.
 
-    Closed streams have to be replaced first, because otherwise another file would get their file descriptor.
-    The replacement of stdin is empty. Writing to the replacement of stdout or stderr is an error, as in other
-    programs.
+    Closed streams have to be replaced before any file is opened, because the file would get the descriptor of
+    a closed stream. The replacement of stdin is empty. Writing to the replacement of stdout or stderr is an
+    error, as in other programs.
 
     Characters that the encoding of stdout does not have are printed as "?". Bytes from stdin that are invalid
     in its encoding become surrogates, as in file names.

@@ -16,7 +16,6 @@ from kvtool.errors import KvtoolError, LibraryError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     what = "Find or build the patched llama.cpp and print the wheel's path."
     parser = argparse.ArgumentParser(prog="python -m kvtool.build", description=what)
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")

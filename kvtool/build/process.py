@@ -67,7 +67,6 @@ class Progress:
 
 
 def pip(*arguments: str) -> list[str]:
-    """Return the command line of a call of pip."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
@@ -85,8 +84,8 @@ def run(
     Raises LibraryError if the command fails. If the log shows a known cause, the message is one line.
     Otherwise the message is `what` and the last errors in the log.
 
-    title: title of the progress line, or "" for no progress line. known: one more known cause, as two texts:
-    a text that the log contains in this case, and the message.
+    title: title of the progress line, or "" for no progress line. known: another known cause, as a pair: a
+    text to look for in the log, and the message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)

@@ -64,7 +64,8 @@ def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> 
 def find_or_build(folder: Path, cmake_args: str) -> Path:
     """Return the wheel for these flags and this machine.
 
-    It may be in the cache, or in a folder with wheels that were built elsewhere. Otherwise it is built.
+    Look for it in the cache, and then in the folders with wheels that were built elsewhere. If it is not
+    there, build it.
 
     folder: the folder with the patch files. Raises LibraryError.
     """

@@ -20,9 +20,10 @@ If the old session must be kept, it gets a second name (a hard link) before step
 Two ways to go back
 -------------------
 No file is needed to undo a turn: an `undo.Mark` holds the position between two turns, the sampler's state and
-the tokens that the engine has not read yet. Undo rewinds the engine to the mark before the turn. A server
-finds a stored chat by the digests in the chat's marks. The server rewinds to the first token that differs
-from the request. This token may be in the middle of a turn, because clients may edit any message.
+the tokens that the engine has not read yet. Undo rewinds the engine to the mark before the turn. On a server,
+a mark also holds a digest of the messages before it, by which the server finds a stored chat. The server
+rewinds to the first token that differs from the request. This token may be in the middle of a turn, because
+clients may edit any message.
 
 Some engines cannot be rewound to every token. Such an engine goes back to the newest checkpoint before the
 token, or is emptied if there is no checkpoint. Then it reads the following tokens of the stream again.
@@ -32,7 +33,8 @@ FILE.archive is rewritten when less than half of it is in use. Therefore a sessi
 three checkpoints. The present state is always in FILE itself: if no tokens are archived, a chat can continue
 from FILE without FILE.archive.
 
-A command that replaces the chat can be undone only with an `undo.Copy`, which is an open session file without
-a name. Copies form a stack. They are lost when the process ends, because the system then removes the files,
-even after kill -9.
+A command that replaces the chat can be undone only with an `undo.Copy`, which keeps a session file open. This
+is a temporary file without a name, or the session's own file, which loses its name at the next save. Copies
+form a stack. They are lost when the process ends, because the system then removes files without a name, even
+after kill -9.
 """

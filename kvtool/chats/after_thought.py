@@ -61,7 +61,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # for each beginning of an answer that was checked: True if the inner constraint allows it
+        # beginnings of answers that were checked, each with True if the inner constraint allows it
         self._known: dict[bytes, bool] = {}
         self.restart()
 
@@ -109,7 +109,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # it is not known yet whether a thought or an answer begins, so no token can be promised to fit
+            # it is not known yet whether a thought or an answer begins, so no token is certain to fit
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -174,12 +174,12 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # A token may contain more text after the tag if that text belongs to a thought. It must not
-                # contain text of an answer, because the answer's constraint could forbid that text
+                # Include tokens with text of a thought after the tag. Leave out tokens with text of an
+                # answer after the tag, because the answer's constraint could forbid that text
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
-    # tokens of a thought, up to the answer
+    # tokens of a thought and its end tag
 
     def _think(self, token: int, piece: bytes) -> bool:
         if token in self._vocabulary.ends:
@@ -243,11 +243,10 @@ class AfterThought(Constraint):
             self._close()
 
     def _close(self) -> None:
-        """Force the rest of the end tag."""
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Number of bytes at the end of the thought that are the beginning of an end tag."""
+        """Length in bytes of the incomplete end tag with which the thought so far ends."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
@@ -279,7 +278,7 @@ def after_thought(
     """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
     header, budget: see `AfterThought`. If `header` is None, the template's reply header is used.
-    begun: beginning of the reply that a client gave.
+    begun: beginning of the reply, given by a client; "" if the client gave none.
     """
     header = template.reply_start() if header is None else header
     tags, answer = template.tags, ""

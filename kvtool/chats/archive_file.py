@@ -6,14 +6,14 @@ old parts, and the next turn overwrites the unlisted end of the file.
 
 There are three kinds of parts: keys and values of archived tokens, clusters of these tokens, and checkpoints.
 Clusters are saved so that a restored archive need not be clustered again. Tokens are clustered in blocks of
-consecutive tokens. When the stream has become so long that a block counts as far, the block is clustered
-again, because all tokens of a far block are treated as equally distant. The session then lists the new
-clusters, and no longer the old ones.
+consecutive tokens. A block is far if its tokens are more than `n_near` tokens back (see `Context`). When a
+block becomes far, it is clustered again, because all tokens of a far block are treated as equally distant.
+The session then lists the new clusters instead of the old ones.
 
-The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
-file, FILE.archive.next, if another session shares the old file or if less than half of the old file would be
-in use. FILE.archive.next is renamed to FILE.archive after the new session is in place. A reader tries both
-names and uses the file whose id the session stores.
+The first line of FILE.archive holds the format number and the file's id. The session stores the same id. A
+turn writes a new file, FILE.archive.next, if another session shares the old file or if less than half of the
+old file would be in use. FILE.archive.next is renamed to FILE.archive after the new session is in place. A
+reader tries both names and uses the file whose id the session stores.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _FIRST = b"%s%d %%s\n" % (_START, FORMAT)
 _N_FIRST = len(_FIRST % bytes(2 * _N_ID))
 _FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
 _PIECE = 4 * 2**20
-"""Approximate bytes of a segment, which is held in memory while it is written."""
+"""Approximate bytes of a part with tokens or clusters. Each part is in memory while it is written."""
 
 _N_HASHING = min(os.cpu_count() or 1, 4)
 """Number of threads that check the hashes. Loading a large archive spends most of its time on this."""
@@ -89,7 +89,7 @@ def archive_path(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Remove the archive of the session at `path`, if it has one. A file that is no archive stays."""
+    """Remove the archive of the session at `path`, if it has one. Leave a file that is not an archive."""
     for place in archive_paths(path):
         _delete(place)
 
@@ -172,9 +172,9 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
-            # `saved` lists no parts, but it may have the id of FILE.archive: a session is loaded without its
-            # checkpoints if FILE.archive has only checkpoints and is damaged. Keep the id, because it tells
-            # `_set_other_aside` that FILE.archive does not belong to another chat
+            # Keep the id of FILE.archive, although no parts are listed: it tells `_set_other_aside` that
+            # FILE.archive is not another chat's. This happens if FILE.archive has only checkpoints and is
+            # damaged, because `session.load` then leaves the checkpoints out
             self._listed = saved
             return
         both = _, following = archive_paths(self._session)
@@ -205,8 +205,8 @@ class ArchiveFile:
         place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
-                # if the file has a second name (hard link), leave it: a process that was killed has already
-                # set the other chat's archive aside under that name
+                # a second name (hard link) means that a killed process has already set the other chat's
+                # archive aside under this second name: do not set it aside again
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
@@ -307,7 +307,7 @@ class _PartFile:
         return os.fstat(self.raw.fileno()).st_nlink > 1
 
     def is_at(self, paths: Iterable[Path]) -> bool:
-        """True if one of these paths names the file."""
+        """True if the file is at one of these paths."""
         stat = os.fstat(self.raw.fileno())
         return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
@@ -425,8 +425,8 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # A block may be far in some rows but not yet in all rows. Then `blocks` does not have it. Keep its
-        # near clusters in the list, because the rows in which the block is near use them
+        # `blocks` lacks a block that is far in some rows but not yet in all. Keep the clusters that were
+        # saved when it was near, because the other rows still use them
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)

@@ -80,9 +80,8 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Function that returns the open session file and the open archive file if they hold the present chat.
-        `remember` then uses these files and does not write a copy. If the files do not hold the present chat,
-        the function returns None.
+        Function that opens the session file and the archive file, and returns them, if they hold the present
+        chat. Otherwise it returns None, and `remember` has to write a copy.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -108,7 +107,7 @@ class Conversation:
         self.undoable = undoable
         self.undo_stack = UndoStack()
         self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # file for the archived tokens and the checkpoints of the copies that `_copy` makes
+        # holds archived tokens and checkpoints for the copies that `_copy` makes
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
@@ -132,9 +131,9 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Protect the newest tokens from eviction, as many as the reply header has.
+        """Protect the newest tokens from eviction. Their number is `Header.n` minus `Header.n_begun`.
 
-        Raises UsageError if the cache has no room for other tokens then.
+        Raises UsageError if these tokens and the pinned tokens would fill the cache.
         """
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
@@ -162,7 +161,6 @@ class Conversation:
 
     @cached_property
     def efforts(self) -> Efforts:
-        """Efforts that the template takes."""
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
@@ -232,7 +230,7 @@ class Conversation:
         self._pin(n_pinned)
 
     def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the messages by a client's messages, whose tokens the cache holds."""
+        """Take over a client's messages. Their tokens must be in the cache already."""
         self.version += 1
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
@@ -304,8 +302,8 @@ class Conversation:
 
         The caller must call `finish_reply` afterwards.
 
-        may_change: True if `finish_reply` may change the reply in the cache, because the caller may pass a
-        text as its argument `start`.
+        may_change: True to let `finish_reply` change the reply in the cache. If False, or if the engine
+        cannot be rewound, `finish_reply` leaves the reply unchanged.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
@@ -384,7 +382,6 @@ class Conversation:
         return tokens
 
     def _pin(self, n: int) -> None:
-        """Pin the first n tokens, and call `hold_header`."""
         self.writer.engine.pin(n)
         self.hold_header()
 
@@ -406,7 +403,7 @@ class Conversation:
         return self.writer.engine.context.archive
 
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """Return two parts that hold the whole chat: values for JSON, and an iterator over arrays.
+        """Return the whole chat in two parts: values for JSON, and an iterator over arrays.
 
         listed: the arrays that list the parts in the archive file, from `ArchiveFile.write`.
         """
@@ -495,8 +492,8 @@ class Conversation:
             try:
                 self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy())))
             except OSError:
-                # The disk may have no room. Drop older copies to make room for this copy: without this copy,
-                # undo could not go back to them
+                # The disk may have no room. Drop the oldest mark or copy to make room for this copy: without
+                # this copy, undo could not go back to older marks and copies
                 if not len(self.undo_stack):
                     self._archive_file.close()
                     return False
@@ -535,8 +532,8 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # Only the damaged copy had the stream before the command. Drop the marks in that stream,
-                # because the engine cannot be rewound to them
+                # The stream before the command existed only in the damaged copy. Drop the marks in that
+                # stream, because the engine cannot be rewound to them
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

@@ -30,16 +30,15 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
 """Variables that switch thinking, each with its values for on and off."""
 
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
-"""Variables that take a level."""
 
 NAMES = frozenset(["reasoning_effort", *(name for name, *_ in _SWITCHES), *_LEVEL_NAMES])
-"""Variables about thinking."""
+"""Variables that switch thinking, or set its level or its budget."""
 
 _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels that a template is assumed to take if it copies any text for a level into the prompt."""
+"""Levels assumed for a template that copies the variable's value, whatever it is, into the prompt."""
 
 _MADE_UP = "kvtool-made-up"
 

@@ -39,7 +39,7 @@ class Header:
     earlier
         Text that the template writes between `kept` and the answer of an earlier reply without a thought.
     begun
-        Beginning of the reply that a client gave; it follows both parts.
+        Beginning of the reply, given by a client; it follows both parts.
     n_begun
         Number of tokens after `kept` if `begun` is given, otherwise 0. All these tokens stay in the cache.
     """
@@ -114,7 +114,6 @@ class Header:
 
     @property
     def n(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property

@@ -2,8 +2,8 @@
 
 A reply loops if its newest tokens are one block of at most `MOST_BLOCK` tokens, which is repeated at least
 `LEAST_TIMES` times. All repetitions together must have at least `LEAST_TOKENS` tokens. For a block without
-letters the limit is higher, `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is
-strict, so that lists, tables and code do not match it.
+letters this minimum is `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is strict, so
+that lists, tables and code do not match it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loop:
         self.n_block = self.n_times = 0
         # last tokens of the reply, newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
-        # for each block size n: number of newest tokens that are equal to the token n places before them
+        # for each block size n: length of the newest run in which each token equals the token n places before
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
         # number of tokens since the last token with a letter
         self._n_sign = 0

@@ -57,7 +57,7 @@ def marked(markers: Markers | None, value: Any) -> Any:
 def _marked(markers: Markers | None, text: str) -> str:
     if not (markers and markers.may_be_in(text)):
         return text
-    # if this text ends with the start of a marker, mark that start: text of the template may complete it
+    # also mark an incomplete marker at the end of this text: text of the template may complete the marker
     marks = {at + 1: JOINT for at in markers.begun(text)}
     marks |= {at + 1: CUT if markers.is_word(marker) else JOINT for at, marker in markers.find(text)}
     if not marks:

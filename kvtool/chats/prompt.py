@@ -1,4 +1,4 @@
-"""Prompts: a model's chat template, its BOS token, and the beginning of a prompt that is pinned."""
+"""Prompts: a model's chat template, its BOS token, and the pinned prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two marks to insert into a chat, so that its text changes at this place.
+"""Two texts that differ in their first character.
 
-Their first characters differ. Therefore at least one of them differs from the text that was there.
+If each is inserted at the same place of a chat, at least one of them differs from the text that was there.
 """
 
 
@@ -79,8 +79,8 @@ def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Number of characters of `whole` up to the end of `text`. 0 if the end cannot be found.
 
     Searching `whole` for `text` would not work, because the template may change `text`. Instead, the chat is
-    rendered with other texts. If a mark is appended to `text`, the chat first differs from `whole` at the end
-    of `text`. If a mark replaces `text`, the chat first differs from `whole` at the start of `text`.
+    rendered with the texts in `_MARKS`. If one of them is appended to `text`, the chat first differs from
+    `whole` at the end of `text`. If it replaces `text`, the chat first differs at the start of `text`.
 
     render: returns the same chat with another text in the place of `text`.
     """
@@ -105,7 +105,7 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 
 
 def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
-    """Return the tokens i32[n] of a rendered chat, and how many of them cover its first n_prefix characters.
+    """Return the tokens i32[n] of a rendered chat, and how many cover its first `n_prefix` characters.
 
     The text is tokenized as a whole. A token that begins within these characters and ends after them is
     counted.

@@ -56,12 +56,12 @@ class Roles:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """True if the template renders a system prompt at the beginning, also in a longer chat."""
+        """True if the template renders a system prompt at the beginning of a chat with two turns."""
         return self._shows("system", "user", "assistant", "user")
 
     @cached_property
     def _takes_systems(self) -> bool:
-        """True if the template renders several system messages, at any place."""
+        """True if the template renders several system messages, at the beginning and later."""
         return self._shows("system", "system", "user", "assistant", "system", "user")
 
     @cached_property
@@ -71,7 +71,7 @@ class Roles:
 
     @cached_property
     def _starts_anyhow(self) -> bool:
-        """True if a chat may begin with the model's message, and may lack a message of the user."""
+        """True if a chat can begin with the model's message, and can have no message of the user."""
         chats = [["system"], ["system", "assistant", "user"]] if self._takes_system else []
         return all(self._shows(*roles) for roles in [["assistant", "user"], *chats])
 

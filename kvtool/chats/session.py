@@ -36,7 +36,10 @@ The numbers are increased when the meaning of the file's contents changes.
 """
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
-"""Name of a chat's file in a server's folder. A number at the end means that the file has an earlier turn."""
+"""Name of a session file in a server's folder.
+
+A file with a number at the end holds an earlier turn. Earlier versions of kvtool wrote such files.
+"""
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
 """Names of arrays, each with the format number of a session that has this array."""
@@ -67,8 +70,8 @@ def lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 in_use = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(in_use) from None
-            # look for a server only after locking the session: a server locks its folder first, and then
-            # checks the locks of the chats
+            # Look for a server's lock only after locking the session. A server locks its folder before it
+            # looks for locks of sessions. In this order, at least one of the two finds the other's lock
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
                 in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
                 raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")
@@ -168,10 +171,10 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
 def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tuple[Meta, Arrays]:
     """Read a file that `dump` wrote. The arrays are views of the mapped file, read when they are used.
 
-    name: name of the file in error messages. archive: the open archive file, or the path of the session. If
-    it is a path, and the session lists parts, the path's FILE.archive is opened. If FILE.archive is missing
-    or damaged, and has no archived tokens but only checkpoints, the checkpoints are left out. Raises
-    SessionError as `read` does, and OSError.
+    name: name of the file in error messages. archive: the open archive file, or the path of the session,
+    whose FILE.archive is then opened. If FILE.archive is missing or damaged, and the session lists only
+    checkpoints and no archived tokens, the checkpoints are left out. Raises SessionError as `read` does, and
+    OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:
@@ -243,7 +246,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
             _, dtype, shape = data[at : max(end, at)].decode().split()
             at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
         except (ValueError, TypeError):
-            # if the line has no line break, the file was cut off inside the line. A complete line is damaged
+            # without a line break, the file was cut off inside this line; otherwise the line is damaged
             return end < 0
     return at > len(data)
 

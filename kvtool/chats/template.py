@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters to escape in JSON that must be ASCII. Single marks (see `chats.marks`) are not escaped."""
+"""Text that `ensure_ascii` escapes in JSON. Single marks (see `chats.marks`) are not escaped."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -168,7 +168,6 @@ class Template:
 
     @cached_property
     def syntax(self) -> jinja2.nodes.Template:
-        """The parsed source."""
         return self._environment.parse(self.source)
 
     @cached_property
@@ -179,7 +178,7 @@ class Template:
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with marks in its texts."""
-        # a tool's result is untrusted: mark also the template's tags that are ordinary words
+        # a tool's result is untrusted: also mark the ordinary words that the template uses as tags
         markers = self._and_tags if message["role"] == "tool" else self.markers
         copied: dict[str, Any] = marked(markers, dict(message))
         if message["role"] == "assistant" and isinstance(content := message.get("content"), str):
@@ -312,12 +311,11 @@ class Template:
 
     @property
     def opens_thought(self) -> bool:
-        """True if the reply header opens a thought."""
         return bool(self.opening)
 
     @cached_property
     def drops_thoughts(self) -> bool:
-        """True if the template omits the thought of a reply after the user's next message."""
+        """True if the template omits the thought of a reply once another message of the user follows."""
         if not self.has_thoughts:
             return False
         reply = {"role": "assistant", "content": _STAND_IN, "reasoning_content": _THOUGHT}
@@ -340,7 +338,7 @@ class Template:
             between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
         except ModelError:
             return False
-        # if the template writes a text before every user's message, the text is no system prompt
+        # text that the template writes before every user's message is not a system prompt
         n = len(os.path.commonprefix([before[::-1], between[::-1]]))
         return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 
@@ -381,7 +379,7 @@ _USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
 def _made_up_tool() -> dict[str, Any]:
-    """Return a tool with a random name, which is in no template."""
+    """Return a tool whose random name occurs in no template."""
     parameters = {"type": "object", "properties": {}}
     function = {"name": f"tool_{secrets.token_hex(8)}", "description": ".", "parameters": parameters}
     return {"type": "function", "function": function}

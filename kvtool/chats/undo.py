@@ -100,7 +100,6 @@ class UndoStack:
 
     @property
     def on_disk(self) -> list[Copy]:
-        """The copies, without the marks."""
         return [point for point in self._points if isinstance(point, Copy)]
 
     @property
@@ -152,6 +151,5 @@ class UndoStack:
         self._points.pop(0).close()
 
     def close(self) -> None:
-        """Drop all marks and copies."""
         while self._points:
             self.drop_oldest()

@@ -88,12 +88,11 @@ class Writer:
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
     def reset(self) -> None:
-        """Empty the cache."""
         self.engine.reset()
         self._forget()
 
     def postpone(self, tokens: np.ndarray) -> None:
-        """Empty the cache, and store tokens i32[n] that are read later, before the next text."""
+        """Empty the cache, and store tokens i32[n] as unread. They are read before the next text."""
         self.reset()
         self._unread = tokens
 
@@ -102,8 +101,8 @@ class Writer:
             self.drafter.cut(0)
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # `_drafts`: draft tokens of the last step that were not compared with sampled tokens yet.
-        # `_n_sampled`: number of draft tokens of the last step that were sampled
+        # `_drafts`: draft tokens of the last step that may still be sampled. `_n_sampled`: number of draft
+        # tokens of the last step that were sampled
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
@@ -166,8 +165,8 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # an earlier call began to read the stream again, but was stopped, so some of the first n tokens
-            # are still unread: keep them unread
+            # an earlier call was stopped while it read the stream again, so some of the first n tokens are
+            # still unread: these tokens stay unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -186,8 +185,8 @@ class Writer:
         """Decode i32[n] tokens. Return False if reading was stopped.
 
         after_step: called after each step with the slice of the tokens that the step decoded. If it is given,
-        all tokens give logits, and each step ends at the latest when the policy has to evict. Perplexity is
-        measured in the same way.
+        all tokens give logits, and a step ends when the policy's next plan is due, as in measurements of
+        perplexity.
         """
         self._drop_drafts()
         self._unread = np.concatenate([self._unread, tokens])
@@ -197,8 +196,8 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""
-        # the stream can be read again only if this writer has all its tokens: False if the engine has also
-        # read tokens that did not come from this writer
+        # False if the engine has also read tokens that did not come from this writer. Then the stream cannot
+        # be read again, because the writer does not have all its tokens
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
@@ -249,7 +248,6 @@ class Writer:
             self._drop_drafts()
 
     def _pieces(self, n_max: int | None, stops: Stops, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
-        """Yield the pieces of `write`."""
         model, loop = self.engine.model, Loop()
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)

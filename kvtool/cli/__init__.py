@@ -47,7 +47,7 @@ class _Commands(UserDict[str, Any]):
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # typer's own dictionary is empty, because no command is registered with typer
+        # replace typer's dictionary, which is empty, because no command is registered with typer
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:

@@ -140,7 +140,6 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
 
 
 def _measure(benchmark: Bench) -> None:
-    """Measure the rows. Show a progress bar with the name of the current row."""
     n_run = len(benchmark.rows) * benchmark.rounds
     with tokens_progress("bench", n_run) as step, stopping(benchmark):
         for n_done, row in enumerate(benchmark.measure()):

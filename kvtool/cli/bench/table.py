@@ -96,5 +96,4 @@ def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Format a number: one decimal below 100, no decimals from 100 on."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -64,7 +64,7 @@ def chat(
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
-            # importing the terminal takes as long as loading a small model, so do both at the same time
+            # importing this module takes as long as loading a small model, so do both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
 
         opened, writer = stack.enter_context(open_writer(run, generation))

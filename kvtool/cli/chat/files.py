@@ -164,9 +164,8 @@ class ChatFiles:
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the chat to `path`, unless `path` is None. If this fails, store the error in `unsaved`.
 
-        undone: True after an undo. The file is then replaced by one without the undone turns. There is one
-        exception: if the file holds an earlier chat, it is not replaced, because the user may return to that
-        chat with further undos.
+        undone: True after an undo. If the file holds an earlier chat, it is then not written, because the
+        user may return to that chat with further undos.
 
         is_new_turn: True after a new turn. The file is then always written.
         """
@@ -297,13 +296,11 @@ class ChatFiles:
 
     @cached_property
     def _archive_file(self) -> ArchiveFile:
-        """The session's archive file."""
         from kvtool.chats.archive_file import ArchiveFile
 
         return ArchiveFile(self.path)
 
     def close(self) -> None:
-        """Close open files."""
         if "_archive_file" in vars(self):
             self._archive_file.close()
 
@@ -378,8 +375,8 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     The policy of the session is treated as if the user had typed it.
 
     A session of an old kvtool may have parameters that the policy no longer has. In that case, unless the
-    user typed -o, these parameters are left out. The policy's adjustable parameters are then also left out:
-    they may have other values than in the session.
+    user typed -o, the session's values of these parameters and of the adjustable parameters are not used.
+    A chat need not continue with the same adjustable parameters.
     """
     from kvtool import policies
 
@@ -414,7 +411,6 @@ def moved_line(spare: Path) -> str:
 
 
 def turns(n: int) -> str:
-    """Return a number of turns as text."""
     return f"{n or 'no'} turn{'s' * (n != 1)}"
 
 

@@ -91,7 +91,7 @@ def confirmed(question: str) -> bool:
 
     Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
     """
-    # do not use input(): without readline, it misses Ctrl-C if the user presses this key at once
+    # do not use input(): without readline, it misses a Ctrl-C right after the question appears
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
@@ -142,12 +142,12 @@ def goes_on(typed: str) -> bool:
 
 
 def with_files(text: str) -> str:
-    """Return the text with each @path replaced by the text of the file.
+    """Return the text with each @PATH or @"PATH" replaced by the text of the file.
 
-    If there is no such file, the user may not have meant a path, because code has words like @name. The
-    word stays in the text if it does not look like a path, or if the text has several lines. Otherwise
-    InputError is raised. A path in quotes, @"path", always has to exist. InputError is also raised if a file
-    cannot be read or is not text.
+    If there is no such file, @PATH stays in the text, because code has words like @name. InputError is raised
+    instead if PATH is in quotes, or if the text is a single line and PATH looks like a path.
+
+    InputError is also raised if a file cannot be read or is not UTF-8.
     """
     is_line = "\n" not in text
 

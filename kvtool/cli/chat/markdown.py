@@ -116,8 +116,8 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # indent wrapped lines like the text of their first line, unless this is half the width or more:
-            # then the text is not an item of a list
+            # Indent wrapped lines to the column where the text of the first line starts. If this column is in
+            # the right half of the terminal, do not indent: the text is not an item of a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled

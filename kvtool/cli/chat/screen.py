@@ -131,8 +131,8 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # if the template has a separate field for thoughts, "content" is only the answer. Otherwise it may
-        # begin inside a thought, as the reply did
+        # If the template has a separate field for thoughts, "content" is only the answer. Otherwise "content"
+        # is the whole reply, which begins inside a thought if the reply header opens one
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -273,8 +273,8 @@ class Terminal:
     def _cancel(self, instead: str | None) -> None:
         """Undo a turn that the user stopped before its reply began.
 
-        instead: text that is put at the next prompt. This is the text of the stopped turn if that turn had
-        replaced another turn, and None otherwise.
+        instead: the stopped turn if it had replaced another turn, otherwise None. This turn is put at the
+        next prompt.
         """
         self.conversation.undo_turn()
         if instead is None:
@@ -285,10 +285,10 @@ class Terminal:
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
-    """Return a line about a chat of n tokens: which shares are cached, archived and forgotten.
+    """Return a line about a chat of n tokens: the shares that are cached, archived and forgotten.
 
     If the KV heads have cached different tokens, these three shares do not add up to 100 %. The line then has
-    two other shares: the mean share that a KV head has cached, and the share that is forgotten.
+    only the mean share that a KV head has cached, and the share that is forgotten.
 
     n_held: mean number of tokens that a KV head of a layer has cached. n_forgotten: number of tokens that no
     KV head has cached and that are not archived.
@@ -341,8 +341,8 @@ class Keys:
 def _attributes(attributes: Any) -> Iterator[None]:
     """Set the terminal's attributes inside the block.
 
-    If the user suspends the program with Ctrl-Z, the shell changes the attributes. When the program
-    continues, it sets them again.
+    If the user suspends the program with Ctrl-Z, the shell changes the attributes. The program sets them
+    again when it continues.
     """
     import termios
 

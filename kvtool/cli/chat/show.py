@@ -115,7 +115,6 @@ def show(terminal: Terminal, name: str) -> None:
 
 
 def system(terminal: Terminal) -> None:
-    """Show the system prompt, without markup."""
     chat = terminal.conversation
     own = "none was given; the model's chat template brings its own"
     none = own if chat.template.has_own_system else "(none)"

@@ -93,7 +93,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # the first save hashes the model. Ctrl-C raises this error only during the hashing
+            # Ctrl-C is ignored except while the model is hashed, and after a question of `confirm`
             self.terminal.note("stopped")
         return True
 
@@ -172,7 +172,7 @@ class Commands:
         except click.ClickException as error:
             why = error.message
             if isinstance(error.__cause__, OSError):
-                # click's message ends with Python's error text and an error number; replace this end
+                # click's message ends with Python's error text and number; give only the reason instead
                 why = f"{why.partition(':')[0]} cannot be started: {error.__cause__.strerror}"
             raise UsageError(f"{why}; set $EDITOR to an editor that works") from None
         if text := with_lf(written or "").strip():
@@ -184,7 +184,6 @@ class Commands:
     def _set(self, text: str) -> None:
         name, _, given = text.replace("=", " ", 1).partition(" ")
         given = given.strip()
-        # remove quotes around the value
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
             show.settings(self.terminal)
