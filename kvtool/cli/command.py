@@ -40,7 +40,7 @@ class BadValue(typer.BadParameter):
     Attributes
     ----------
     reason
-        The end of the message, such as "must be at least 1, got 0". The start is the option's name.
+        End of the message, such as "must be at least 1, got 0". The option's name precedes it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -57,7 +57,7 @@ def refusal(error: typer.BadParameter, name: str) -> str:
 
 
 class _Shared:
-    """The help and the option -V, which are the same for commands and groups."""
+    """Mixin for commands and groups: the layout of the help, and the option -V."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         root = ctx.find_root()
@@ -185,7 +185,7 @@ def flags_of(param: Any) -> list[str]:
 
 
 def default_of(param: Any) -> str | None:
-    """Return the text that an option declares for its default, or None if the option declares no text."""
+    """Return the text that the help shows as an option's default, or None if the option declares no text."""
     text = param.show_default if isinstance(param.show_default, str) else None
     if text and "{model}" in text:
         from kvtool.models.catalogue import registry
@@ -227,10 +227,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Return a text that says which settings set the options that an error message names.
-
-    "" if no setting set these options.
-    """
+    """Return a text that says which settings set the options in an error message, or "" if none did."""
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"
@@ -240,7 +237,7 @@ def _origins(ctx: Any, message: str) -> str:
 
 
 def _show_users_traceback(error: BaseException) -> None:
-    """Write the traceback of an error in a user's policy, without kvtool's own calls at its start."""
+    """Write the traceback of an error in a user's policy, beginning after kvtool's own calls."""
     import traceback
     from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Functions that return the values with which a shell completes options.
 
-Most of them do not return names of files, because the shell itself completes these names.
+Most of them return no file names, because the shell itself completes file names.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _FIRST = b"kvtool session"
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return names of policies, including policies of other packages. The shell itself completes files."""
+    """Return names of policies, including policies of other packages."""
     from kvtool import policies as known
 
     return _from(incomplete, [*known.names(), *known.installed()])
 
 
 def policy_list(incomplete: str) -> list[str]:
-    """Complete a list with commas: return names of policies for the text after the last comma."""
+    """Complete the last policy in a comma-separated list."""
     return _in_list(incomplete, policies)
 
 
@@ -43,21 +43,19 @@ def parameters(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Return names of models. The shell completes GGUF files."""
     from kvtool.models.catalogue import registry
 
     return _from(incomplete, registry())
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Return names of tasks."""
     from kvtool import tasks as known
 
     return _from(incomplete, known.names())
 
 
 def cache_type_list(incomplete: str) -> list[str]:
-    """Complete a list with commas: return types of keys and values for the text after the last comma."""
+    """Complete the last cache type in a comma-separated list."""
     return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 
@@ -74,7 +72,6 @@ def sessions(incomplete: str) -> list[str]:
 
 
 def commands(incomplete: str) -> list[str]:
-    """Return names of commands."""
     return _from(incomplete, COMMANDS)
 
 

@@ -100,7 +100,7 @@ def _all(root: Any) -> Iterator[Row]:
 def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
     """Yield the rows for a table of the file.
 
-    start: the table applies to all commands that begin with these words.
+    start: first words of the commands to which the table applies.
     """
     reached = [words for words in known if words[: len(start)] == start]
     if not reached or (table.values and table.is_own and start not in known):
@@ -150,7 +150,7 @@ def _check(param: Any, value: Any, source: str) -> None:
 
 
 def _declarations(kind: type[Options], param: Any) -> Iterator[Option]:
-    """Yield the declarations of an option: in the class `kind` and in all subclasses of this class."""
+    """Yield the declarations of an option in the class `kind` and its subclasses."""
     if (option := declared(kind).get(param.name)) and [*option.flags] == param.opts:
         yield option
     for each in kind.__subclasses__():

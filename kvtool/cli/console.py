@@ -37,7 +37,7 @@ def table_console(**how: Any) -> Console:
 
 
 class _Unpadded:
-    """Wraps a file, and removes spaces at the ends of lines."""
+    """File that removes spaces at the ends of lines."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

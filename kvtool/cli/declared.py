@@ -30,7 +30,7 @@ ModelName = Annotated[
 
 
 def command_words(help: str, default: str) -> Any:
-    """Return an argument that takes the words of a command."""
+    """Return a Typer argument for a command's name, which may have several words."""
     return typer.Argument(
         metavar="[COMMAND]...", help=help, show_default=default, autocompletion=completion.commands
     )
@@ -112,11 +112,11 @@ def _number_parser(
 ) -> Callable[[Any], int | float]:
     """Return a function that click calls to read and check a number.
 
-    The function runs while click parses the command line. If it raises an error, the message can therefore
-    name the setting from which the number comes.
+    The number is checked while click parses the command line, so that an error can name the setting from
+    which the number comes.
 
-    is_list: True for a repeatable option. click calls the function once for each number, so that the function
-    cannot call `Option.read`, which takes all numbers.
+    is_list: True for a repeatable option. The function then skips `Option.parse`, which takes all numbers of
+    the option, because click passes one number at a time.
     """
 
     def parse(raw: Any) -> int | float:
@@ -133,7 +133,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # click uses this name as the name of the type, and `settings` looks up the allowed types with it
+    # this is the name of the type for click, and `settings` uses it to look up the allowed Python types
     parse.__name__ = number.__name__
     return parse
 

@@ -212,8 +212,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # a task that asks all items in one stream has to start over after it was stopped, so do not
-            # report how many items are finished
+            # a task with one stream for all items cannot resume, so do not report how many items are finished
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -259,7 +258,7 @@ def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
 
 
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
-    """Raise UsageError if the temperature or the seed is out of range, or if it would have no effect."""
+    """Raise UsageError if the temperature or the seed is out of range or has no effect."""
     if sampler.temp and not chosen.uses_sampling:
         advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {advice}")
@@ -283,10 +282,10 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int
 def _policy_for(
     spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """Return a function that makes the policy for an item. Also return the batch size. Raises UsageError.
+    """Return a function that makes the policy for an item, and the batch size. Raises UsageError.
 
-    The function takes two numbers of tokens: the length of the prompt and the length of the answer.
-    n_held: number of tokens that are never evicted.
+    The function takes the lengths of the prompt and of the answer, in tokens. n_held: number of tokens that
+    are never evicted.
     """
     from kvtool.config import budget
     from kvtool.engine.checks import on_model
@@ -343,7 +342,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
 
 
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
-    """Return those fields of a record that say how a result was made, except the fields about the task."""
+    """Return the fields of a record about the model, the options and the versions, but not about the task."""
     from kvtool.config import archive
     from kvtool.llama.adapters import identities
     from kvtool.measure import records
@@ -473,10 +472,10 @@ def _mean_cells(score: Mean) -> tuple[str, str, str]:
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """Return the means of a score as a table, for a task that groups its items by two fields (`task.by`).
+    """Return a score's means as a table, for a task that groups its items by two fields (`task.by`).
 
     The result is (row titles, column titles, rows). Row titles are the values of the first field, and column
-    titles are the values of the second field. A mean is None if no item has these two values.
+    titles are the values of the second field. A mean is None if no item has both values.
     """
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]

@@ -42,10 +42,12 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
 def before_text(
     engine: Engine, run: RunOptions, noun: str, n: int = 0, info: ModelInfo | None = None
 ) -> None:
-    """Write to stderr how a text will be read. Without --explain, write only what may surprise the user.
+    """Write to stderr how a text will be read.
+
+    Without --explain, write only if the text is too long or the budget is very small.
 
     noun: kind of the text, such as "prompt". n: number of tokens of the text, or 0 if it is unknown. info:
-    header of the model if the model will answer, else None.
+    header of the model if the model will answer the text, else None.
     """
     if run.explain:
         explain_run(engine, run.policy, noun, n)
@@ -58,8 +60,7 @@ def before_text(
 class Notice:
     """Reports on stderr that a text is longer than the budget, or too long for the model.
 
-    Each of the two reports is made only once. There is one exception: if a part of a text will be forgotten,
-    the report about the budget is repeated.
+    Each is reported only once, but a text of which a part will be forgotten is reported each time.
 
     Attributes
     ----------
@@ -68,11 +69,11 @@ class Notice:
     noun
         Kind of the text, such as "prompt".
     info
-        Header of the model if the model will answer, else None.
+        Header of the model if the model will answer the text, else None.
     is_long
-        True after a line about the budget was printed.
+        True if a text was longer than the budget and this was reported.
     is_much
-        True after a line about the model was printed.
+        True if a text was too long for the model and this was reported.
     """
 
     engine: Engine
@@ -138,7 +139,7 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
 
 
 def _n_kept(engine: Engine, n: int) -> int:
-    """Return how many cells of a row a text of n tokens may take after the text was read."""
+    """Return the maximum number of cells per row after a text of n tokens was read."""
     is_whole = engine.reads_whole(n) or (engine.rereads(n) and engine.n_past > 0)
     return engine.policy.n_asked if is_whole or _shares(engine.policy) else engine.policy.budget
 
@@ -164,9 +165,9 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 
 
 def spare_line(engine: Engine) -> str | None:
-    """Return a text with the bytes of the budget's cells and of all other cells.
+    """Return a text that lists the bytes of the budget's cells and the bytes of other cells.
 
-    None if all cells belong to the budget.
+    None if there are only the budget's cells, or if rows are ragged.
     """
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
@@ -212,7 +213,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # leave out `recalled`, which users can set only for models without values (MLA)
+        # leave out `recalled`, because it can be set only for models without values (MLA)
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

@@ -15,16 +15,15 @@ _OTHER_BYTES = 2**29
 """Bytes that kvtool needs in addition to the model, for a model of any size."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights that a CPU processes per second: one core alone, and at most all cores together.
+"""Bytes of weights that a CPU processes per second: with one core, and at most with all cores.
 
-The limit for all cores together comes from the speed of the memory.
-
-Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to 16 GB/s on one core of an AMD EPYC (Zen 5). The number for
-one core is lower on purpose, because many users have slower cores, and other programs also use the cores.
+Memory bandwidth limits the speed of all cores together. Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to
+16 GB/s on one core of an AMD EPYC (Zen 5). The number for one core is lower on purpose, because many users
+have slower cores, and other programs also use the cores.
 """
 
 _TOKENS_S = 10
-"""A chat should write at least this many tokens per second. This is about as fast as people read."""
+"""Minimum tokens per second of a chat. This is about as fast as people read."""
 
 
 class Room(NamedTuple):
@@ -44,11 +43,11 @@ class Room(NamedTuple):
 
 
 def room() -> Room:
-    """Return the sizes of models that run on this machine.
+    """Return how large a model may be on this machine.
 
-    A model may use the memory of one GPU, or two thirds of the machine's memory. The larger of the two sizes
-    is returned. The last third of the machine's memory is for other programs and an archive. The sizes are
-    computed from total memory and not from free memory, which changes all the time.
+    A model may use the memory of one GPU, or two thirds of host memory if that is more. The last third of
+    host memory is for other programs and an archive. The sizes are computed from total memory and not from
+    free memory, which changes all the time.
     """
     gpus = [0]
     # this fails if llama.cpp is not installed; then use no GPU

@@ -182,13 +182,13 @@ def _finish_reason(writer: Writer) -> str:
 def _rendered(
     writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
-    """Render the request with the model's chat template. Return the text, and the prefix to be pinned.
+    """Render the request with the model's chat template. Return the text, and its prefix to pin.
 
-    Also prepare the writer for a thought. The writer will show the tags of the thought, limit the thought's
-    length, and apply a grammar only after the thought.
+    Also set up the writer, so that it shows the tags of a thought, limits the thought's length, and applies a
+    grammar only after the thought.
 
-    first: start of the request. The prefix ends after this text. If `first` is empty, the prefix ends after
-    the system prompt.
+    first: start of the request, which is the end of the prefix. If it is "", the prefix ends with the system
+    prompt.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts

@@ -22,7 +22,7 @@ COMMANDS = {
 }
 """Name and description of each command.
 
-They are here and not in the files of the commands, because importing these files takes long.
+They are not in the files of the commands, because importing these files takes long.
 """
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
@@ -32,14 +32,10 @@ GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Commands whose names are also names of built-in functions of Python.
-
-Each command has the name of the function in kvtool that runs it.
-"""
+"""Function of each command whose own name is a built-in function of Python."""
 
 
 def module_of(command: str) -> str:
-    """Return the name of the module with a command."""
     return f"kvtool.cli.{command}" + ".command" * (command in FOLDERS)
 
 

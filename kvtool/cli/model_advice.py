@@ -1,4 +1,4 @@
-"""Advice about models that are not made for chats, or not for long texts, and about better models."""
+"""Advice about base models, about texts that are too long for a model, and about better models."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def base_model(path: Path) -> str | None:
 def better_model() -> str | None:
     """Return advice to use the best model for this machine, or None.
 
-    Each user gets the advice only once. A file remembers this. The result is None if the file exists, if the
-    file cannot be written, or if no model fits.
+    The first call creates a file, so that each user gets the advice only once. The result is None if the file
+    exists, if it cannot be written, or if no model fits.
     """
     try:
         path = user_state_path("kvtool", appauthor=False) / "first-chat"

@@ -38,7 +38,7 @@ Name = Annotated[
 ]
 
 _OF_ENTRY = ("sha256", "size", "licence", "note")
-"""Fields that only models in models.txt have. Models from a URL or a repository do not have these fields."""
+"""Fields that only models in models.txt have."""
 
 _WIDE = 140
 """In terminals at least this wide, the list also shows the sources of models."""

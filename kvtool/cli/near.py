@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     "doctor": ("check",),
     "--version": ("version",),
 }
-"""Our commands. Each command has the names that other programs use for it."""
+"""Names that other programs use for our commands."""
 
 INSTEAD = {
     "kvtool": {name: ours for ours, names in _OTHER_NAMES.items() for name in names},
@@ -37,7 +37,7 @@ INSTEAD = {
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""The groups of our commands. Each group maps names of commands in other programs to our commands."""
+"""Our commands, by group and by the name that other programs use."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
@@ -45,7 +45,7 @@ NOT_HERE = {
     "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
     "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
 }
-"""Commands of other programs that kvtool does not have. Each command has a text that says why."""
+"""Commands of other programs that kvtool does not have, and why it does not have them."""
 
 OURS = {
     "--api-key-file": ("--api-key",),
@@ -80,7 +80,7 @@ OURS = {
     "--threads": ("-tb", "--threads-batch", "--n-threads", "--num-thread", "--num-threads"),
     "--windows": ("--ppl-window",),
 }
-"""Our options. Each option has the names that llama.cpp, Ollama, vLLM, mlx-lm and transformers use for it."""
+"""Names that llama.cpp, Ollama, vLLM, mlx-lm and transformers use for our options."""
 
 ADVICE = {
     "use -m hf:{value}": ("-hf", "-hfr", "--hf-repo"),
@@ -119,10 +119,7 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice about options that only other programs have, or whose values are different in kvtool.
-
-Each text is followed by the options for which it is given.
-"""
+"""Options that only other programs have, or whose values differ in kvtool, by the advice about them."""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
@@ -188,7 +185,7 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
             advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
             return f"no such option: {name}; {advice}"
         elif name in _OURS:
-            # report this error here, because click would read `-md 9` as `-m d` with an argument 9
+            # do not leave this to click, which would read `-md 9` as `-m d` with an argument 9
             return f"no such option: {name}; `{context.command_path} -h` lists its options"
     return None
 

@@ -79,7 +79,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
         return None
     path = Path(records).expanduser()
     check_writable(path)
-    # the file will be replaced: follow links, so that the link stays, and refuse devices and pipes
+    # the file will be replaced: resolve a link, so that its target is replaced; refuse devices and pipes
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
@@ -91,7 +91,10 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
-    """Return the message after Ctrl-C if n_done of n units are finished. path: the file of --records."""
+    """Return the message after Ctrl-C.
+
+    n_done, n: numbers of finished and of all units. path: the file of --records.
+    """
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
@@ -116,7 +119,6 @@ def check_packages(name: str, packages: Sequence[str], extra: str) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the bytes of a figure as a PNG file."""
     import io
 
     out = io.BytesIO()

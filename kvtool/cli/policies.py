@@ -86,7 +86,6 @@ def policies(
 
 
 def _print_one(policy: dict[str, Any], budget: int | None) -> None:
-    """Print a policy with a line for every parameter."""
     console = table_console()
     console.print(policy["what"])
     paper = f"paper: {policy['paper']}" if policy["paper"] else ""
@@ -102,7 +101,6 @@ def _print_one(policy: dict[str, Any], budget: int | None) -> None:
 
 
 def _print_names(listed: list[dict[str, Any]]) -> None:
-    """Print each policy as a sentence, without its paper."""
     from rich.table import Column
 
     rows = []
@@ -116,7 +114,6 @@ def _print_names(listed: list[dict[str, Any]]) -> None:
 
 
 def _print_table(listed: list[dict[str, Any]], budget: int) -> None:
-    """Print each policy with its parameters for a budget, and its paper."""
     from rich.table import Column
 
     rows = []

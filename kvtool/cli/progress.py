@@ -25,7 +25,7 @@ _SOON_S = 0.5
 
 @contextmanager
 def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a callback that shows the progress of a download or of hashing. Its first call draws the bar.
+    """Yield a callback that shows the progress of a download or of hashing. The first call draws the bar.
 
     The callback takes the number of bytes that are done and the total number of bytes. The total may grow,
     because a model may have several files.
@@ -175,7 +175,7 @@ def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..
     redirect = sys.stdout is not None and sys.stdout.isatty()
     with _bars(*columns, redirect_stdout=redirect, speed_estimate_period=600) as bar:
         task = bar.add_task(label, total=n, completed=n_done)
-        # record the start with an advance of 0, because rich measures the speed between two calls
+        # rich measures the speed from one call to the next, so record the start by advancing 0
         bar.advance(task, 0)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)
 

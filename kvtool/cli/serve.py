@@ -147,7 +147,7 @@ def serve(
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # store the context length, which may be reduced: otherwise `open_run` would return the same note again
+    # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
@@ -203,7 +203,7 @@ def _opened(
 ) -> Iterator[SlotPool]:
     """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
 
-    Also set `site.policy`. It may not be the requested policy, because `open_run` may replace the policy.
+    Also set `site.policy`, because `open_run` may have replaced the requested policy.
     """
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
@@ -267,8 +267,8 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # without a GPU, check the free memory, because Linux allocates more memory than it has. A GPU
-            # reports an error if its memory does not suffice
+            # without a GPU, check the free memory, because Linux lets a process allocate more than there is.
+            # A GPU reports an error if its memory does not suffice
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))

@@ -67,7 +67,7 @@ def show(file: File, as_json: Json = False) -> None:
 
 
 def _print(info: dict[str, Any], has_archive: bool) -> None:
-    """Print the values as a table. The problem is not in the table, because it is printed as an error."""
+    """Print the values as a table, except the problem, which is printed as an error."""
     from kvtool.cli.console import print_table
     from kvtool.units import format_bytes
 

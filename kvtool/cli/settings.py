@@ -37,9 +37,9 @@ OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
     # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
 }
-"""Commands with parameters that settings for all commands must not change.
+"""Parameters that only the command's own table and its own variables can set, by command.
 
-Only the command's own table and its own variables can set these parameters.
+Settings for all commands do not change them.
 """
 
 _MODELS = "models"
@@ -49,7 +49,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""click's types. Each type has a description for messages, and the Python types that it accepts.
+"""click's types: a description for messages, and the Python types that are accepted.
 
 The keys are the first three letters of the types' names, because some versions of click shorten the names.
 """
@@ -103,7 +103,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # skip the top level if OPTIONS_OF_ONE lists all options of the command
+    # skip the top level if it can set no option of the command, because OPTIONS_OF_ONE lists them all
     chosen = [
         table
         for table in all_tables
@@ -118,7 +118,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # if this layer sets the policy, drop the values of -o for the policy of earlier layers
+        # if a table or variable sets the policy, drop earlier values of -o: they may be for another policy
         if "policy" in layer:
             result.pop("options", None)
         result |= layer
@@ -167,7 +167,7 @@ def config_file() -> Path:
 def options_of(command: Any, without: Words = ()) -> list[Any]:
     """Return the options of a command that settings can change.
 
-    without: words of a command, to leave out the options that `OPTIONS_OF_ONE` lists for this command.
+    without: words of a command. The options that `OPTIONS_OF_ONE` lists for it are left out.
     """
     options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]

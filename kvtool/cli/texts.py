@@ -24,11 +24,10 @@ File = Annotated[
 """The argument that names a text."""
 
 _MARGIN = 256
-"""Number of additional tokens that are read. They are dropped, because the end of a cut text may be tokenized
-differently.
-"""
+"""Number of tokens that are read in excess and dropped: near a cut, a text may be tokenized differently."""
+
 _TOKEN_BYTES = 8
-"""Number of bytes that are read first for each token. If they are not enough, more bytes are read."""
+"""Bytes to read per token at first. If they hold too few tokens, more bytes are read."""
 
 
 def source(file: str | None) -> TextSource:

@@ -41,11 +41,11 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 
 
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
-    """Call `think` with the requested thinking effort and thinking budget, and return its result.
+    """Return the result of `think` for the requested thinking effort and thinking budget.
 
-    `think` raises UsageError if the model's template does not take the effort. If the user typed the effort,
-    this error is raised. If the effort comes from a setting or a session, the effort is left out, and a line
-    on stderr reports this.
+    `think` raises UsageError if the model's template does not take the effort. This error is raised if the
+    user typed the effort. An effort from a setting or a session is left out instead, and a line on stderr
+    reports this.
     """
     try:
         return think(generation.think, generation.think_budget)
@@ -70,7 +70,7 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
 
 
 def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
-    """Return a message that says why a text has no visible character.
+    """Return a message that says why a reply or an answer is empty.
 
     None if another message gives the reason: the user stopped the text, or the text ended in a loop or at the
     limit.

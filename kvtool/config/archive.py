@@ -25,7 +25,7 @@ _BLOCK = 32
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     """Raise UsageError if the archive options cannot work.
 
-    kinds: the policies for which the options were given, by name.
+    kinds: the policies with which the options are used, by name.
     """
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
@@ -73,8 +73,10 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 def with_type(run: R, info: ModelInfo) -> R:
     """Replace the archive type "auto" by a type that fits the model, and return the options.
 
-    info: header of the model. If the model adds biases to its keys, like Qwen 2.5, keys get 8 bits and not 5.
-    Biases make a few elements of every key large, so that with 5 bits different keys would become equal.
+    If the model adds biases to its keys, like Qwen 2.5, keys get 8 bits and not 5. Biases make a few elements
+    of every key large: with 5 bits, different keys would become equal.
+
+    info: header of the model.
     """
     # imported here, because the import loads llama.cpp
     from kvtool.llama.devices import has_gpu

@@ -119,7 +119,6 @@ def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) ->
 
 
 def in_cells(n: int, n_ctx_train: int) -> Budget:
-    """Return a budget of n cells."""
     return Budget(str(n), n, False, n_ctx_train)
 
 

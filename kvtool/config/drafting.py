@@ -68,7 +68,7 @@ def _no_mtp(path: Path, reason: str) -> UsageError:
 
 
 class Drafts:
-    """Makes the drafters for the engines of a run. `opened` creates it.
+    """Factory of drafters for the engines of a run. `opened` creates it.
 
     draft_model: the model that makes draft tokens if lookup finds none. None if --draft names no model.
     mtp: True if the engine's own model makes draft tokens if lookup finds none.
@@ -120,8 +120,7 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     # reset --rpc, --lora and the options that place tensors, because they are for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # the large model uses GPUs and workers, but the draft model does not use workers: reset the options
-        # whose values count GPUs and workers together
+        # the draft model uses no workers: reset the options whose values also count the workers' devices
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:

@@ -18,7 +18,7 @@ _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _limit(raw: int | None, flag: str) -> int | None:
-    """Convert a maximum number of tokens. -1 means no limit, as in llama.cpp. The result is then None."""
+    """Convert a maximum number of tokens. -1 (no limit) becomes None. Raises UsageError for 0."""
     if raw == 0:
         raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
     return None if raw == -1 else raw
@@ -59,9 +59,8 @@ class _LengthOptions(Options):
 class GenerationOptions(Sampling, _LengthOptions):
     """Options for generating text, with llama.cpp's defaults.
 
-    A text cannot have both a grammar and a schema: UsageError is raised if both are set. But if the user
-    typed only one of the two options, and the other comes from a setting or a session, the typed option is
-    used.
+    A text cannot have both a grammar and a schema. If the user typed one of them, and the other comes from a
+    setting or a session, the typed option is used. Otherwise UsageError is raised.
     """
 
     temp: float = redeclared(Sampling, "temp", 0.8)
@@ -111,12 +110,12 @@ class GenerationOptions(Sampling, _LengthOptions):
     def field(cls, name: str) -> str:
         """Return the field to which a name belongs. Raises UsageError.
 
-        name: the name of an option, or the name of a value in requests.
+        name: any of the names in `Option.names`.
         """
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # if the typed name is similar to a name that only requests have, suggest the name of its field
+            # a similar name may be one that only requests use: suggest its field
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
@@ -141,7 +140,7 @@ _SHAPES = ("grammar", "json_schema")
 
 
 def _raw(name: str, text: str) -> Any:
-    """Convert a text that the user typed to the type of a field. Raises UsageError."""
+    """Convert a text to the type of a field. Raises UsageError."""
     kind = str(get_type_hints(GenerationOptions)[name])
     if kind.startswith("tuple"):
         return [text] if text else None

@@ -39,7 +39,7 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 @contextmanager
 def loaded_model(run: RunOptions, path: Path, **how: Any) -> Iterator[Model]:
-    """Load the model, and free it at the end. how: arguments of `opened_on_model`. Raises KvtoolError."""
+    """Load the model, and free it at the end. how: options of `opened_on_model`. Raises KvtoolError."""
     with opened_on_model(run, path, lambda model: model, **how) as model:
         yield model
 
@@ -137,9 +137,9 @@ def _fitted_to_gpu(
 ) -> tuple[RunOptions, str]:
     """If not all weights fit on the GPU, set how many layers and experts are on the GPU.
 
-    Returns the changed options and a line about the change. In these cases the options stay the same, and the
-    line is "": all weights fit, the user has placed weights with options, there are workers, or the GPUs do
-    not report their free memory.
+    Returns the changed options and a line about the change. The options stay the same and the line is "" if
+    all weights fit, if the user has placed weights with options, if there are workers, or if the GPUs do not
+    report their free memory.
 
     share: share of the free memory that is used.
     """
@@ -188,7 +188,7 @@ def fitted_weights(
 
 
 def in_words(placed: PlacedWeights, info: ModelInfo) -> str:
-    """Return the end of a sentence about the weights on a GPU. The sentence begins "the GPU has room for"."""
+    """Return the weights on a GPU in words, to follow "the GPU has room for"."""
     n, n_layer = placed.n_gpu_layers, info.weights.n_layer
     if n <= n_layer:
         experts = ", without their experts" if placed.n_cpu_moe else ""

@@ -28,7 +28,7 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
 def gpu_note(run: RunOptions) -> str | None:
     """Return a note if the user gave options for GPUs and there is no GPU, else None.
 
-    Add workers before this is called, because the GPUs of workers are also used.
+    Call this after workers are added, because the GPUs of workers are also used.
     """
     from kvtool.llama.devices import has_gpu
 

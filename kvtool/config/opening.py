@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 _N_CELL = 4096
-"""Number of cells per row for which a GPU keeps room.
-
-It is used if the number of cells is not known before the model is loaded.
-"""
+"""Number of cells per row for which a GPU keeps room, if the number is unknown before the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +41,8 @@ class Opened:
     info
         Header of the engine's model.
     run
-        The options that are used. If recall, the default policy, does not work, these options have another
-        policy. See `replace_recall`.
+        The options that are used. They may have another policy than the requested options: see
+        `replace_recall`.
     notes
         Notes for the user about options that were changed or that have no effect.
     """
@@ -158,9 +155,9 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 
 
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
-    """Replace the default policy, recall, if it does not work with this model or these positions.
+    """Replace the default policy, recall, if it does not work with the model or with --positions in-cache.
 
-    Returns the options and a note. If the policy was not replaced, the note is None. kind: the class of the
+    Returns the options and a note, which is None if the policy was not replaced. kind: the class of the
     policy. layers: the layers of the loaded model.
     """
     if not (run.instead and kind.recalls()):

@@ -13,7 +13,7 @@ from kvtool.units import format_bytes
 def report(engine: Engine, policy: str) -> dict[str, Any]:
     """Return the fields that every result has. They describe the policy, the budget and the memory.
 
-    If there is no archive, the last seven fields are 0, 0, None, None, 0, 0 and "".
+    Without an archive, the fields from `archived` on are 0, None or "".
 
     policy: the policy's name as the user typed it.
     """
@@ -39,9 +39,9 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def budget(record: Mapping[str, Any]) -> int:
-    """Return the maximum number of cells per row from a report.
+    """Return the budget in a report, in cells per row.
 
-    If rows or layers share a budget, return the mean number per row that the user requested.
+    This is the maximum of a row. If rows or layers share a budget, it is the mean that the user requested.
     """
     is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
     return int(record["asked"] if is_shared else record["budget"])

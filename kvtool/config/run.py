@@ -26,7 +26,7 @@ from kvtool.options import (
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_RESIDENT, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
-"""The default policy, and the policy that replaces the default policy if it does not work.
+"""The default policy, and its replacement for runs in which recall does not work.
 
 recall is the default because it forgets nothing. h2o is the replacement because it is the best or second best
 policy on three texts with 512 and 1,024 cells, and on an endless stream.
@@ -275,7 +275,7 @@ class RunOptions(Options):
         super().__post_init__()
         if self.workers and self.gpu_layers == 0:
             raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
-        # these properties raise UsageError for wrong texts, so compute them now
+        # compute these properties now, because they raise UsageError for wrong options
         _ = self.placement, self.adapters
 
     @property
@@ -306,8 +306,8 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive. In this case recall is not replaced,
-        and there is an error if it does not work.
+        None if the user chose the policy, its parameters or its archive. Then it is an error if recall does
+        not work.
         """
         return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
 
@@ -320,7 +320,7 @@ class RunOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(RunOptions):
-    """Options of a run in which the model writes text, with draft tokens."""
+    """Options of a run in which the model writes text."""
 
     draft: str = _hardware_option(
         "--draft lookup|mtp|MODEL|off",

@@ -6,10 +6,10 @@ from collections import defaultdict, deque
 from statistics import median
 
 _EDGES = (3, 4, 6, 9, 17)
-"""Lower bounds of the groups into which draft tokens are divided by support. See `DraftLength`."""
+"""Draft tokens are grouped by support (see `DraftLength`). These are the lower bounds of the groups."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""Initial counts of accepted draft tokens and of all draft tokens. Their ratio makes drafting start."""
+"""Initial counts of accepted and of all draft tokens. The ratio is high enough for drafting to start."""
 
 _DECAY = 0.97
 """Factor by which the counts of a group are multiplied before a new draft token is counted."""
@@ -21,20 +21,20 @@ _SLOPE = 0.1
 """Assumed cost of one more token in a step, as a share of a one-token step. Used until it is measured."""
 
 _GAIN = 1.05
-"""Minimum estimated speedup for which tokens are drafted. Above 1, because it depends on estimates."""
+"""Minimum estimated speedup for which tokens are drafted. Above 1, because estimates are uncertain."""
 
 _TRY_EVERY = 32
-"""Number of steps without draft tokens, after which a few tokens are drafted in any case."""
+"""Number of steps without draft tokens, after which two are drafted even if no speedup is expected."""
 
 
 class DraftLength:
     """Choose the number of draft tokens of each step.
 
-    A draft token is copied from an earlier place of the stream. Its support is the number of tokens before
-    it, including draft tokens, that equal the tokens before that place. Draft tokens are grouped by support,
-    and each group has an estimated probability of acceptance. A draft token is accepted only if all draft
-    tokens before it are accepted. If p1, p2, ... are the probabilities of the draft tokens, a step has
-    p1 + p1 p2 + ... additional tokens on average.
+    A draft token is copied from an earlier place of the stream. Its support is the length of the match: how
+    many tokens before it, including draft tokens, equal the tokens before that place. Draft tokens are
+    grouped by support, and each group has an estimated probability of acceptance. A draft token is accepted
+    only if all draft tokens before it are accepted. If p1, p2, ... are the probabilities of the draft tokens,
+    a step has p1 + p1 p2 + ... additional tokens on average.
     """
 
     def __init__(self) -> None:

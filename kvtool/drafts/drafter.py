@@ -44,8 +44,8 @@ class Searched(Source, Protocol):
 class Drafter:
     """Draft tokens for a stream.
 
-    Draft tokens are copied from the stream itself, as many as pay off. If the stream gives no draft tokens, a
-    draft model guesses them.
+    Draft tokens are copied from an earlier place of the stream, and `DraftLength` chooses their number. If
+    no tokens are copied, the draft model makes the draft tokens, if there is one.
 
     Attributes
     ----------
@@ -58,8 +58,8 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = DraftLength()
-        # support (see `DraftLength`) and number of the last draft tokens. The support is 0 if they are not
-        # copied from the stream
+        # support (see `DraftLength`) of the first token of the last draft, 0 if the draft is not copied from
+        # the stream; number of tokens of the last draft
         self._support = self._n = 0
         self._started = 0.0
 
@@ -97,8 +97,7 @@ class Drafter:
         if constraint and len(found):
             found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
-        # do not measure a step that may have no draft tokens, because it may also decode tokens of other
-        # streams
+        # if `most` is 0, do not measure the step, because it may also decode tokens of other streams
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
 

@@ -1,8 +1,7 @@
-"""Prompt lookup: draft the tokens that followed the stream's last n-gram at an earlier place.
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the stream's last n-gram.
 
-Prompt lookup decoding (Saxena 2023) uses the longest matching n-gram up to a given length. This is how
-transformers and llama.cpp do it. Here the n-gram may have any length, and all of the stream is searched,
-including evicted tokens.
+Prompt lookup decoding (Saxena 2023), transformers and llama.cpp use the longest matching n-gram up to a given
+length. Here the n-gram may have any length, and all of the stream is searched, including evicted tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Lookup:
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # each place of the stream has a hash of the N_KEY tokens before it. `_newest` has the newest place
-        # with each hash. For each place, `_before` has the previous place with the same hash, or -1
+        # each place has a hash of the N_KEY tokens before it. `_newest` maps a hash to the newest place with
+        # this hash, and `_before` maps a place to the previous place with the same hash. -1: no place
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 

@@ -35,15 +35,15 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        # recurrent layers cannot drop the tokens of several steps. Instead, a copy of the cache is restored
+        # recurrent layers cannot drop tokens of several steps: to drop drafts, restore a copy of the cache
         self._has_copy = model.layers.recurrent_bytes > 0
         n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
         self._engine = Engine(model, policy, settings)
-        # the engine itself makes no copies of its cache; `_read_draft` makes them
+        # `_read_draft` makes the copies: the engine itself must make no checkpoints
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
-        # number of the stream's tokens that were read, and the draft tokens that were read after the stream
+        # number of the stream's tokens that were read, and the draft tokens that were read after them
         self._at = 0
         self._ahead: list[int] = []
 
@@ -53,17 +53,14 @@ class ModelDraft:
 
     @property
     def n(self) -> int:
-        """Number of the stream's tokens that the source holds."""
         return len(self._stream)
 
     def cut(self, n: int) -> None:
-        """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         if n < self._at:
             self._begin()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append the stream's next tokens i32[n]."""
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:

@@ -17,7 +17,7 @@ N_CELL = 512
 
 _N_ROW = N_CELL - MOST
 _N_FIRST, _N_NEWEST = 4, 256
-"""When `MtpDraft` has `_N_ROW` rows, only this many first rows and this many newest rows stay."""
+"""Numbers of first rows and of newest rows that `MtpDraft` keeps when it has `_N_ROW` rows."""
 
 _N_BATCH = 128
 """Maximum number of tokens that the MTP layers read at once."""
@@ -51,18 +51,15 @@ class MtpDraft:
 
     @property
     def n(self) -> int:
-        """Number of the stream's tokens that the source holds."""
         return len(self._stream)
 
     def cut(self, n: int) -> None:
-        """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         self._keep(n)
-        # the last row must be read again: a row is read together with the next token, which has changed
+        # the last row that is left must be read again: it was read with the next token, which was dropped
         self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append the stream's next tokens i32[n]."""
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
@@ -74,7 +71,7 @@ class MtpDraft:
         context, last = self._context, self._n_row - 1
         if last < 0 or self._pos[last] != len(self._stream) - 2:
             return np.empty(0, np.int32)
-        # remove the cells of earlier draft tokens. The newest row is always read again, for its logits
+        # remove the cells of earlier draft tokens and of the newest row, which is read again for its logits
         at = min(self._n_read, last)
         context.remove(at, N_CELL)
         tokens = np.frombuffer(self._stream, np.int32)[self._pos[at : last + 1] + 1]
@@ -109,7 +106,6 @@ class MtpDraft:
         self._n_read = min(self._n_read, self._n_row)
 
     def _drop_middle(self) -> None:
-        """Keep only the first and the newest rows."""
         kept = np.r_[:_N_FIRST, self._n_row - _N_NEWEST : self._n_row]
         self._hidden[: len(kept)], self._pos[: len(kept)] = self._hidden[kept], self._pos[kept]
         self._n_row, self._n_read = len(kept), min(self._n_read, _N_FIRST)

@@ -1,1 +1,1 @@
-"""The engine: decode tokens into a cache, let a policy observe the signals, and apply its plans."""
+"""The engine: decode tokens into a cache, let a policy observe attention statistics, and apply its plans."""

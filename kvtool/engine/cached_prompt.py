@@ -23,10 +23,10 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Key of the signals of a reconstruction pass.
+"""Key of `CachedPrompt.reconstructed`.
 
-The policy's request, its `ReconstructionPass`, the numbers of pinned and of held tokens, and the number of
-tokens of a chunk.
+The items are: the policy's request, its `ReconstructionPass`, the number of pinned tokens, the number of held
+tokens, and the number of tokens of a chunk.
 """
 
 
@@ -45,11 +45,11 @@ class CachedPrompt:
     logits
         f32[1, n_vocab]: logits after the last token of the prompt.
     request
-        The signals that the policy of the first engine requested.
+        The signals that the policy requested when the prompt was read.
     signals
-        f32[row, n]: the requested signals, by their field names in `View`.
+        f32[row, n]: these signals, by their field names in `View`.
     reconstructed
-        Signals of the reconstruction passes over the prompt. The key is a `Pass`.
+        Signals of the reconstruction passes over the prompt.
     """
 
     tokens: np.ndarray
@@ -75,7 +75,7 @@ class CachedPrompt:
         """True if the engine would fill the same cells by decoding tokens i32[n].
 
         False for a model with sliding or recurrent layers, because the state of these layers is not copied.
-        Also False if one of the two policies scales attention logits (`logn`).
+        Also False if the policy of either engine scales attention logits (`logn`).
         """
         context = cache.context
         return (
@@ -90,10 +90,9 @@ class CachedPrompt:
         """Copy the first n tokens of the prompt into an engine's empty cache, and return n.
 
         `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
-        reads, or if a reconstruction pass follows. Otherwise the policy needs signals of queries that only a
-        decode computes, so the caller decodes the tokens of these queries. If these are only the newest query
-        or the last n_query queries, the tokens before them are copied. In all other cases nothing is copied,
-        and n is 0.
+        reads, or if a reconstruction pass follows. If the policy reads signals only of the last queries, the
+        tokens of these queries are not copied: the caller decodes them, which computes the signals. In all
+        other cases n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)
@@ -102,7 +101,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # the loop has copied all cells of the prompt. This edit frees the cells after the first n
+        # the loop above copied all cells of the prompt: free the cells after the first n
         rows.append(n)
         cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):

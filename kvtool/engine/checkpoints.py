@@ -1,7 +1,7 @@
-"""Checkpoints: copies of state that a rewind cannot compute. They are made now and then during a stream.
+"""Checkpoints: copies of a stream's state. A rewind restores one, because it cannot compute this state.
 
 If the rows can be rewound without a copy (`PolicyCache.keeps_all`), a checkpoint has only the state of
-sliding and recurrent layers. Otherwise it is a copy of the whole cache. The size of that cache is limited,
+sliding and recurrent layers. Otherwise it is a copy of the whole cache, which has a limited size,
 because the policy evicts tokens.
 """
 
@@ -25,8 +25,8 @@ SPACING = 1024
 _GPU_TOKEN_BYTES = 24 * 2**10
 """Maximum bytes of checkpoints to copy for each token that is read, if the cache is on a GPU.
 
-With this limit, copying checkpoints takes about 2 % of the time of reading. This is an estimate, not a
-measurement. It assumes that a GPU reads 5,000 tokens a second and copies 6 GB a second.
+With this limit, copying takes an estimated 2 % of the time of reading, if a GPU reads 5,000 tokens a second
+and copies 6 GB a second.
 """
 
 _LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
@@ -56,7 +56,7 @@ class Checkpoint:
     Attributes
     ----------
     part
-        The point in the stream, and the digest of the copy once a session has saved it.
+        The point in the stream. Also the digest of the copy, if a session has saved the copy.
     data
         u1[n_bytes]: the two arrays of `FixedState.save`, one after the other. A copy of the whole cache
         instead has the arrays of `snapshot.save`, in the format of `parts_of`.
@@ -122,7 +122,7 @@ class Checkpoints:
             self.max_bytes = most if most >= n_bytes else 0
         elif max_bytes < n_bytes:
             raise UsageError(
-                # round up the printed size, so that it is accepted as the argument
+                # round up, so that the printed size is large enough
                 f"--checkpoints must be at least {-(-n_bytes // 1024)}KiB for one checkpoint of this "
                 "model and budget, or 0 for none"
             )
@@ -161,7 +161,7 @@ class Checkpoints:
     def share(self, n: int) -> None:
         """Divide the limit by n, so that the n caches of a server share the memory.
 
-        The new limit is at least the size of eight checkpoints, unless the limit was lower before.
+        The limit is not reduced below the size of eight checkpoints.
         """
         self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _LEAST * self._most_bytes))
 
@@ -229,17 +229,17 @@ class Checkpoints:
     def best(self, n: int) -> tuple[int, Checkpoint | None]:
         """Return how many of the stream's first n tokens a rewind can keep, and the checkpoint to restore.
 
-        The best checkpoint was made at exactly n tokens. If there is no such checkpoint, a rewind uses the
-        first checkpoint after n tokens, provided that its state can be cut to n tokens. Otherwise the rewind
-        uses the last checkpoint before n tokens, if there is one.
+        A checkpoint at exactly n tokens is used if there is one. Otherwise the first checkpoint after n
+        tokens is used, if its state can be cut to n tokens. Otherwise the last checkpoint before n tokens is
+        used, if there is one.
         """
         before = next((each for each in reversed(self._all) if each.n_past <= n), None)
         n_before = before.n_past if before else 0
         after = next((each for each in self._all if each.n_past > n), None)
         if self.are_whole or n == n_before or not after:
             return n_before, before
-        # Closing the gaps between positions changes the positions in the state. The later state therefore
-        # fits only if no gaps were closed between the two checkpoints
+        # the state contains positions, and closing gaps changes them: `after` fits only if no gaps were
+        # closed since `before`
         if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state
@@ -282,10 +282,10 @@ class Checkpoints:
 
 
 def _least_useful(checkpoints: list[Checkpoint], n_past: int) -> int:
-    """Return the index of the checkpoint that saves the least reading, in a stream of n_past tokens.
+    """Return the index of the checkpoint to drop first, in a stream of n_past tokens.
 
-    If a checkpoint is dropped, a rewind to a token between this checkpoint and the next one has to start at
-    the previous checkpoint, and to read more tokens. Most rewinds go back by only a few tokens, so older
+    Without this checkpoint, a rewind to a token between it and the next checkpoint has to start at the
+    previous checkpoint, and to read more tokens. Most rewinds go back by only a few tokens, so older
     checkpoints have a lower weight.
     """
     places = np.array([0, *(each.n_past for each in checkpoints), n_past])

@@ -34,7 +34,7 @@ class ChunkSize:
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
-        """Record that decoding n tokens took so many seconds."""
+        """Record the time in which n tokens were decoded."""
         if n < self.n:
             # ignore a short part, because its time says little about the time of a whole part
             return

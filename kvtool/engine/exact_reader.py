@@ -24,7 +24,7 @@ For fewer tokens, exact reading saves less time than it takes to make the buffer
 
 
 class ExactReader:
-    """Sizes and device memory of exact reading.
+    """Limits of exact reading, and the device memory for it.
 
     Attributes
     ----------
@@ -40,10 +40,10 @@ class ExactReader:
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
 
-        Exact reading needs the true distances between queries and keys. It is therefore limited to the first
-        half of the context, because larger distances are replaced by half of the context. It also ends when
-        gaps between positions are closed, because this changes distances. While attention to archived tokens
-        is traced, no text is read exactly, because attention can be traced only on the host.
+        Exact reading needs the true distances between queries and keys. It ends at half of the context,
+        because larger distances are clamped to half of the context. It also ends when gaps between positions
+        are closed, because this changes distances. While attention to archived tokens is traced, no text is
+        read exactly, because attention can be traced only on the host.
         """
         cache, rows = self._cache, self._cache.rows
         archive = cache.context.archive

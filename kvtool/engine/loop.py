@@ -74,10 +74,10 @@ class Engine:
     residents
         The archived tokens on the device.
     whole_reader, exact_reader
-        The objects that read a text whole, or exactly.
+        Objects for two ways of reading a text: see `reads_whole` and `n_exact`.
     n_refused
-        Length of a text that a GPU could not read whole or exactly, because it lacked memory. From then on,
-        texts of at least this length are read in another way. None if there was no such text.
+        Length of a text that a GPU had too little memory to read whole or exactly. Later texts of at least
+        this length are read in another way. None if there was no such text.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
@@ -159,7 +159,7 @@ class Engine:
             )
         self._prepare(n)
         self._decode(tokens, n_output)
-        # evict now if the step has gone over the budget
+        # evict now if the step has exceeded the budget
         self.evict_if_due(0)
 
     def _decode(self, tokens: np.ndarray, n_output: int, n_draft: int = 0) -> None:
@@ -171,7 +171,7 @@ class Engine:
         if self.checkpoints.is_due:
             self.checkpoints.take()
         if self.signals.is_observed:
-            # clear these signals: the policy has observed them, and must not see them again
+            # the policy has observed these signals, and must not see them twice
             self.signals.clear()
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
@@ -204,8 +204,8 @@ class Engine:
     def evict_if_due(self, n: int = 1) -> None:
         """Evict if fewer than n tokens can be decoded before the next plan. Raises the errors of `evict`.
 
-        A step calls this method with n = 1 before it decodes tokens, so that at least one token has room.
-        Afterwards it calls this method with n = 0, to evict if it decoded more tokens than had room.
+        Before a step, n is 1, so that there is room for one token. After a step, n is 0: this evicts if the
+        step decoded more tokens than there was room for.
         """
         if self.n_until_plan < n:
             self.evict()
@@ -254,7 +254,7 @@ class Engine:
 
     def _part(self, at: int, end: int) -> slice:
         """Return the slice of a step's tokens to decode next, from `at` to at most `end`."""
-        # with an archive, a step is not divided: all its tokens attend to the same clusters
+        # with an archive, do not divide the step: all tokens of a step attend to the same clusters
         return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
 
     # texts
@@ -336,17 +336,17 @@ class Engine:
                 at = part.stop
                 self._decode(tokens[part], at - part.start if every else int(at == len(tokens)))
                 if at == end:
-                    # evict now if the step has gone over the budget
+                    # evict now if the step has exceeded the budget
                     self.evict_if_due(0)
                 yield part
 
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole and then compressed once.
 
-        Only the first text of a stream is read in this way, and only if it is longer than the budget. If the
-        settings ask for whole reading, or if the policy has a reconstruction pass, each such text is read
-        whole. If the policy asks for whole reading without such a pass, the text is read whole if it fits.
-        If the policy recalls, the text is read whole if it cannot be read exactly and a GPU has room for it.
+        Only the first text of a stream can be read in this way, and only if it is longer than the budget. It
+        is read whole if the settings ask for it, if the policy has a reconstruction pass, or if the policy
+        asks for it and the text fits. With a policy that recalls, it is also read whole if it cannot be read
+        exactly to its end, a GPU has room, and the settings do not name a way of reading.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
@@ -439,8 +439,8 @@ class Engine:
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
-        # With recall, signals are computed during the step, so they would include draft tokens that are
-        # rejected later. Therefore there are no draft tokens if the policy reads signals
+        # With recall, the signals of a step would include its draft tokens, even if these are rejected later.
+        # There are therefore no draft tokens if the policy reads signals
         if self.policy.recall and self.policy.reads:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
@@ -515,7 +515,7 @@ class Engine:
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
-        archived: False to leave out the archive's tokens; `restore` needs these tokens.
+        archived: False if the caller saves the archive's tokens itself. `restore` needs these tokens.
         """
         return snapshot.save(self.cache, archived=archived)
 
@@ -527,8 +527,8 @@ class Engine:
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
-            # Drop the checkpoints after the newest token. After an error, the engine is either unchanged, and
-            # no checkpoint is dropped, or it is empty, and all are dropped
+            # drop the checkpoints after the newest token: none if an error left the engine unchanged, all if
+            # an error left it empty
             self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved, self.n_cell)
 

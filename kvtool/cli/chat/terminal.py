@@ -55,8 +55,8 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
-    # if kvtool puts a text at the prompt, drop the characters that the user typed before the prompt appeared:
-    # otherwise they would be appended to that text
+    # if the prompt appears with a default text, drop the characters that the user typed before: otherwise
+    # they would be appended to the default text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:

@@ -77,7 +77,7 @@ class _Grid(Options):
             raise UsageError("--policies names no policy; leave it out for all")
 
     def listed(self, name: str) -> list[str]:
-        """Return the values of a field whose text is a list with commas."""
+        """Return the values of a comma-separated field."""
         return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
 
 
@@ -183,11 +183,7 @@ def compare(
 
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
-    """Return the tokens of the text, i32[n], and the SHA-256 of these tokens' text.
-
-    Also return the size of the model's vocabulary and the model's layers. kvtool perplexity reads the same
-    tokens.
-    """
+    """Return the tokens i32[n], the SHA-256 of their text, and the model's vocabulary size and layers."""
     import hashlib
 
     from kvtool.llama.model import Model
@@ -199,9 +195,9 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
-    """Return the policies that can run.
+    """Return the policies that can run on the text.
 
-    Also return why they cannot be compared with `full`, or "" if they can be compared.
+    Also return why their results cannot be compared with `full`, or "" if they can.
     """
     from kvtool.measure import grid
     from kvtool.measure.divergence import fits
@@ -238,16 +234,13 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # do the run of `full` first, because it writes the reference to which all other runs are compared.
-        # If it is not among the missing runs, add it
+        # do the run of `full` first, even if its result is not missing: it writes the reference for all other
+        # runs
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Show the events of runs, and store the records of the runs that belong to the grid.
-
-        Return the record of the last event.
-        """
+        """Show the events, and store the records of missing runs. Return the last event's record."""
         record = None
         for event in events:
             show(event)

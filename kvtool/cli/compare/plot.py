@@ -15,14 +15,14 @@ from kvtool.cli.compare.table import Line
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     """Draw the quality of each policy against bytes: one line per policy, one point per run.
 
-    The quality is the KL from the full cache, or nll if there is no KL. The bytes of a point are the bytes of
-    the budget's cells. A thin line goes from each point to the bytes that were allocated. `full` has no
-    budgets: it has one point for each cache type.
+    The quality is the KL from the full cache, or nll if there is no KL. A point is drawn at the bytes of the
+    budget's cells, and a thin line connects it to the bytes that were allocated. `full` has no budgets, but
+    one point for each cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
-    # for each label, tuples of: MiB of the budget's cells, MiB allocated, and KL or nll
+    # for each label, the points: MiB of the budget's cells, MiB allocated, and KL or nll
     lines_of: dict[str, list[tuple[float, float, float]]] = {}
     for run, record in done:
         label = run.label

@@ -14,7 +14,6 @@ from kvtool.measure.grid import Run
 from kvtool.units import format_bytes
 
 Line = tuple[Run, dict[str, Any]]
-"""A run and its record."""
 
 WIDE = 100
 """In terminals at least this wide, the table also shows cells, intervals and speeds."""
@@ -23,7 +22,7 @@ WIDEST = 120
 """In terminals at least this wide, the table also shows the bytes of the budget's cells."""
 
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
-"""Columns in which the best value is marked. Each column has the function that finds its best value."""
+"""Columns in which the best value is marked, and the functions that find it."""
 
 LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
@@ -69,7 +68,7 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
 
 
 def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[str, Text]:
-    """Return the table cells of a run by column name. mark: text after the best value of a column."""
+    """Return the table cells of a run by column name. mark: text to append to the best values."""
 
     def marked(name: str, shown: str) -> Text:
         is_best = name in best and record[name] == best[name]
@@ -92,7 +91,7 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """Format a difference +- two standard errors. A difference within two standard errors becomes "="."""
+    """Format a difference and two standard errors. "=" replaces a difference within two standard errors."""
     value, error = record[name], record[f"{name}_stderr"]
     if value is None:
         return Text("-", "dim")

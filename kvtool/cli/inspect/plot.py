@@ -20,9 +20,9 @@ _HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
 
 
 def picture(result: dict[str, Any], held: Holdings) -> Figure:
-    """Draw which rows hold which tokens. The y axis has the rows, and the x axis has the tokens.
+    """Draw which rows (y axis) hold which tokens (x axis).
 
-    If a row holds a token, the token is dark. If only the archive holds it, the token is violet.
+    A token is dark if the row holds it, and violet if only the archive holds it.
     """
     rows = held.held()
     n_row, n = rows.shape

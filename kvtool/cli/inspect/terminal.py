@@ -47,7 +47,7 @@ Line = list[tuple[str, int]]
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
-    """Print one line for the whole stream, and then the last tokens.
+    """Print one line that shows the whole stream, and then the text of the last tokens.
 
     The colour of a token shows the share of rows that hold the token. A terminal without 256 colours gets
     marks below each line instead of colours.
@@ -78,9 +78,9 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
 def attended_record(held: Holdings) -> dict[str, Any] | None:
     """Return columns for --json about the attention to archived tokens. None if there is no archive.
 
-    Each column has one value per token. The columns are: the token's share of all attention; the layer and
-    the head of the row that attends to the token most; the query that attends to the token most; and the
-    shares of attention of this row and this query.
+    Each column has one value per token. `attention` is the token's share of all attention. `layer` and
+    `head` name the row that attends to the token most, and `row_attention` is the token's share of that row's
+    attention. `query` and `query_attention`: see `Attended`.
     """
     attended = held.attended
     if not attended:
@@ -216,10 +216,10 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """Split the stream into equal parts. Return a line with a blank for each part.
+    """Split the stream into equal parts. Return a line that has a coloured blank for each part.
 
-    The level of a blank is ARCHIVED if most tokens of its part are archived. Otherwise it is the level of the
-    mean share of the part's tokens.
+    The level of a part is ARCHIVED if most of its tokens are archived. Otherwise it is the level of their
+    mean share.
     """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
