@@ -280,7 +280,6 @@ public:
     // tokens of one run, whose keys have the same base.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
-    // base of the run of token i
     int64_t base_of(int64_t i) const;
 
     int64_t n_near = 0; // distance limit: tokens farther away are treated as if they were at this distance

@@ -9,7 +9,6 @@
 
 namespace kvtool {
 
-// number of keys in a side
 constexpr int n_side = 16;
 
 // Convert numbers to 8 bits and return their scale. NaN and values out of range become 0.

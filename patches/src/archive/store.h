@@ -74,7 +74,6 @@ public:
     // return unused slabs to the system; slabs in a file are kept
     void trim();
 
-    // free all slabs
     void clear();
 
     // slab of token i

@@ -13,7 +13,6 @@ namespace kvtool {
 // maximum number of columns that are multiplied at once. With more columns it is faster to convert the rows first
 constexpr int n_few_columns = 8;
 
-// prefetch memory that will be read soon
 void prefetch(const uint8_t * rows, size_t n_bytes);
 
 // Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...]
