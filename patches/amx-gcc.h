@@ -13,8 +13,8 @@
 #undef _tile_stored
 #undef _tile_zero
 
-// These macros stringize `tile`. ggml passes macros such as TMM0 to _tile_loadd, _tile_stored and _tile_zero, which
-// expand them to numbers first
+// These macros stringize `tile`. ggml passes macros such as TMM0, which _tile_loadd, _tile_stored and _tile_zero expand
+// to a number first
 #define kvtool_tile_load(tile, base, stride) \
     __asm__ volatile ("tileloadd (%0,%1,1), %%tmm" #tile :: "r" ((const void *) (base)), "r" ((long) (stride)) : "memory")
 #define kvtool_tile_store(tile, base, stride) \

@@ -20,14 +20,14 @@ class PatchError(Exception):
 
 @dataclass
 class Hunk:
-    """One change of a file.
+    """Consecutive lines of a file, and the lines that replace them.
 
     Attributes
     ----------
     old_start, new_start
-        Index of the change's first line in the old file and in the new file. The first line of a file is 0.
+        Index (from 0) of the first line in the old file and in the new file.
     old, new
-        The lines that the change replaces, and the new lines. Both include line ends.
+        The replaced lines and the new lines, with their line ends.
     """
 
     old_start: int
@@ -44,7 +44,7 @@ def _lines(text: bytes) -> list[bytes]:
 def parse(patch: bytes) -> dict[str, list[Hunk]]:
     """Return the hunks of each changed file.
 
-    Raises PatchError if the patch adds, deletes or renames a file.
+    Raises PatchError if the patch is damaged, or if it adds, deletes or renames a file.
     """
     files: dict[str, list[Hunk]] = {}
     lines = _lines(patch)
@@ -84,9 +84,9 @@ def parse(patch: bytes) -> dict[str, list[Hunk]]:
 
 
 def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | None:
-    """Return the number, from 1 on, of the first line that differs from the hunks. None if no line differs.
+    """Return the number (from 1) of the first line that differs from the hunks, or None.
 
-    The lines are compared with the hunks' new lines if `applied` is true, otherwise with their old lines.
+    Lines are compared with the hunks' new lines if `applied` is true, otherwise with their old lines.
     """
     for hunk in hunks:
         start, expected = (hunk.new_start, hunk.new) if applied else (hunk.old_start, hunk.old)
@@ -97,9 +97,9 @@ def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | N
 
 
 def apply(patch: bytes, tree: Path) -> bool:
-    """Change the tree's files. Returns False if the patch was applied before.
+    """Apply the patch to the tree's files. Returns False if it was applied before.
 
-    If the patch does not fit, raises PatchError and changes nothing.
+    Raises PatchError, and changes nothing, if the patch does not fit.
     """
     files = parse(patch)
     contents = {}

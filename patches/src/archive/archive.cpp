@@ -117,7 +117,6 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
 void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v) {
     auto & l = layers[layer];
 
-    // each thread has its own buffers
     thread_local std::vector<float> key, value;
     key  .resize(l.n_head*l.n_embd_k);
     value.resize(l.n_head*l.n_embd_v);
@@ -220,7 +219,7 @@ void archive::expect(int64_t begin, int64_t end) {
     for (auto & l : layers) {
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
-            // set_table will set `frames` and `far`
+            // these values hold until set_table is called
             frames.clear();
             far = begin;
         }
@@ -233,8 +232,7 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     auto & l = layers[layer];
     l.set_span(begin, end);
 
-    // Each work item fills one slab. The first access to new memory takes time; with one slab per item, the threads
-    // share this time
+    // Each work item fills one slab, so that the page faults of new memory are spread over the threads
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);

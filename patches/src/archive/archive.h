@@ -23,11 +23,11 @@ namespace kvtool {
 // A run of tokens whose keys are rotated to their positions minus `base`. In a long stream, positions start over when
 // they reach the end of the context. Each time this happens, another run begins.
 struct frame {
-    int64_t first; // position of its first token
+    int64_t first; // position of the run's first token
     int64_t base;
 };
 
-// parameters of all layers of an archive; see llama_kvtool_params
+// parameters of an archive, see llama_kvtool_params
 struct archive_params {
     int32_t n_recall;
     int32_t n_near;
@@ -62,8 +62,8 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // Return the oldest token that the archive keeps when the leaving tokens are added. Before that, the archive has
-    // the tokens begin .. end - 1
+    // Return the oldest token that remains after the leaving tokens are added to an archive of the tokens
+    // begin .. end - 1
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -76,12 +76,12 @@ struct gathered {
     std::vector<uint8_t> v; // empty if values are a part of the keys (MLA)
 };
 
-constexpr int64_t n_block = store::n_block; // tokens of a block
+constexpr int64_t n_block = store::n_block; // tokens in a block
 
 // Archived tokens of one layer. Their positions in the stream are consecutive.
 class archived_layer {
 public:
-    // memory: slabs, each for 256 tokens of all layers. at: byte offset of this layer's tokens in each slab
+    // memory: slabs, each with room for 256 tokens of all layers. at: byte offset of this layer in each slab
     archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params);
 
     int64_t begin() const { return first; }
@@ -93,8 +93,8 @@ public:
     // store token i. k and v have the keys and the values of all heads; both buffers are overwritten
     void put(int64_t i, float * k, float * v);
 
-    // Reorder the tokens of a complete block in memory: the token stored at index from[first + i] of the block moves to
-    // index first + i
+    // Reorder the tokens of a complete block in memory: for i >= first, the token at index from[i] of the block moves
+    // to index i
     void sort(int head, int64_t block, int first, const uint8_t * from);
 
     size_t token_bytes() const { return n_head*size; }
@@ -118,7 +118,7 @@ public:
     // end of the block of token i
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
 
-    // byte offset in each slab where the layer's tokens end, rounded up to a cache line
+    // end of the layer in each slab: a byte offset, rounded up to a cache line
     size_t slab_end() const;
 
     const int     n_head;
@@ -203,7 +203,8 @@ public:
 
     bool has_clusters() const { return !clusters.empty(); }
 
-    // set the base: keys in the cache are rotated to their positions minus base
+    // Set the base of the tokens that are archived next: in the cache, their keys are rotated to their positions minus
+    // `base`
     void set_base(int64_t base);
 
     // base of the newest run
@@ -212,9 +213,9 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from `end` on. This restores the state that the archive had when token end - 1 had just been
-    // archived. next: the stream's next position at that time. The caller must call `set_base` afterwards, because runs
-    // may have been removed.
+    // Delete the tokens from `end` on, and restore the state of the archive just after token end - 1 was archived.
+    // next: the stream's next position at that time. The caller must call `set_base` afterwards, because runs may have
+    // been removed.
     void cut(int64_t end, int64_t next);
 
     void clear();
@@ -227,20 +228,20 @@ public:
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // set a layer's tokens begin .. end - 1 to the tokens of `in`; each part must begin where the part before it ends
+    // fill a layer with the tokens begin .. end - 1 of `in`; each part must begin where the part before it ends
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
-    // Clusters for a saved archive, see llama_kvtool_clusters. To restore an archive, call set_clusters after `fill`
-    // and before set_table. is_far: true for blocks that were clustered as tokens beyond n_near. get_clusters returns
-    // false if any row has no clusters of this kind for one of the blocks.
+    // Clusters of a saved archive, see llama_kvtool_clusters. is_far: kind of the clusters, see bearing::is_far.
+    // get_clusters returns false unless every row has clusters of this kind for all blocks in begin .. end. To restore
+    // an archive, call set_clusters after `fill` and before set_table.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
     bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
     void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 
-    // Compute clusters that are missing after `set_table`, for a few rows per call. Returns the number of rows that are
-    // left. n_max: maximum size of the archive
+    // Compute the clusters that are missing after `set_table`, for a few rows per call. n_max: maximum size of the
+    // archive. Returns the number of rows that still have no clusters
     int seal_some(int64_t n_max, int n_thread);
 
     // See llama_kvtool_get_archive_table. On success, set_table marks all rows as not clustered and returns an empty
@@ -266,20 +267,19 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Tokens before this position are far: their distance from the stream's next token is more than n_near. Queries
-    // attend to far tokens as if the distance were n_near. For a clustered block, the block's flag bearing::is_far
-    // counts instead of this position. The flag changes only when the block is clustered again.
+    // Tokens before this position are far: more than n_near before the stream's next token. Queries attend to far
+    // tokens as if the distance were n_near. A clustered block is far if bearing::is_far is true. This flag may lag
+    // behind the position: it changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
     // runs of the archived tokens, the oldest first; the newest run may not have any tokens yet
     std::vector<frame> frames;
 
-    // Return all tokens as ranges, with the number of positions by which queries are rotated for each range. The tokens
-    // before far_end are one range with delta = far_turn, because RoPE is undone for their keys. Each other range has
-    // the tokens of one run, because their keys have the same base.
+    // Return all tokens as ranges, each with the number of positions by which a query is rotated for it. The tokens
+    // before far_end are one range with delta = far_turn: RoPE is undone for their keys. Each other range has the
+    // tokens of one run, whose keys have the same base.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
-    // base of the run of token i
     int64_t base_of(int64_t i) const;
 
     int64_t n_near = 0; // distance limit: tokens farther away are treated as if they were at this distance
@@ -290,16 +290,16 @@ public:
     // number of positions by which the key of token i is rotated before its block is clustered
     int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
-    // Number of positions by which a query at position rot is rotated before it is multiplied with keys beyond n_near.
-    // RoPE is undone for these keys, so the rotated query is at position n_near
+    // Number of positions by which a query at position `rot` is rotated before it is multiplied with keys beyond
+    // n_near. Undoing RoPE rotates these keys to position 0, so the query is rotated to position n_near
     int64_t far_turn(int64_t rot) const { return n_near - rot; }
 
-    // number of positions by which a query at position rot is rotated before it is multiplied with the keys of a
+    // number of positions by which a query at position `rot` is rotated before it is multiplied with the keys of a
     // clustered block
     int64_t query_turn(const bearing & to, int64_t rot) const { return to.is_far ? far_turn(rot) : base() - to.base; }
 
-    // number of positions by which the key of token i is rotated, so that it gets the right distance from a query at
-    // position rot
+    // number of positions by which the key of token i is rotated, so that it has the right distance from a query at
+    // position `rot`
     int64_t turn_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_turn(rot) : base()); }
 
     // positions must be below this limit, so that computations with them do not overflow
@@ -314,8 +314,8 @@ private:
     int64_t far    = 0;
     int64_t n_most = most; // maximum size of the archive
 
-    // Return the first token that remains when the tokens before `to` are deleted. It may be later than `to`, because a
-    // clustered block can only be deleted as a whole
+    // Return the first token that remains after the tokens before `to` are deleted. It may be later than `to`:
+    // clustered blocks are deleted as a whole
     int64_t whole(int64_t begin, int64_t to, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
@@ -323,13 +323,13 @@ private:
     // after set_table: the last n_unsealed rows have no clusters yet
     int n_unsealed = 0;
 
-    // clusters that were passed to `set_clusters`: (block, is_far) -> [row]
+    // clusters that were passed to `set_clusters`, by (block, is_far); one entry per row
     std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
 
     int n_row() const;
 
-    // Blocks of a row that should be clustered: all blocks before block `to`. The blocks before block `far` are
-    // clustered as tokens beyond n_near
+    // Blocks of a row that should have clusters: all blocks before block `to`. Among them, the blocks before block
+    // `far` are clustered as tokens beyond n_near
     struct row_span {
         int64_t far;
         int64_t to;
@@ -338,8 +338,8 @@ private:
 
     void move_far(int64_t end);
 
-    // Update the clusters. Blocks that have become complete are clustered, blocks that are now beyond n_near are
-    // clustered again, and the clusters of deleted blocks are removed.
+    // Update the clusters: cluster the blocks that have become complete, cluster the blocks again that are now beyond
+    // n_near, and remove the clusters of deleted blocks.
     void seal(int n_thread);
     void seal_row(int row);
 

@@ -11,18 +11,18 @@
 //
 // 1. make_room: one thread allocates the buffers that all threads share.
 //
-// 2. find: for each row, one thread calls the search (search.cpp). The search decides which tokens the row's queries
-//    attend to exactly: all tokens without clusters, which are the newest tokens, and about n_exact tokens of the
-//    clusters with the highest attention per token, which is estimated from mean keys and from how much keys differ.
-//    For all other clusters, attention is estimated from their mean keys and mean values alone. Most attention is on few
-//    tokens, so the work depends little on the archive's length.
+// 2. find: for each row (KV head of the layer), one thread calls the search (search.cpp). The search chooses the tokens
+//    that the row's queries attend to exactly. These are all tokens without clusters (the newest tokens), and about
+//    n_exact tokens of the clusters with the highest attention per token. This attention is estimated from mean
+//    keys, and from how much the keys of a cluster differ. The other clusters are represented by their mean keys and
+//    mean values. Most attention is on few tokens, so n_exact tokens are enough even in a long archive.
 //
 // 3. attend: the tokens that a row attends to exactly are divided into n_span parts of equal size, and the parts of all
 //    rows are distributed over the threads. read_part reads a part in batches of n_together tokens:
 //    - `read` multiplies the keys of the batch with the queries. Stored keys still have the rotation (RoPE) that they
-//      had in the cache. Therefore the search has rotated the queries to the right distance, once for each base. (Each
-//      rotation of the queries has an index, called a "way".) In two cases `read` also rotates the keys: if they are
-//      beyond n_near, and if the base changes within their block.
+//      had in the cache, so the search has rotated the queries instead: once for each base. (The index of a rotation of
+//      the queries is called a "way".) `read` also rotates keys if they are beyond n_near or if the base changes within
+//      their block.
 //      In a step of few queries (is_few), as when tokens are generated, keys are multiplied in their stored format if
 //      possible, because this saves a converted copy. In a step of many queries (a chunk of a prompt), keys are
 //      converted once and multiplied as a matrix.
@@ -32,15 +32,15 @@
 //    - add_values adds the values. It skips values whose exponential is at most `least`, because they would hardly
 //      change the result.
 //
-// 4. result: after a barrier, any thread combines the sums of a row's parts and the search's estimate, relative to
-//    their common maximum. made.cpp computes synthetic cells from these results.
+// 4. result: after a barrier, the sums of a row's parts and the search's estimate are combined, relative to their
+//    common maximum. made.cpp computes synthetic cells from these results.
 //
 // 5. weigh and most_attended, only if tokens are recalled or traced: set_sum receives the denominator over archive and
 //    live cells. With this denominator, weigh computes the attention probability of each token that is attended to
 //    exactly, and most_attended chooses the tokens with the most attention.
 //
-// The division into parts depends only on the archive and the number of rows, so that results do not depend on the
-// number of threads.
+// The division into parts depends only on the numbers of rows and tokens, so that results do not depend on the number
+// of threads.
 
 #include "attention.h"
 
@@ -54,14 +54,13 @@
 
 namespace kvtool {
 
-// A layer's work is divided into about this many parts. This is enough for many threads, but few enough that the sums
-// of the parts take little memory
+// Approximate number of parts of a layer's work: enough for many threads, but so few that their sums take little memory
 static constexpr int n_parts = 16;
 
-// number of tokens of a batch
+// number of tokens in a batch
 static constexpr int n_together = 64;
 
-// number of ranges that are prefetched ahead of the range that is read
+// number of token ranges to prefetch
 static constexpr size_t n_ahead = 1;
 
 attention::attention(
@@ -90,8 +89,7 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// Multiply the keys of n tokens with the queries. The tokens are stored from place `begin` on. In the batch, the index
-// of the first token is `at`
+// Multiply the keys of n tokens with the queries. begin: place of the first token. at: its index in the batch
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
@@ -119,8 +117,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
         // The key at position i must be rotated by base - i positions. With the block's last position `last`, this is
-        // (base - last) + (last - i). The first term is the same for all keys, so the queries are rotated once instead.
-        // The second term is less than a block; the key is rotated by it while it is multiplied
+        // (base - last) + (last - i). The first term is the same for all keys: the queries are rotated by last - base
+        // instead. multiply_turned_rows rotates each key by the second term, which is less than a block
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -354,7 +352,7 @@ void attention::weigh(int part) {
             }
         }
         for (int j = 0; j < n; ++j) {
-            // a sum is NaN if a key is not finite; it becomes 0
+            // replace NaN, which comes from keys that are not finite, by 0
             to[j] = to[j] > 0.0f ? to[j] : 0.0f;
         }
         to += n;

@@ -38,7 +38,7 @@ struct attended_token {
 };
 
 struct attention_memory {
-    // tokens of the current batch that are stored one after the other
+    // consecutively stored tokens of the current batch
     struct piece {
         int64_t begin;
         int     n;
@@ -47,14 +47,13 @@ struct attention_memory {
 
     std::vector<piece> pieces;
 
-    // queries, rotated to the right distance from the last token of a block beyond n_near; see attention::read
+    // queries, rotated to the right distance from the last token of a block; see attention::read
     std::vector<float> turned;
 
-    // Tokens of the current batch. keys: [token][n_embd_k]. values: [token][n_value]. powers: the products of keys and
-    // queries, later replaced by the exponentials of the logits. The layout of powers is [query][n_together] if there
-    // are few queries, otherwise [token][n_column]
-    std::vector<float> keys;
-    std::vector<float> values;
+    // Data of the current batch. powers: the products of keys and queries, later the exponentials of the logits.
+    // [query][n_together] for few queries, otherwise [token][n_column]
+    std::vector<float> keys;   // [token][n_embd_k]
+    std::vector<float> values; // [token][n_value]
     std::vector<float> powers;
 
     std::vector<float> most, factor, sum; // [n_column], see exponential_columns
@@ -115,11 +114,12 @@ private:
 
     search looking;
 
-    // `turned` was made for this block and for the query rotation with this index
+    // block and query rotation for which `turned` was computed
     int64_t turned_block = -1;
     int     turned_way   = -1;
 
-    // partial softmax sums of one part of a row's tokens; span n_span has the search's estimate for the other clusters
+    // partial softmax sums of part `span` of a row's tokens; part n_span has the search's estimate for the other
+    // clusters
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }

@@ -6,9 +6,9 @@
 
 namespace kvtool {
 
-// Choose the items with the highest scores until the chosen items have `wanted` tokens: chosen[i] becomes 1 for a
-// chosen item, else 0. Scores that differ by less than 1/2000 are treated as equal; of equal items, the last ones are
-// chosen first. score: not negative; size: number of tokens of each item
+// Choose the items with the highest scores until they have at least `wanted` tokens together. chosen[i] becomes 1 for a
+// chosen item, else 0. Scores are compared to 11 bits of their mantissa. If scores are equal, the last items are chosen
+// first. score: not negative; size: number of tokens of each item
 void choose(const float * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen);
 
 } // namespace kvtool

@@ -11,10 +11,11 @@
 
 namespace kvtool {
 
-// when a list has no room left, it grows by the size of this many blocks
+// a list that is full gets room for this many more blocks
 static constexpr size_t n_more = 16;
 
-// Resize a list to n entries of n_each elements. Its capacity grows in small steps, because by default it might double
+// Resize a list to n entries of n_each elements. If it has to grow, it grows in small steps: by default, its capacity
+// might double
 template <typename T>
 static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     if (list.capacity() < n*n_each) {
@@ -175,7 +176,7 @@ void row_clusters::set(
     group(block);
 }
 
-// set a block's shares, and add them to the row's
+// set the shares of a block (see sealed_block), and add them to the row's sums
 void row_clusters::add_shares(sealed_block & own, const std::vector<float> & squares) {
     const float sum = std::accumulate(squares.begin(), squares.end(), 0.0f);
     own.shares.assign(n_embd_k, 0);
@@ -235,8 +236,8 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    // All clusters have the same weight, however many tokens they have (empty clusters have weight 0). If larger
-    // clusters weighed more, a cluster of one token might not end up in a set of similar clusters
+    // All clusters have the same weight, except that empty clusters have weight 0. If larger clusters had more weight,
+    // a cluster of one token might not get into a set of similar clusters
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;
@@ -262,7 +263,7 @@ void row_clusters::group(int64_t block) {
             add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[at + i]/all);
             add(value.data(), one.data(), n_embd_v, clusters.sizes[at + i]/all);
         }
-        // the mean spread of the clusters, plus the spread of their mean keys
+        // law of total variance: the mean spread of the clusters, plus the spread of their mean keys
         float spread = 0.0f;
         for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
             float square = clusters.spreads[at + i];

@@ -15,40 +15,38 @@
 
 namespace kvtool {
 
-// n_cluster: number of clusters in a block of archived tokens. n_grouped: number of blocks in a group. The clusters of
-// a group are divided into n_set sets, with n_side clusters in each set.
-constexpr int n_cluster = 16;
-constexpr int n_set     = n_side;
-constexpr int n_grouped = n_set*n_side/n_cluster;
+constexpr int n_cluster = 16;                     // clusters in a block of archived tokens
+constexpr int n_set     = n_side;                 // sets in a group of blocks, each of n_side clusters
+constexpr int n_grouped = n_set*n_side/n_cluster; // blocks in a group
 
-// the RoPE rotation of a block's keys while k-means clusters them
+// rotation (RoPE) of a block's keys while they are clustered
 struct bearing {
-    bool    is_far; // True for tokens beyond n_near: RoPE is undone, which rotates their keys to position 0.
+    bool    is_far; // True for tokens beyond n_near: RoPE is undone, so their keys are at position 0.
     int64_t base;   // If is_far is false, keys are rotated to their positions minus this base.
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
 
-// Cluster of each token of a block, two tokens per byte; 0 for tokens before the archive's first token. Everything else
-// in a clustered block can be computed from this, together with the block's keys and values.
+// Cluster of each token of a block, two tokens per byte; 0 for tokens before the archive's first token. All other data
+// of a clustered block can be computed from these numbers and the block's keys and values.
 using membership = std::array<uint8_t, store::n_block/2>;
 
 // a clustered block: its tokens are stored in the order of their clusters
 struct sealed_block {
     bearing to;
-    int     first; // index of the block's first token; not 0 if the archive begins inside the block
+    int     first; // index in the block of its first archived token; not 0 if the archive begins inside the block
 
     std::array<uint8_t,  store::n_block> order; // Index of the token that is stored at each place of the block.
     std::array<uint16_t, n_cluster + 1> start; // First place of each cluster's tokens.
 
-    std::vector<uint16_t> shares; // For each element of a key: its share of the spread of the block's clusters.
+    std::vector<uint16_t> shares; // Share of each key element in the clusters' spread; the sum is about UINT16_MAX.
 
     membership members() const;
 };
 
 // Summaries of clusters, or of sets of clusters. A summary has a mean key, a mean value, the number of tokens, and the
-// spread of the keys: their variance, summed over all elements. Mean keys have 8 bits, and 16 keys are interleaved as a
-// "side" (see index.h). If archived values are multiplied by a Hadamard matrix, mean values are multiplied by the same
+// spread of the keys: their variance, summed over all elements. Mean keys have 8 bits and are stored in sides of 16
+// keys (see index.h). If archived values are multiplied by a Hadamard matrix, mean values are multiplied by the same
 // matrix and have 4 bits. Otherwise mean values have 8 bits, or are F16 if the value length does not allow 8 bits
 struct means {
     // n_map_v: size of the Hadamard matrix; 0 if there is no matrix
@@ -77,8 +75,8 @@ struct means {
 };
 
 // Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places in the
-// arrays, one place per cluster. The clusters of a group of n_grouped blocks are reordered set by set as soon as all
-// blocks of the group have clusters and their keys have the same rotation. A cluster's place may then belong to another
+// arrays, one place per cluster. When all n_grouped blocks of a group have clusters and their keys have the same
+// rotation, the clusters of the group are reordered set by set. A place of one block may then hold a cluster of another
 // block of the group.
 class row_clusters {
 public:
@@ -92,13 +90,12 @@ public:
 
     const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
-    // Compute the clusters of an existing block or of the next block. keys: [256 - first][n_embd_k], rotated as `to`
-    // describes. values: [256 - first][n_embd_v]. known: the cluster of each token, or null to compute it. Afterwards
-    // the caller must store the block's tokens in the order that the block's `order` gives.
+    // Compute the clusters of the next block, or compute them again for an existing block. keys:
+    // [256 - first][n_embd_k], rotated according to `to`. values: [256 - first][n_embd_v]. known: the cluster of each
+    // token, or null to compute it. The caller must then reorder the block's tokens as in the block's `order`.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
-    // allocate memory for the clusters of these blocks at once, because growing in small steps takes longer than
-    // clustering
+    // allocate memory for the clusters of these blocks; growing in small steps would take longer than clustering
     void reserve(int64_t block, int64_t end);
 
     // remove the blocks before `block`
@@ -136,8 +133,8 @@ public:
 
     size_t side_size() const { return side_bytes(n_embd_k); }
 
-    // Variance of query . key over the keys of a cluster whose spread is 1. Keys differ more in some elements than in
-    // others. The proportions are assumed to be the same for all clusters of the row
+    // Variance of the products (query . key) over the keys of a cluster with spread 1. Keys differ more in some
+    // elements than in others; the proportions are assumed to be the same for all clusters of the row
     float variance(const float * query) const;
 
     // bytes of a block's clusters
@@ -151,13 +148,12 @@ private:
 
     std::vector<sealed_block> blocks;
 
-    // Index of the cluster at each place: its index in the group if the group is ordered set by set, otherwise its
-    // index in the block
+    // For each place, the index of its cluster: in the group if the group is ordered set by set, otherwise in the block
     std::vector<uint8_t> member;
 
     std::vector<uint8_t> grouped; // for each group: 1 if the group is ordered set by set, else 0
 
-    std::vector<uint64_t> shares; // for each element of a key: the sum of the blocks' shares
+    std::vector<uint64_t> shares; // for each element of a key: the sum of its shares in all blocks
 
     void add_shares (sealed_block & own, const std::vector<float> & squares);
     void drop_shares(const sealed_block & own);
@@ -169,9 +165,9 @@ private:
     void permute(size_t at, const std::vector<uint8_t> & from);
 };
 
-// Logarithm of how much more attention the keys of a cluster get than as many copies of their mean key. exp is convex,
-// so the difference grows with the variance of their logits. For normally distributed logits it is half of the
-// variance. The limit keeps a few very different keys from winning every choice
+// Logarithm of the ratio between the attention to a cluster's keys and the attention to as many copies of their mean
+// key. exp is convex, so the ratio grows with the variance of the logits. For normally distributed logits, the
+// logarithm is half of the variance. The limit prevents that a cluster with a few very different keys is always chosen
 inline float spread_gain(float variance) { return 0.5f*std::min(variance, 16.0f); }
 
 } // namespace kvtool

@@ -15,7 +15,7 @@
 
 namespace kvtool {
 
-// in all of these formats, this many numbers share a scale
+// numbers that share a scale, in all of these formats
 constexpr int n_group = 32;
 
 #ifdef KVTOOL_X86
@@ -40,16 +40,15 @@ struct of_q8_0 {
     }
 };
 
-// Formats whose elements are scale*code + least. The last n_group/2 bytes of a group hold the low four bits of all
-// codes. Byte i of these bytes has the bits of code i in its low half, and the bits of code i + n_group/2 in its high
-// half
+// Formats whose elements are scale*code + least. A group ends with n_group/2 bytes for the low four bits of all codes.
+// Byte i of them has the bits of code i in its low half, and the bits of code i + n_group/2 in its high half
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     const __m128i both = _mm_loadu_si128((const __m128i *) from);
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
 }
 
-// Return scale and least for a format that stores only the scale: least is -scale*zero. zero: the code of the number 0
+// Return { scale, least } for a format that stores only the scale: least = -scale*zero. zero: the code of the number 0
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * from, float zero) {
     uint16_t d;
     memcpy(&d, from, sizeof(d));
@@ -69,11 +68,11 @@ struct q4_0 {
 // a scale and a minimum in half precision, codes of 4 bits
 struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
-    static constexpr char    zero    = 0; // no code is fixed for the number 0, because each group stores a minimum
+    static constexpr char    zero    = 0; // no code is fixed for the number 0: each group stores a minimum
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
 
-    // return scale and least, both of which the group stores
+    // return { scale, least }; the group stores both
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
         uint32_t both;
         memcpy(&both, from, sizeof(both));
@@ -89,8 +88,7 @@ struct q5_0 {
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
         uint32_t bits;
         memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
-        // `bits` has the fifth bits of all codes. For each code, copy the byte of `bits` that holds the code's fifth
-        // bit
+        // byte i gets the byte of `bits` that holds the fifth bit of code i
         const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
         const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
@@ -103,8 +101,8 @@ struct q5_0 {
 
 template <typename Q>
 struct of_codes {
-    // codes: codes minus Q::zero. In formats with a fixed code for 0, the elements are therefore scale*codes, without
-    // `least`. In ggml, a 0 has the sign of the scale; adding `least` would lose this sign
+    // codes: Q::zero is already subtracted. If Q::zero is not 0, the elements are therefore scale*codes. The sum
+    // scale*code + least, with the original code, would lose the sign of a 0: in ggml, a 0 has the sign of the scale
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
         return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);

@@ -40,7 +40,7 @@ KVTOOL_AVX2 static void q8_0_to_half(const uint8_t * x, ggml_fp16_t * y, int64_t
     }
 }
 
-// S: class that reads the format of x, which is of_q8_0 or of_codes
+// S: of_q8_0 or of_codes, which reads the format of x
 template <typename S>
 KVTOOL_AVX2 static void groups_to_float(const uint8_t * x, float * y, int64_t n) {
     for (int64_t g = 0; g < n/n_group; ++g) {

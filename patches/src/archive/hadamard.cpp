@@ -34,13 +34,13 @@ static void hadamard_plain(float * x, int64_t n, int n_size) {
 
 #ifdef KVTOOL_X86
 
-// N vectors of 8 elements
+// N: number of vectors of 8 elements to which the matrix is applied at once
 template <int N>
 KVTOOL_AVX2 static void hadamard_avx2(float * x, int64_t n) {
     const __m256 scale = _mm256_set1_ps(1.0f/std::sqrt(8.0f*N));
 
-    // Signs of the butterflies between elements at distance 1, 2 and 4. In each butterfly, every element is multiplied
-    // by its sign, and then the element at that distance is added
+    // Signs of the butterflies with distance 1, 2 and 4. A butterfly multiplies each element by its sign, and adds the
+    // element at this distance
     const __m256 one  = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
     const __m256 two  = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
     const __m256 four = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);

@@ -21,7 +21,7 @@ float to_bytes(const float * x, int64_t n, int8_t * out) {
     const float scale = most/127.0f;
     const float by    = most > 0.0f ? 1.0f/scale : 0.0f;
     for (int64_t j = 0; j < n; ++j) {
-        // with this offset all numbers are positive, and truncating them rounds to the nearest integer
+        // the offset makes all numbers positive, so that truncation rounds them to the nearest integer
         const float y = x[j]*by + 128.5f;
         out[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
     }
@@ -35,7 +35,7 @@ void small_query::set(const float * query, int64_t n_embd) {
     sum   = std::accumulate(x, x + n_embd, 0);
 }
 
-// stored byte of the number 0
+// the byte that stores the number 0
 static constexpr int zero = 128;
 
 size_t side_bytes(int64_t n_embd) {
@@ -54,7 +54,7 @@ void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
     for (int64_t j = 0; j < n_embd; j += 4) {
         uint8_t four[4];
         for (int e = 0; e < 4; ++e) {
-            // This gives the same result as lround, which would take longer than everything else here. NaN becomes 0
+            // Same result as lround, which would take longer than all other code here. NaN becomes 0
             const float x     = key[j + e]/scale;
             const float y     = std::fabs(x) < 1e6f ? x : 0.0f;
             const int   whole = (int) y;

@@ -9,7 +9,6 @@
 
 namespace kvtool {
 
-// number of keys in a side
 constexpr int n_side = 16;
 
 // Convert numbers to 8 bits and return their scale. NaN and values out of range become 0.
@@ -28,10 +27,8 @@ struct small_query {
 // bytes of a side: [n_embd/4][n_side][4] bytes, then n_side scales. n_embd: a multiple of 8
 size_t side_bytes(int64_t n_embd);
 
-// set key i of a side
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd);
 
-// read key i of a side; the result has a precision of 8 bits
 void get_key(const uint8_t * side, int i, float * key, int64_t n_embd);
 
 // copy key j of the side `from` to key i of `side`

@@ -56,7 +56,7 @@ std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
     std::vector<int>   size(n_cluster);
 
     for (int round = 0; round <= n_round; ++round) {
-        // the mean m that is nearest to x has the highest x.m - m.m/2
+        // the mean m that is nearest to x maximizes x.m - m.m/2
         for (int c = 0; c < n_cluster; ++c) {
             float square = 0.0f;
             for (int64_t e = 0; e < d; ++e) {

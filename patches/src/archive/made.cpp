@@ -21,7 +21,7 @@ static void factor(std::vector<double> & a, int n) {
     }
 }
 
-// solve a x = b, where root is the Cholesky factor of a; x replaces b
+// Solve a x = b. root: the Cholesky factor of a. The solution x is written to b
 static void solve(const std::vector<double> & root, double * b, int n) {
     for (int r = 0; r < n; ++r) {
         for (int e = 0; e < r; ++e) {
@@ -37,8 +37,8 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// Ridge regularization: this share of the diagonal's mean is added to each diagonal element of the queries' Gram
-// matrix. Without the ridge, keys would become very long if the queries of a row are nearly equal. The ridge changes
+// Ridge regularization of the queries' Gram matrix: this share of the mean of its diagonal is added to each diagonal
+// element. Without the ridge, keys would become very long if the queries of a row are nearly equal. The ridge changes
 // the logits slightly; this error is corrected afterwards.
 static constexpr double ridge = 1e-4;
 
@@ -46,14 +46,13 @@ static constexpr double ridge = 1e-4;
 static constexpr int n_mend = 3;
 
 // Parameters of made_cells::nudge, which improves quantized keys. n_nudge: number of passes over all elements of a key.
-// weight_elsewhere: weight of the squared error of a cell's key in products with queries of other heads. The weight for
-// the query of the cell's own head is 1
+// weight_elsewhere: weight of squared errors in products with the queries of other heads. The weight is 1 for the head
+// of the cell
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// Each head has its own synthetic cell. This share of a head's softmax sum over the cells should be on the cell of each
-// other head, and the rest on the head's own cell. A smaller share would need longer keys, and the logits of longer
-// keys have larger rounding errors
+// Intended share of a head's softmax sum on the cell of each other head; the rest is on the head's own cell. A smaller
+// share would need longer keys, and the logits of longer keys have larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }
@@ -102,8 +101,8 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
 }
 
 void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // off: for each head's query, the error of its product with the quantized key k. by: for each query, the change of
-    // this error if the current element is replaced
+    // off[j]: error of the product of query j and the quantized key k. by[j]: change of off[j] if the current element
+    // is replaced
     std::vector<double> off(n_head), by(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {
@@ -115,12 +114,12 @@ void made_cells::nudge(float * k, const std::vector<double> & key, int c) const 
     for (int64_t first = 0; first < n_nudge*n_embd_k; first += n_block) {
         const int64_t begin = first % n_embd_k;
 
-        // every type of cache stores the scale at the start of a block
+        // every quantized type of a cache stores the scale at the start of a block
         ggml_fp16_t scale;
         memcpy(&scale, bytes.data() + ggml_row_size(type_k, begin), sizeof(scale));
         const float step = std::fabs(ggml_fp16_to_fp32(scale));
 
-        // the smallest and the largest element stay, because the cache computes the scale from them
+        // keep the smallest and the largest element, because the cache computes the scale from them
         const auto  ends  = std::minmax_element(k + begin, k + begin + n_block);
         const float least = *ends.first;
         const float most  = *ends.second;
@@ -218,9 +217,8 @@ void made_cells::make(const float * queries, const double * given, const float *
         solve(root, products, g);
     }
 
-    // The ridge shifts a head's logits on all cells by about the same amount, so the head's softmax sum becomes wrong.
-    // The same combination of queries is therefore added to all keys. It shifts the logits of each head back by the
-    // head's error
+    // The ridge shifts a head's logits on all cells by about the same amount, which makes the head's softmax sum wrong.
+    // Adding the same combination of queries to all keys shifts the logits of each head back by the head's error
     for (int n = 0; n < n_mend; ++n) {
         find_shares(sums, [&](int head, int cell) {
             double x = 0.0;
@@ -264,9 +262,9 @@ void made_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
     // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output
-    // `found`. Therefore the values are `to`*`found`, where `to` is the inverse of the matrix `share`. If queries are
-    // nearly equal, `share` is nearly singular. A small ridge therefore pulls `to` towards the inverse of the intended
-    // shares (`wanted`)
+    // `found`. Therefore the values are `to`*`found`, where `to` is the inverse of the matrix `share`. This matrix is
+    // nearly singular if queries are nearly equal. A small ridge therefore pulls `to` towards `wanted`, the inverse of
+    // the matrix of intended shares
     std::vector<double> square(g*g), to(g*g), off(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {

@@ -60,14 +60,12 @@ private:
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Improve k, the quantized key of cell c. Each element of k is a quantized value on one side of the exact value. It
-    // is replaced by the neighbouring quantized value on the other side if this brings k's products with the queries
-    // closer to the products of the exact key. The scales do not change, so the cache quantizes k without further
-    // rounding
+    // Improve k, which is the exact key of cell c (`key`) after quantization. An element of k is replaced by the
+    // quantized value on the other side of its exact value if this brings k's products with the queries closer to those
+    // with `key`. The scales do not change, so the cache quantizes k without further rounding
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
-    // own: intended share of a head's sum in the head's own cell. elsewhere: intended share in the cell of each other
-    // head
+    // own, elsewhere: intended shares of a head's softmax sum on its own cell, and on the cell of each other head
     void set_values(const float * found, double elsewhere, double own);
 };
 

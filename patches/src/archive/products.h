@@ -4,7 +4,7 @@
 
 namespace kvtool {
 
-// number of columns that are computed together. Rows of b and c are padded to a multiple of this number
+// Columns are computed in groups of this size. Rows of b and c are padded to a multiple of it
 constexpr int n_column = 8;
 
 inline int columns(int n) { return (n + n_column - 1)/n_column*n_column; }

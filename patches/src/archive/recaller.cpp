@@ -78,13 +78,12 @@ struct gathering {
     }
 };
 
-// A step of one token attends exactly to n_exact clustered tokens. A step of n tokens attends exactly to n times as
-// many, but at most to n_apart times as many
+// a step of n tokens attends exactly to min(n, n_apart)*n_exact clustered tokens
 static constexpr int n_apart = 5;
 
-// A longer archive has more tokens that are similar to a query. If the archive is longer than this, steps of several
-// tokens therefore attend exactly to more tokens: twice as many if the archive is 16 times as long. For steps of one
-// token the number stays the same, because more tokens would make these steps slower.
+// If the archive is longer than this, steps of several tokens attend exactly to more tokens: twice as many if the
+// archive is 16 times as long. The reason is that a longer archive has more tokens that are similar to a query. For
+// steps of one token the number stays the same, because more tokens would make these steps slower.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
@@ -96,7 +95,7 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
-// consecutive tokens of a step, for which one search chooses the archived tokens that they attend to exactly
+// consecutive tokens of a step that share one search, and so attend exactly to the same archived tokens
 struct some_tokens {
     int first;
     int n;
@@ -260,7 +259,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         const int head = i/some.n;
         const int t    = i % some.n;
 
-        // at the thread's first token of a row (t < nth), get the row's queries of all tokens
+        // t < nth at the thread's first token of a row: get the row's queries of all tokens
         if (t < nth) {
             queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }
@@ -331,8 +330,8 @@ void recaller::trace(int32_t n) {
 }
 
 void recaller::push(const gatherer & gather, const leaving & some, int n_thread, kvtool::staging * staging) {
-    // Number of cells that are copied to the host at once. The number is limited because a device first collects the
-    // copies of all its layers in its memory
+    // Maximum number of cells that are copied to the host at once. A device first collects the copies of all its layers
+    // in its memory
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {

@@ -19,11 +19,10 @@ struct recalled_layer {
     recaller * all;
     size_t     i;
 
-    // Data of the newest graph. type_k: type of the cache's keys. type_q: attention to the cache rounds queries to this
-    // type; F32 if it does not round them
+    // data of the newest graph
     logit_params logits;
-    ggml_type    type_k;
-    ggml_type    type_q;
+    ggml_type    type_k; // type of the cache's keys
+    ggml_type    type_q; // type to which attention to the cache rounds queries; F32 if it does not round them
 
     // [n_head][n_traced]: the tokens that each row attended to most in the last step. If there are fewer than n_traced,
     // the remaining entries have position -1
@@ -31,7 +30,7 @@ struct recalled_layer {
 };
 
 // Custom ggml operation that recalls tokens. userdata: a recalled_layer. dst, as F16 or F32: K [k][n_head][n_embd_k],
-// then V [k][n_head][n_embd_v] or transposed. src has four tensors:
+// then V [k][n_head][n_embd_v] or, if v_trans, [n_head][n_embd_v][k]. src has four tensors:
 // - the queries [n_embd_k, n_head_q, n_tokens]
 // - the position that the first query is rotated to
 // - each query's highest product with a live cell, [n_head_q][n_tokens]
@@ -50,7 +49,7 @@ public:
     using gatherer = std::function<bool (const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f)>;
 
     // Archive these cells of all rows; the cache stays unchanged. If there is no memory, throws no_room and changes
-    // nothing. staging: null, or the object that may store the cells later
+    // nothing. staging: stores the cells later if it can; may be null
     void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
 
     // see llama_kvtool_rewind; no graph that uses these layers may be running
@@ -71,7 +70,7 @@ public:
 
     int32_t n_traced = 0;
 
-    // true if the next step chooses separately, for each of its tokens, which archived tokens it attends to exactly
+    // true if the next step runs a separate search for each of its tokens; ignored while tokens are traced
     bool is_apart = false;
 
     archive        tokens;

@@ -9,8 +9,8 @@
 
 namespace kvtool {
 
-// A cluster's score falls by this factor with each step. With a larger factor, fewer residents change in a step, but
-// they fit the next query worse
+// In each step, the score of a cluster is multiplied by this factor. With a larger factor, fewer residents change in a
+// step, but they fit the next query worse
 static constexpr float decay = 0.6f;
 
 static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
@@ -88,7 +88,7 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
     get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, out.keys.data() + at_k, l.n_embd_k);
     own.clusters.get_value(place, out.values.data() + at_v);
 
-    // the mean is rotated instead of the queries, so it is rotated in the opposite direction
+    // query_turn rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
 }
 
@@ -108,8 +108,8 @@ void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, i
 }
 
 void residents::begin(int64_t rot) {
-    // Keys beyond n_near should have the distance n_near. If their distance is too large by a 64th of n_near, they are
-    // rotated again
+    // Keys beyond n_near should be at the distance n_near from the query. They are rotated again when their distance is
+    // too large by n_near/64
     if (anchor < 0 || rot < anchor || 64*(rot - anchor) >= tokens.n_near) {
         anchor = rot;
     }

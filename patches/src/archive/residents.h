@@ -1,9 +1,8 @@
-// Cells of a row that represent its archive while tokens are generated on a device. There are cells for three things:
-// the mean of every cluster, the tokens that have no cluster yet, and the resident tokens. The resident tokens are the
-// tokens of those clusters that the last queries attended to most. If a cluster is resident, the cell of its mean is
-// masked.
+// Cells of a row that represent its archive while tokens are generated on a device. There is one cell for the mean of
+// each cluster, for each token that has no cluster yet, and for each resident token. The resident tokens are the tokens
+// of the clusters that the last queries attended to most. If a cluster is resident, the cell of its mean is masked.
 //
-// The queries of earlier steps choose which clusters are resident. If the queries of a step attended strongly to other
+// The queries of earlier steps choose which clusters are resident. If the queries of a step attend strongly to other
 // clusters, the step has to be repeated: see `choose`.
 
 #pragma once
@@ -25,7 +24,7 @@ public:
     residents(const archive & tokens, int n_mean, int n_token);
 
     // Number of cells for tokens without clusters. This is more than one block, because a block may be clustered up to
-    // a quarter of a block late, and because a step may end with tokens that are archived only after the next step.
+    // a quarter of a block late. Another quarter is a reserve.
     static constexpr int n_tail = 3*(int) n_block/2;
 
     // number of cells of a row: first the means, then the tokens without clusters, then the resident tokens
@@ -49,31 +48,31 @@ public:
     void begin(int64_t rot);
 
     // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are too many cells
-    // for one call: the caller must write the collected cells and call this again. Several layers may be updated at the
-    // same time
+    // for one call: the caller must then write the collected cells and call this again. Several layers may be updated
+    // at the same time
     bool update(size_t layer, cells & out);
 
     // The number that is added to the logit of each cell: [n_head][n_cell]. It is 0 for a token, log n for the mean of
     // n tokens, and -INFINITY for an empty cell
     const ggml_fp16_t * mask(size_t layer) const { return masks[layer].data(); }
 
-    // Choose the clusters of a row that become resident at the next update. The mean of a cluster represents a part of
-    // the attention to the cluster. The chosen clusters have the most attention per token that their means do not
-    // represent. Recent queries have more weight. queries: [n_query][n_embd_k], from the step that was computed last.
-    // live: [n_query], logarithm of each query's softmax sum over the live cells. missed: [n_query], is set to the
-    // attention that a query missed: to clusters that are chosen but not resident yet, without the part that their
-    // means represent
+    // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
+    // token that their means do not represent. Recent queries have more weight.
+    // queries: [n_query][n_embd_k], from the step that was computed last.
+    // live: [n_query], logarithm of each query's softmax sum over the live cells.
+    // missed: [n_query], receives each query's attention to chosen clusters that are not resident yet, without the part
+    // that their means represent
     void choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed);
 
 private:
-    // The cells of means have room for n_ring blocks. Block b uses position b % n_ring of this ring. The index of a
-    // cluster is n_cluster*(position of its block) + its index in the block. The cell of its mean has the same index
+    // The cells of means are a ring of n_ring blocks: block b is at position b % n_ring. The index of a cluster is
+    // n_cluster*(position of its block) + its index in the block. The cell of its mean has the same index
     struct row {
         std::vector<int64_t> held;     // The block at each position of the ring; -1 if there is no block.
         std::vector<bearing> bearings; // The rotation of the block's keys when the block's means were written.
         std::vector<int64_t> anchors;  // The value of `anchor` when the block's means were written.
 
-        std::vector<float>    score;   // The score of each cluster.
+        std::vector<float>    score;
         std::vector<uint16_t> sizes;   // The number of tokens in each cluster.
         std::vector<uint8_t>  wanted;  // True if the cluster is chosen.
         std::vector<uint8_t>  is_here; // True if the cluster is resident.
@@ -97,8 +96,8 @@ private:
     const int n_token;
     const int n_ring; // blocks
 
-    // Keys beyond n_near are rotated so that they have the right distance from a query at this position. The position
-    // follows the stream in steps, because all these keys must be written again when it changes
+    // Keys beyond n_near are rotated to the right distance from a query at this position. The position follows the
+    // stream in steps, because all these keys must be written again when it changes
     int64_t anchor = -1;
 
     std::vector<std::vector<row>>         rows;  // [layer][head]
@@ -112,11 +111,11 @@ private:
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
 
-    // Maximum number of cells per update, because their keys and values take much memory as floats
+    // maximum number of cells per update: as floats, keys and values take much memory
     static constexpr size_t n_most = 1024;
     static bool is_full(const cells & out) { return out.at.size() >= n_most; }
 
-    // index of the cluster at a place of a row's clusters
+    // index (see `row`) of the cluster at this place of `own`
     int number_of(const row_clusters & own, size_t place) const {
         return own.block_at(place) % n_ring*n_cluster + own.cluster_at(place);
     }

@@ -1,4 +1,5 @@
-// Rewinding: the archive's newest tokens return to cells, and later tokens are deleted.
+// Rewinding: the last tokens before the stream's new end return from the archive to the cache, and later tokens are
+// deleted.
 
 #include "convert.h"
 #include "recaller.h"
@@ -15,7 +16,7 @@ void archive::cut(int64_t end, int64_t next) {
         return;
     }
 
-    // restore the value that `far` had when the stream's next position was `next`
+    // the value of `far` when the stream's next position was `next`
     far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {

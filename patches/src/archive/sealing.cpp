@@ -46,8 +46,8 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    // The first row clusters a block before the other rows do. If a block has no clusters in the first row, it
-    // therefore has no clusters in any row
+    // The first row is clustered before the other rows: a block without clusters in the first row has no clusters in
+    // any row
     const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
     return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);
@@ -118,9 +118,9 @@ int archive::n_row() const {
 }
 
 archive::row_span archive::span_of(int row) const {
-    // Each row is clustered a little later than the row before it, so that no step waits for the clustering of all
-    // rows. The delay is at most a quarter of a block. A longer delay would make steps slower, because a step attends
-    // exactly to all tokens without clusters
+    // Each row is clustered a little later than the row before it, so that no step has to wait for all rows. The delay
+    // is at most a quarter of a block: a longer delay would make steps slower, because they attend exactly to all
+    // tokens without clusters
     const int64_t late = (int64_t) row*(n_block/4)/n_row();
 
     return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };
@@ -202,8 +202,8 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // Rows are clustered one after the other. If a block has the same kind of clusters in the first row and in the last
-    // row, it therefore has this kind in all rows
+    // Rows are clustered one after the other. Blocks that have the same kind of clusters in the first and the last row
+    // therefore have this kind in all rows
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 

@@ -10,14 +10,13 @@
 
 namespace kvtool {
 
-// the estimate adds the mean value of a cluster or set only if it has more than this share of the softmax sum
+// minimum share of the softmax sum for which the mean value of a cluster or set is added to the estimate
 static constexpr float least_part = 3e-4f;
 
-// Single clusters are ranked only in the best sets. These sets together hold n_ranked tokens for each token that is
-// attended to exactly
+// Single clusters are ranked only in the best sets, which together hold about n_ranked*n_exact tokens
 static constexpr int n_ranked = 16;
 
-// logarithms and inverses of all numbers of tokens that a cluster or set may have
+// logarithm and inverse of each possible number of tokens of a cluster or set
 struct number_tables {
     std::vector<float> logs;
     std::vector<float> inverses;
@@ -85,9 +84,8 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // pick_sets picks sets until their sizes add up to a certain number, and adds n_side clusters per picked
-            // set to the items. There is room for only n_room items. Therefore a set of fewer than n_side tokens gets
-            // the size n_side, which limits the number of picked sets
+            // A set of fewer than n_side tokens counts as n_side tokens. This limits the number of sets that pick_sets
+            // picks, and so the number of clusters that it adds as items: there is room for only n_room items
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -113,9 +111,9 @@ void search::multiply_runs(size_t first, size_t item) {
     }
 }
 
-// Set the score of each item: the item's share of the softmax sums of all queries, divided by its number of tokens. The
-// number of exact tokens is limited, so choosing the items with the most attention per token covers the most attention.
-// powers: the exponentials of ranks; may be ranks
+// Set the score of each item: its share of the softmax sum, added over all queries and divided by its number of tokens.
+// The number of exact tokens is limited, so choosing the items with the most attention per token covers the most
+// attention. powers: receives the exponentials of `ranks`; may be `ranks`
 void search::set_scores(std::vector<float> & powers) {
     std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -175,7 +173,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
-    // Here `score` marks items: it becomes greater than 0 if the item is added to the estimate of at least one query
+    // here, score[i] > 0 marks an item that is added to the estimate of at least one query
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -195,7 +193,7 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         if (kept > 0.0f) {
             own[0] = parts[q].most;
             own[1] = std::max(sum, kept);
-            // multiplying the remaining items by this factor gives them the weight of the items that are left out
+            // scale up the added items, so that they include the weight of the items that are left out
             by[q] = own[1]/kept;
             add(score.data(), own_x, n_item, 1.0f);
         }
@@ -309,8 +307,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         variances[i] = logits.scale*logits.scale*own.variance(query);
     }
 
-    // Make room for the clusters of the sets that pick_sets will pick, n_side clusters per set. It picks sets until
-    // their sizes add up to n_ranked*n_exact. Each set has at least the size n_side, so their number is limited
+    // Make room for n_side clusters per set that pick_sets will pick. Each set counts as n_side tokens or more, and
+    // pick_sets stops at n_ranked*n_exact tokens
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

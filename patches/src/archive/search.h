@@ -19,7 +19,7 @@ struct logit_params {
     float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0 if there is no cap
 };
 
-// archived tokens of a row that are stored one after the other in one block
+// consecutively stored tokens of a row, within one block
 struct token_range {
     int64_t begin; // place of the first token
     int     n;
@@ -31,14 +31,11 @@ struct token_range {
 
 // search results of one row, shared by the threads of a layer
 struct searched_row {
-    // The row's queries, rotated in several ways. turned: [way][query][n_embd_k]. columns, only for steps with many
-    // queries: the transposed queries, [way][n_embd_k][query]. mapped, only if stored keys are multiplied by a Hadamard
-    // matrix: the queries in `turned`, multiplied by the same matrix. bytes, only if search::has_bytes: the queries in
-    // `mapped` (or in `turned` if there is no matrix), rounded to 8 bits
-    std::vector<float> turned;
-    std::vector<float> columns;
-    std::vector<float> mapped;
-    byte_columns       bytes;
+    // the row's queries, once for each way (rotation of the queries)
+    std::vector<float> turned;  // [way][query][n_embd_k]
+    std::vector<float> columns; // only for many queries: `turned`, transposed to [way][n_embd_k][columns(n_query)]
+    std::vector<float> mapped;  // only for few queries: `turned`, multiplied by the Hadamard matrix of stored keys
+    byte_columns       bytes;   // only if search::has_bytes: `mapped` (or `turned` if there is no matrix) in 8 bits
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
@@ -61,7 +58,7 @@ private:
 };
 
 struct search_memory {
-    std::vector<int64_t> ways; // the different rotations of the queries: each is a number of positions
+    std::vector<int64_t> ways; // Rotations of the queries, as numbers of positions. A way is an index in this list.
 
     // consecutive clusters, or sets of clusters, whose keys have the same rotation
     struct run {
@@ -75,9 +72,9 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // Arrays with one entry per item. The items are the clusters and sets of all runs, one run after the other. x and
-    // ranks have one entry per query and item: first a logit, later an exponential. The entries of query q begin at
-    // x[q*n_room]. x has the logits of the mean keys. In ranks they are higher the more the keys differ
+    // Arrays over the items: the clusters and sets of all runs, one run after the other. x and ranks have a list of
+    // items for each query: the entries of query q begin at q*n_room. An entry is first a logit, later an exponential.
+    // x has the logits of the mean keys. In `ranks`, logits are higher the more the keys differ
     std::vector<float>   x;
     std::vector<float>   ranks;
     std::vector<float>   logs;
@@ -89,9 +86,8 @@ struct search_memory {
     std::vector<int>          looked; // Indices of the items whose tokens are attended to exactly.
     std::vector<weighted_row> some;   // Mean values that are added to the estimate, with their weights.
 
-    // values: copies of these mean values as floats, [value][columns(n_embd_v)]. powers: first the exponentials of the
-    // sets' logits, later the weights of the mean values, [query][value]. The copies and the weights are needed only
-    // for steps with many queries
+    // values: the mean values of `some` as floats, only for many queries: [value][columns(n_embd_v)]. powers: the
+    // exponentials of the sets' logits; later, only for many queries, the weights of the mean values: [query][value]
     std::vector<float> values;
     std::vector<float> powers;
 

@@ -4,20 +4,20 @@
 
 namespace kvtool {
 
-// maximum and sum of some of a softmax's logits
+// partial softmax sum: over some of the logits
 struct softmax_part {
     float most; // Maximum of the logits.
     float sum;  // Sum of e^(logit - most) over the logits.
 };
 
-// Set e[i] to e^(scale*x[i] - most) for i < n, where most is the maximum of the logits scale*x[i]. Returns most and the
-// sum of e[i]. scale must be positive. Both arrays need room for a multiple of 16 numbers; x is overwritten from x[n]
+// Set e[i] to e^(scale*x[i] - most) for i < n. `most` is the maximum of the logits scale*x[i]. Returns `most` and the
+// sum of e[i]. `scale` must be positive. Both arrays need room for a multiple of 16 numbers; x is overwritten from x[n]
 // on
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
 // Replace x[n][n_column] by e^(scale*x - most), column by column; n_column is a multiple of 8, and scale > 0. Each
 // array below has n_column entries:
-// - most: running maximum of the logits. It rises if a logit in x is higher
+// - most: the maximum of all logits so far, which this call may raise
 // - factor: receives the factor that converts earlier sums to the new maximum
 // - sum: receives the sum of each column
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);

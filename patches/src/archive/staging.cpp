@@ -213,8 +213,8 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
-            // Copy the newest block first. It takes longest, because tokens that were pushed before this step must be
-            // stored in the archive before they are copied
+            // Copy the newest block first, because it takes longest: tokens that were pushed before this step must
+            // first be stored in the archive
             for (int64_t block; (block = next--) >= 0;) {
                 copy_block(thread, layer, block);
             }
@@ -241,9 +241,9 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     if (b && b->is_used) {
         ggml_backend_event_synchronize(b->done.get());
     }
-    // The block's tokens are collected in `memory` before they are copied to the device: part by part, and head after
-    // head. `memory` is a pinned buffer, or ordinary memory if the device has no pinned buffers. It is null if there
-    // are no pinned buffers and each token is copied as a whole: the copy then reads the archive directly
+    // Collect the block's tokens in `memory`, part by part and head after head, before they are copied to the device.
+    // `memory` is a pinned buffer, or ordinary memory if the device has no pinned buffers. `memory` is null if there
+    // are no pinned buffers and tokens have a single part: the tokens are then copied directly from the archive
     std::vector<uint8_t> own(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
     uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.empty() ? nullptr : own.data();
 
@@ -254,8 +254,8 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
         const uint8_t * data   = l.raw_key(0, begin) + from;
         size_t          stride = n_block*l.size;
         if (memory) {
-            // Number of tokens per memcpy. The tokens of a head follow each other in the archive, so whole tokens can
-            // be copied together. Keys alone, or values alone, do not follow each other
+            // Number of tokens per memcpy. The tokens of a head are consecutive in the archive, so whole tokens can be
+            // copied together. Keys alone, or values alone, are not consecutive
             const int64_t n = size == l.size ? end - begin : 1;
             for (int head = 0; head < l.n_head; ++head) {
                 for (int64_t i = begin; i < end; i += n) {
@@ -310,7 +310,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// archive the tokens begin .. end - 1 of a layer, as far as the last call of `push` passed them
+// archive the tokens begin .. end - 1 of a layer; tokens that are not in the last `push` are skipped
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

@@ -37,7 +37,7 @@ public:
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 
-    // Sizes of the Hadamard matrices that these rows are multiplied by; 0 if they are not.
+    // Sizes of the Hadamard matrices that keys and values are multiplied by; 0 if they are not.
     int key_map  (size_t i) const { return tokens[i].n_map_k; }
     int value_map(size_t i) const { return tokens[i].n_map_v; }
 
@@ -47,8 +47,8 @@ public:
     int64_t bytes() const;
 
     // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
-    // entry per attention operation, in the order of the graph. An entry has a node of the graph, and the index of the
-    // layer whose rows are read. The attention operation reads these rows after the node is computed.
+    // entry per attention operation, in the order of the graph. The operation reads the rows of layer `layer` after
+    // `node` is computed.
     struct mark {
         const ggml_tensor * node;
         size_t              layer;
@@ -60,16 +60,16 @@ public:
     // layer's tokens.
     static bool reach(ggml_tensor * node, bool ask, void * self);
 
-    // Archive cells of all layers, as recaller::push does. The difference is that a layer's keys and values are stored
-    // later, when that layer is next copied to the device. Returns false if the cells lie on the host or values are
-    // transposed; the caller must then store them.
+    // Archive cells of all layers, like recaller::push. But a layer's keys and values are stored only when that layer
+    // is next copied to the device. Returns false if the cells are on the host or values are transposed; the caller
+    // must then store them.
     bool push(const leaving & some);
 
     // Wait until the archive holds all pushed tokens and no thread uses it. Throws if a copy failed.
     void settle();
 
 private:
-    // Pinned memory through which a thread copies. Copies from other memory are slower and block the device.
+    // Pinned memory for the copies of a thread. Copies from other memory are slower and block the device.
     struct bounce {
         ggml_backend_buffer_ptr buffer;
         ggml_backend_event_ptr  done; // event after the last copy from this buffer; the buffer is then free again
@@ -86,20 +86,20 @@ private:
     };
 
     struct device {
-        // true if all rows of keys come before all rows of values. Vulkan needs this, because its kernels read tensors
-        // only at aligned offsets. On other devices, each key is followed by its value. This is the archive's layout,
-        // so blocks are copied without changes
+        // True if all rows of keys come before all rows of values. Vulkan needs this, because its kernels read tensors
+        // only at aligned offsets. On other devices, each key is followed by its value, as in the archive: blocks are
+        // copied without changes
         bool is_split = false;
 
         ggml_backend_buffer_ptr buffers[2];
         ggml_context_ptr        ctx;
-        ggml_tensor           * bytes[2]; // Tensors of bytes, each of which covers a whole buffer.
+        ggml_tensor           * bytes[2]; // For each buffer: all of it, as a tensor of bytes.
         std::vector<queue>      queues;   // One queue per copying thread.
     };
 
     // A part of each archived token that is copied to the device: its key, its value, or both. An archived token is a
-    // key followed by a value. The part has `size` bytes, from byte `from` of the token on. In the tensor `bytes` of a
-    // layer, the part of each token is a row; the rows are stored head after head, from byte `to` on.
+    // key followed by a value. The part has `size` bytes, from byte `from` of the token on. On the device, the parts of
+    // all tokens are rows in the layer's tensor `bytes`: head after head, from byte `to` on.
     struct part {
         size_t from;
         size_t size;

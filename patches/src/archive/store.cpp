@@ -68,7 +68,6 @@ static size_t page_bytes() {
     return sysconf(_SC_PAGESIZE);
 }
 
-// create a new file
 static int create(const std::string & path) {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) {

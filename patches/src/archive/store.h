@@ -65,7 +65,7 @@ public:
     void open(const std::string & path);
 
     // Provide slabs for exactly the tokens begin .. end - 1. Slabs that already hold some of these tokens stay
-    // unchanged. All other slabs are used again. If there is no memory, throws no_room and changes nothing.
+    // unchanged. Other slabs are reused. If there is no memory, throws no_room and changes nothing.
     void fit(int64_t begin, int64_t end);
 
     // allocate the memory that `fit` will need; throws no_room
@@ -74,7 +74,6 @@ public:
     // return unused slabs to the system; slabs in a file are kept
     void trim();
 
-    // free all slabs
     void clear();
 
     // slab of token i
@@ -88,7 +87,7 @@ public:
 private:
     size_t size = 0; // bytes of a slab
 
-    int64_t first = 0; // index of the first slab; token i is in the slab with index i/n_block
+    int64_t first = 0; // index of slabs[0]; token i is in the slab with index i/n_block
 
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;

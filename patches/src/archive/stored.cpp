@@ -84,7 +84,7 @@ struct of_halves {
     }
 };
 
-// add the products of a row's group with the same elements of N columns: sum[q] += row.x * x[q*d ...]
+// sum[q] += row.x * x[q*d ...], for one group of a row and N columns
 template <int N>
 KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
 #pragma GCC unroll 4

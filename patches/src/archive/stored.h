@@ -13,16 +13,15 @@ namespace kvtool {
 // maximum number of columns that are multiplied at once. With more columns it is faster to convert the rows first
 constexpr int n_few_columns = 8;
 
-// prefetch memory that will be read soon
 void prefetch(const uint8_t * rows, size_t n_bytes);
 
 // Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...]
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
-// Rotate rows (RoPE) and multiply them with columns. Row i is first multiplied by the Hadamard matrix of size n_map
-// (unless n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. The caller
-// chooses `from` by the argument `turns`: a pointer to the row of the table turns::small_turns() for the rotation by
-// `from` positions. Call this only if can_turn is true, which depends on the type and the CPU.
+// Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
+// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `turns` selects
+// `from`: it points to the row of the table turns::small_turns() that rotates by `from` positions. Call this only if
+// can_turn is true, which depends on the type and the CPU.
 void multiply_turned_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);

@@ -1,4 +1,4 @@
-// RoPE on the host: it rotates keys and queries by whole numbers of positions.
+// RoPE on the host: rotations of keys and queries by whole numbers of positions.
 
 #pragma once
 
@@ -30,12 +30,12 @@ class turns {
 public:
     turns() = default;
 
-    // r: rotation of keys with n_embd elements. The constructor computes tables for rotations by up to n_most positions
-    // in either direction; rotations by more positions take longer
+    // r: RoPE parameters of keys with n_embd elements. The constructor computes tables for rotations by up to n_most
+    // positions in either direction; rotations by more positions take longer
     turns(const rotation & r, int64_t n_embd, int n_most);
 
-    // Use the tables of another object if its rotation is the same. If every layer had separate tables, they would not
-    // fit in a processor's cache
+    // Use the tables of another object if it has the same rotation. Separate tables for every layer would not fit in a
+    // processor's cache
     void share(const turns & other);
 
     // rotate a key by delta positions

@@ -1,4 +1,4 @@
-// Copy cells out of a context and back, and also the memory of layers without rows.
+// Copies of cells, and of the state of sliding and recurrent layers, out of a context and back.
 
 #include "archive/convert.h"
 #include "hooks/memory.h"
@@ -59,8 +59,8 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-// Copy a recurrent layer's state after the newest token to `out` or from `in`. If both are null, copy nothing. Returns
-// the bytes of the state. Each row of the tensor t is a state. Row i is copied to `out`, but `in` is copied to row 0
+// Copy the state of a recurrent layer after the newest token: to `out` from row i of the tensor t, or from `in` to
+// row 0. If both are null, copy nothing. Returns the bytes of the state
 static int64_t copy_state(ggml_tensor * t, int i, uint8_t * out, const uint8_t * in) {
     const size_t size = t->nb[1];
     if (out) {

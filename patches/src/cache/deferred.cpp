@@ -1,10 +1,10 @@
-// Signals of several steps computed at once.
+// Signals of several steps, computed together.
 //
 // Flash attention gives no probabilities, so signals need a second product of queries and keys. This takes many small
-// operations in each layer, too many to repeat for every single token. Several steps therefore share these operations.
-// Cells are only appended between two edits. For this reason the signals of several steps equal the signals of one
-// batch with all their tokens. Steps store their queries here. The signals are computed when they are read, or when
-// there is no room for more queries. Before the signals are computed, rejected draft tokens are removed.
+// operations in each layer, too many to repeat for every single token. Steps therefore store their queries here. The
+// signals of all these steps are computed together, when they are read, or when there is no room for more queries.
+// Before that, rejected draft tokens are removed. The result equals the signals of one batch with all tokens, because
+// cells are only appended between two edits.
 
 #include "devices.h"
 #include "graphs.h"
@@ -120,8 +120,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     }
 
     lctx.synchronize();
-    // The host adds the deferred signals to its sums. Earlier signals must be added before, so collect them from the
-    // devices first
+    // The host adds the deferred signals to its sums. It must add the earlier signals first, so collect them from the
+    // devices
     kvtool.signals.collect(lctx);
 
     const auto & model  = lctx.get_model();
@@ -225,8 +225,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 
 bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<stored_queries::asker> & all) {
     // In two cases, only the signals of steps with draft tokens are deferred. Without flash attention, a step computes
-    // the probabilities anyway. A worker keeps only one graph per device: there, the decode's graph and the graph of
-    // deferred signals would replace each other, so both would be sent again and again
+    // the probabilities anyway. And a worker keeps only one graph per device: the graph of the step and the graph of
+    // deferred signals would replace each other there, and both would be sent each time
     defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
     // with an archive no signals are deferred, because recalled cells differ from step to step
     if (params.signals != 0 && params.n_recall == 0) {
@@ -237,7 +237,7 @@ bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<s
 }
 
 bool llama_kvtool::defers(int64_t n_tokens) const {
-    // no signals are deferred while cells are hidden: a mask that is computed later would show these cells
+    // no signals are deferred while cells are hidden: the mask, which is computed later, would show these cells
     return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (defers_all || n_marked > 0);
 }
 

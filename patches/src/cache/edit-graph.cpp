@@ -28,7 +28,7 @@ struct layer_inputs {
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
 };
 
-// call f for each entry, then for the last entry again until there are n calls; writing an entry twice changes nothing
+// Call f n times: for each entry, and then for the last entry again and again. Writing an entry twice changes nothing
 template <typename T, typename F>
 static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     for (int64_t i = 0; i < n; ++i) {
@@ -180,8 +180,7 @@ static ggml_tensor * build_values(
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
-        // Only n merges are so long that they have terms on this level. They are the first n merges, because merges are
-        // sorted by their number of terms, the longest first
+        // Only the first n merges have terms on this level: merges are sorted by their number of terms, longest first
         sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
     }
     if (sum) {
@@ -209,7 +208,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // The edit changes nothing in these layers. Return before `fit`, which could drop a kept graph without need
+        // The edit changes nothing in these layers. Return before `fit`, which might drop a kept graph
         return true;
     }
 

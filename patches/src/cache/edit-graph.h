@@ -24,8 +24,8 @@ bool edit_graph(
 int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
-// Append the positions that a layer's keys are rotated by. With M-RoPE, the positions are appended once per section;
-// for the last section they are zeros, because its position is always 0 in text
+// Append the positions that a layer's keys are rotated by. M-RoPE needs them once per section. In the last section they
+// are zeros, because its position is always 0 in text
 void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list);
 
 // number of entries that push_deltas appends for n keys

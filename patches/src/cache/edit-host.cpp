@@ -9,7 +9,7 @@
 namespace kvtool {
 
 // A tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements. A transposed
-// value has one piece per element. Any other value and each key is a single piece
+// value has one piece per element. Keys, and values that are not transposed, have a single piece
 struct host_view {
     ggml_tensor * t;
 
@@ -47,10 +47,10 @@ static void by_row(const std::vector<T> & list, F && f) {
     }
 }
 
-// Access to the cells of a row, piece by piece (see host_view). Callers copy piece i of all cells before piece i + 1,
-// because piece i of all cells is close together in memory if values are transposed. SIZE: bytes of a piece; 0 if they
-// are known only at run time. With a known size the compiler copies the 2 bytes of a transposed value inline, which is
-// faster than a call of memcpy
+// Access to the cells of a row, piece by piece (see host_view). Callers copy piece i of all cells before piece i + 1:
+// if values are transposed, piece i of all cells is close together in memory. SIZE: bytes of a piece; 0 if known only
+// at run time. With a known size, the compiler copies the 2 bytes of a transposed value inline, which is faster than a
+// call of memcpy
 template <size_t SIZE>
 struct pieces {
     const host_view & view;

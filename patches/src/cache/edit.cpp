@@ -132,8 +132,8 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
     return res;
 }
 
-// Update sliding and recurrent layers if the edit changes the newest token's position: a token must have the same
-// position in all layers. Returns false if a device failed
+// Move sliding and recurrent layers to the newest token's new position: a token must have the same position in all
+// layers. Returns false if a device failed
 static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
     const bool none = edit.n_keep == edit.n_hidden;
 
@@ -217,7 +217,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
-        // llama.cpp's table holds only the newest token, because ragged rows have separate masks
+        // ragged rows have separate masks, so llama.cpp's table needs only the newest token
         memory::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {
         memory::fill_tables(lctx, edit.n_keep, edit.pos_0, edit.n_hidden);

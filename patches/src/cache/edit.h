@@ -1,4 +1,4 @@
-// An edit of the cache: it is checked, split by layer, and carried out in host memory or as a graph.
+// Edits of the cache. An edit is checked, split by layer, and carried out in host memory or as a graph.
 
 #pragma once
 

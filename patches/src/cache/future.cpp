@@ -64,9 +64,9 @@ static ggml_tensor * build_queries(
         own.scale = nullptr;
 
         q = mapped(ctx, l, q, rot);
-        // The scale is the weights of a norm that the model applies to rotated keys. To rotate a key again, it is
-        // divided by the scale, rotated and multiplied. A query is multiplied, rotated and divided: its product with a
-        // key is then the same as if the key were rotated in the opposite direction
+        // The scale has the weights of a norm that the model applies to rotated keys. To rotate a key again, divide it
+        // by the scale, rotate it, and multiply it by the scale. A query is multiplied, rotated and divided: its
+        // product with a key is then the same as if the key were rotated in the opposite direction
         if (l.rope.scale) {
             q = ggml_mul(ctx, q, l.rope.scale);
         }
@@ -137,11 +137,12 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    // for each layer of the cache: number of query heads per row in the model's layers that this loop has handled
+    // for each layer of the cache: query heads per row in the askers so far. Several layers of the model may use the
+    // same cells
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 
-    // the last rotation that was added to the list; the next layer uses it again if it has the same rotation
+    // the last mean rotation in in_turn; the next asker uses it again if it has the same one
     const std::vector<float> * last = nullptr;
     size_t last_at = 0;
     for (const auto & a : asked.askers) {
@@ -175,7 +176,7 @@ int32_t read_future(
         last = &turn;
     }
 
-    // number of cells to read in a layer: n_cell, or all its cells if it has fewer
+    // number of cells to read in a layer
     const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {

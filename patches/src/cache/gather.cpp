@@ -81,7 +81,7 @@ struct cell_rows {
         const int64_t n_cell = t->ne[1];
         if (trans) {
             const size_t one = ggml_type_size(t->type);
-            // a row of a transposed tensor has one element of all cells, so the same indices are read from every row
+            // each row of a transposed tensor has one element of all cells, so read the same indices from every row
             ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
             all->ne[1] = n_embd;
             all->nb[1] = all->nb[2] = all->nb[3] = 0;
