@@ -19,9 +19,10 @@ from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _LEAST = 256
-"""Minimum number of tokens that a prompt must leave free in the context for a reconstruction pass.
+"""Number of tokens that a prompt must leave free in the context for a reconstruction pass.
 
-The pass uses this room to repeat a chunk of the prompt. A prompt that leaves less room is read in segments.
+The pass uses this room to repeat a chunk of the prompt. For short chunks and short contexts, less room is
+enough (see `Reconstruction.longest`). A prompt that leaves less room is read in segments.
 """
 
 DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
