@@ -8,10 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""Names are suggested if their similarity is almost that of the best name: the difference is less than this.
-
-The similarity is difflib's ratio.
-"""
+"""Names are suggested if their similarity (difflib's ratio) is above the best similarity minus this."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
@@ -29,7 +26,7 @@ class KvtoolError(Exception):
 
 
 class UsageError(KvtoolError):
-    """A command, an option or a default that the user has set does not work, or a combination of them."""
+    """A command, an option, a default of the user or an argument is invalid, alone or in combination."""
 
     exit_code = 2
 
@@ -53,13 +50,13 @@ class InputError(KvtoolError):
 
 
 class StreamEnd(KvtoolError):
-    """The cache or the trained context is full, and tokens may not be evicted or moved."""
+    """The cache, the trained context or the archive has no room for more tokens."""
 
     exit_code = 6
 
 
 class PlanError(KvtoolError):
-    """A policy returned an invalid plan. The cache was not changed."""
+    """A policy failed, or returned an invalid state or plan."""
 
     exit_code = 7
 
@@ -88,15 +85,15 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with known names that are similar to `name`, or "" if no name is."""
+    """Return " Did you mean ...?" with the result of `alike`; "" if that is empty."""
     meant = alike(name, known)
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return known names that are similar to `name`, most similar first.
+    """Return the first three known names that begin with `name`.
 
-    But if some known names begin with `name`, return the first three of these names, in the order of `known`.
+    If no name does, return up to three similar names, most similar first.
     """
     # imported here, because only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
@@ -110,10 +107,10 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 
 
 def where(error: BaseException) -> str:
-    """Describe an error in one line, with a source file and a line number from its traceback.
+    """Describe an error in one line, with its source file and line number.
 
-    The line is the innermost line outside kvtool: if kvtool refuses an argument, the fault is in the line of
-    the caller. If there is no line outside kvtool, it is the innermost line inside kvtool.
+    These are from the traceback's innermost frame outside kvtool: if kvtool refuses an argument, the fault is
+    in the caller. If all frames are inside kvtool, they are from the innermost frame.
     """
     trace, place, is_own = error.__traceback__, "", True
     # skip the traceback of a SyntaxError, because it ends in the import system; the message names the line

@@ -8,19 +8,18 @@ from kvtool.engine.rows import Rows
 from kvtool.kernels.kernel import kernel
 
 _LAST = np.iinfo(np.int32).max
-"""Position for empty cells, which is greater than the position of any token."""
+"""Position that sorts empty cells after all tokens."""
 
 
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """Return i32[row, most]: how many positions to rotate each kept key by, to close all gaps.
+    """Return the rotations of kept keys that close all gaps: i32[row, most], in positions.
 
     source i32[row, most]
-        For each of a row's first cells, the index of the cell whose content moves there. `most` is
-        n_keep.max().
+        The result of `fill_holes`.
     n_keep i32[row]
-        Number of cells that each row keeps.
+        Number of cells that each row keeps; `most` is the maximum.
     next_rot
-        The position that the next token's key will be rotated to.
+        Position that the next token's key will be rotated to.
     """
     pos = np.take_along_axis(rows.pos, source, axis=1)
     dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
@@ -37,8 +36,8 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
 def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
     """Return i32[n, 4]: the moves (row, dst, src, delta) of all cells whose content or key changes.
 
-    source: i32[row, most]; see `deltas`. delta: i32[row, most], the result of `deltas`; None if no key is
-    rotated.
+    source: i32[row, most], the result of `fill_holes`. delta: i32[row, most], the result of `deltas`; None if
+    no key is rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)
@@ -65,8 +64,8 @@ def fill_holes(keep, n_keep, source):
     n_keep i32[row]
         Number of kept cells of each row.
     source i32[row, most]
-        Output: for each of a row's first n_keep cells, the index of the cell whose content moves there. This
-        is the cell's own index if the cell is kept. Cells from n_keep on also have their own index.
+        Output: for each hole, the index of the cell whose content moves there. All other cells have their own
+        index. `most` is the maximum of n_keep.
     """
     n_row, most = source.shape
     for row in range(n_row):

@@ -1,4 +1,4 @@
-"""Calls of a policy's methods, and checks of its plan and state. The policy may be a user's code."""
+"""Call a policy's methods, and check its plan and state. The policy may be user code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtool.policy import Merge, Plan, Policy, View
 
 
 def ask(policy: Policy, method: str, *args: object) -> Any:
-    """Call a method of a policy, which may be user code. Any error but KvtoolError becomes a PlanError."""
+    """Call a method of a policy. Any error but KvtoolError becomes a PlanError."""
     try:
         return getattr(policy, method)(*args)
     except KvtoolError:
@@ -21,7 +21,7 @@ def ask(policy: Policy, method: str, *args: object) -> Any:
 
 
 def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
-    """Raise PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
+    """Raise PlanError unless a policy's new state is a tuple of writable arrays of zeros [row, cell, ...]."""
     arrays = state if isinstance(state, tuple) else (None,)
     if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in arrays):
         raise PlanError(f"{name}: start must return a tuple of arrays {shape}, or longer in further axes")
@@ -35,9 +35,8 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
     """Return i32[row]: number of cells that a plan keeps in each row.
 
-    Raises PlanError if the plan breaks a rule, for example if a row keeps as many cells as the budget or
-    more. Raises StreamEnd if the rows are full and the plan keeps everything. name: the policy's name, for
-    messages.
+    Raises PlanError if the plan breaks a rule, for example if a row keeps `budget` or more cells. Raises
+    StreamEnd if the rows are full and the plan evicts nothing. name: the policy's name, for messages.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
@@ -72,7 +71,7 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) 
 
 
 def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -> None:
-    """Raise PlanError unless all rows evict the same tokens, which must directly follow the archive's tokens.
+    """Raise PlanError unless all rows evict the same tokens, and these continue the archive without a gap.
 
     begin: position after the archive's newest token; None if the archive is empty.
     """
@@ -84,10 +83,10 @@ def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -
 
 
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
-    """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
+    """Raise PlanError for an invalid merge.
 
     For each term, both cells must exist, the target must be a kept cell, and the weight must be finite. Terms
-    with the same target must be neighbours in the list.
+    with the same target must be neighbours.
     """
     if not isinstance(merge, Merge):
         raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
@@ -97,7 +96,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # do not check the dtype of an empty list, because the policy has not chosen this dtype
+    # do not check the dtype of an empty list: NumPy chooses float64
     unfit = [
         part.dtype
         for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)

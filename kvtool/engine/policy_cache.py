@@ -1,4 +1,4 @@
-"""A cache under a policy. Provides the policy's view of the cache, and applies the policy's plans."""
+"""Cache that a policy manages. Makes the policy's views of the cache, and applies the policy's plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = 64
 
 
 class PolicyCache:
-    """A cache under a policy: cells, signals and the policy's state. An eviction edits all of them together.
+    """Cache that a policy manages: cells, signals and the policy's state. An eviction changes all of them.
 
     Attributes
     ----------
@@ -32,16 +32,20 @@ class PolicyCache:
         i32[layer]: number of cells that each layer has when the cache is empty.
     state
         The policy's state of each cell: arrays [row, cell, ...].
-    n_pinned, n_held
-        Number of first tokens, and number of newest tokens, that are never evicted.
+    n_pinned
+        Number of tokens at the start of the stream that are never evicted.
+    n_held
+        Number of newest tokens that every eviction keeps.
     n_planned
         Number of tokens in the stream (`Rows.n_past`) at the last plan.
     n_evicted
         Number of cells that all rows together have evicted so far.
     n_restart
         Number of times that all gaps between positions were closed at once.
-    plan_s, edit_s
-        Seconds spent on plans, including the time to read signals, and seconds spent on edits of the cache.
+    plan_s
+        Seconds spent on plans, including the time to read signals.
+    edit_s
+        Seconds spent on edits of the cache.
     """
 
     state: State
@@ -96,7 +100,10 @@ class PolicyCache:
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Resize each layer to n_cell i32[layer] cells, and the tables `rows` and `state` to the maximum."""
+        """Set the number of cells of each layer. `rows` and `state` get as many cells as the longest layer.
+
+        n_cell: i32[layer].
+        """
         self.context.resize(n_cell)
         if self.context.n_cell == self.rows.pos.shape[1]:
             return
@@ -114,13 +121,13 @@ class PolicyCache:
         self._n_fit -= n
 
     def give_room(self, n: int) -> None:
-        """Give back the cells that `take_room` reserved for n tokens, after these tokens were removed."""
+        """Undo `take_room` after the n tokens were removed."""
         self._n_fit += n
 
     def make_room(self, n: int) -> None:
         """Resize the layers of ragged rows, so that each layer has room for n more tokens.
 
-        A layer that has much more room than this shrinks.
+        Layers with much more room shrink.
         """
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
@@ -133,19 +140,19 @@ class PolicyCache:
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        Without sliding layers the position is n_kv. Sliding layers may hold more than n_kv tokens, and they
-        drop tokens whose position becomes negative. If n_kv is less than n_swa, the position is therefore
-        raised to n_swa. It is raised to at most half of the context, and to at most n_ctx - n, because n
-        more tokens need positions.
+        Without sliding layers, the position is n_kv. A sliding layer may hold up to n_swa tokens, and it
+        drops tokens whose position becomes negative. To keep them, the position is at least n_swa. But it is
+        raised to at most n_ctx // 2, and to at most n_ctx - n, because n more tokens need positions.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     @property
     def keeps_all(self) -> bool:
-        """True if a rewind can restore the rows: evicted tokens are archived, or nothing is evicted.
+        """True if a rewind can restore the rows.
 
-        False if the policy has a state or reads signals, because earlier states and signals are not stored.
-        Also False if tokens cannot be removed from the model's cache.
+        This needs three conditions. Evicted tokens are archived, or nothing is evicted. The policy has no
+        state and reads no signals, because earlier states and signals are not stored. Tokens can be removed
+        from the model's cache.
         """
         archives = self.context.archive or not self.policy.slack
         can_remove = not self.context.model.layers.only_full
@@ -156,10 +163,10 @@ class PolicyCache:
         return ask(self.policy, method, *args)
 
     def pinnable(self, n: int) -> int:
-        """Return how many tokens are pinned if a caller asks to pin the first n tokens.
+        """Return how many of the first n tokens `pin` pins.
 
-        Without an archive, this is n. With an archive, it is at most half of the tokens that an eviction
-        keeps. The other tokens are archived, and the model still attends to them in the archive.
+        Without an archive, it pins all of them. With an archive, it pins at most half of the policy's
+        `n_keep`, because the model attends to the rest in the archive.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
@@ -173,10 +180,10 @@ class PolicyCache:
             )
 
     def pin(self, n: int) -> None:
-        """Never evict the first n tokens of the stream, or only the first `pinnable(n)` of them.
+        """Never evict the first `pinnable(n)` tokens of the stream.
 
-        Raises UsageError for too many tokens. Also raises UsageError if tokens are archived already and the
-        number of pinned tokens would change: a change would leave a gap in the archive.
+        Raises UsageError for too many tokens. Also raises UsageError if the number of pinned tokens would
+        change after tokens were archived: the archive would get a gap.
         """
         self.check_pin(n)
         n = self.pinnable(n)
@@ -185,16 +192,15 @@ class PolicyCache:
         self.n_pinned = n
 
     def _budget_for(self, n: int) -> int:
-        """Return a budget that has room for n pinned and held tokens and for other tokens."""
+        """Return a budget with room for n pinned and held tokens, and for some more."""
         policy = self.policy
         if policy.recall:
-            # multiply by budget / n_keep, because the number of cells for recalled tokens grows with the
-            # budget
+            # scale by budget / n_keep, because recalled tokens take a share of the budget
             return (n + 64) * policy.budget // policy.n_keep
         return n + policy.slack + 64
 
     def hold(self, n: int) -> None:
-        """Keep the newest n tokens at every eviction. Raises UsageError for too many."""
+        """Keep the newest n tokens at every eviction. Raises UsageError if n is too large."""
         if n >= self.policy.n_keep - self.n_pinned:
             raise UsageError(
                 f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
@@ -203,13 +209,10 @@ class PolicyCache:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """Return the policy's view.
-
-        signals: arrays by field name. n_new: number of newest tokens whose keys the view includes.
-        """
+        """Return the policy's view. signals: arrays by their field in the view."""
         rows = self.rows
         if Signal.KEYS in self._reads:
-            # rotate the keys back by their positions, to get the keys before RoPE
+            # undo RoPE: rotate each key back by its position
             signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
@@ -233,10 +236,7 @@ class PolicyCache:
         )
 
     def observe(self) -> View:
-        """Let the policy observe the tokens since the last edit, and return the view.
-
-        The policy does not observe these tokens a second time.
-        """
+        """Return the view, after the policy has observed it. The policy observes each window only once."""
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
             self.ask("observe", view, self.state)
@@ -246,7 +246,7 @@ class PolicyCache:
     def close_gaps(self, n: int) -> None:
         """Rotate all keys to close the gaps between positions, so that n more tokens fit."""
         next_rot = self.low_rot(self.rows.n_kv, n)
-        # let the policy see the signals first, because the edit clears them
+        # let the policy observe the signals before the edit clears them
         self.observe()
         self.n_restart += 1
         self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
@@ -259,17 +259,16 @@ class PolicyCache:
         return n_keep
 
     def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
-        """Fill the holes of evicted cells, close gaps by rotating keys, and move the state in the same way.
+        """Apply a plan: fill the holes of evicted cells, close gaps by rotating keys, and move the state.
 
         n_keep i32[row]
             Number of cells that the plan keeps.
         next_rot
-            The position that the next token's key will be rotated to.
+            Position that the next token's key will be rotated to.
         close
-            True to close gaps between positions. With in-cache positions, gaps are always closed.
+            True to close gaps between positions. In-cache positions never have gaps.
 
-        Returns i32[row, most]: for each of a row's first cells, the index of the cell that its content came
-        from.
+        Returns i32[row, most], the result of `fill_holes`.
         """
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
@@ -287,13 +286,12 @@ class PolicyCache:
             if self.state:
                 self.ask("move", self.state, source)
         finally:
-            # even after an error, clear the state of the freed cells: the next tokens use these cells, and
-            # need a state of zero
+            # clear the state of freed cells even after an error: a new token's state must be zero
             self.clear_dead(n)
         return source
 
     def clear_dead(self, n: int) -> None:
-        """Set the state of empty cells among the first n cells to zero, for the tokens that come next."""
+        """Set the state of empty cells among the first n cells to zero."""
         rows = self.rows
         for array in self.state:
             if rows.ragged:
@@ -310,9 +308,9 @@ class PolicyCache:
         *,
         n_hidden: int = 0,
     ) -> None:
-        """Edit the cache. This clears the signals. The caller edits the table of rows.
+        """Edit the cache, which clears the signals. The caller must update `rows`.
 
-        n_hidden: number of first cells that later queries do not see.
+        n_hidden: number of cells at the start of each row that later queries do not see.
         """
         most = int(n_keep.max())
         n_keep_row = n_keep if self.rows.ragged else None
@@ -322,7 +320,7 @@ class PolicyCache:
         self.signals.begin()
 
     def _archive(self, cells: np.ndarray) -> None:
-        """Archive the tokens in these cells i32[n] of every row."""
+        """Archive tokens. cells: i32[n], which every row evicts."""
         assert self.context.archive
         pos = self.rows.pos[0, cells]
         self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))

@@ -1,6 +1,6 @@
-"""Residents: archived tokens in cells on the device.
+"""Residents: cells on the device with archived tokens and with the means of clusters.
 
-With residents, a step that decodes a token of the reply does not search the archive on the host.
+Steps that decode a reply attend to residents, so they need not search the archive on the host.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
 
 _LIMITS = (0.0125, 0.04)
-"""Smallest and largest limit of the attention that a step may miss. If a step misses more, it is repeated.
+"""Smallest and largest limit for the share of attention that a step may miss (see `Archive.missed`).
 
-The missed attention is attention to clusters that should have been resident, as far as their mean keys do not
-represent it. It is estimated. The limit is a share of all attention, averaged over all query heads.
-
-Models differ in how much their steps miss. Therefore the limit adapts: it settles where `_REPEATED` of the
-steps are repeated, if this is possible between the two limits.
+A step that misses more is repeated. Models differ in how much their steps miss, so the limit adapts within
+this range, until the share `_REPEATED` of the steps is repeated.
 """
 
 _REPEATED = 0.04
-"""Share of steps that are repeated in the long run."""
+"""Target for the share of repeated steps."""
 
 _PACE = 0.02
-"""Share by which a repetition raises the limit."""
+"""Speed of adaptation: a repetition raises the limit by about this share."""
 
 _MOST_REPEATS = 3
 """Maximum number of repetitions of a step.
@@ -54,9 +51,9 @@ class Residents:
     n_bytes
         Bytes that the residents' cells take on the devices once the archive is full.
     n_repeated
-        Number of times that a step was decoded again because it missed too much.
+        Number of repetitions of steps so far.
     obstacle
-        Reason why there can be no residents although the settings ask for them; "" if there is no reason.
+        Reason why residents are impossible although the settings ask for them; "" if they are possible.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
@@ -90,11 +87,11 @@ class Residents:
 
     @property
     def n_now(self) -> int:
-        """Resident tokens of each row now; 0 if no step has needed residents yet, or if there is no room."""
+        """Current number of resident tokens of each row; 0 if no step needed them yet, or without room."""
         return self.n_token if self._n_mean else 0
 
     def prepare(self) -> None:
-        """Provide the cells that a step needs. If the device has no room for them, set `n_token` to 0."""
+        """Make room for the next step's residents. If the device has no memory left, set `n_token` to 0."""
         self._n_left = _MOST_REPEATS
         archive = self._cache.context.archive
         assert archive
@@ -111,10 +108,9 @@ class Residents:
             self.n_token, self._n_mean, self.obstacle = 0, 0, _why(error)
 
     def misses(self) -> bool:
-        """Return True if the last step has to be decoded again with other residents.
+        """Choose residents again, and return True if the last step has to be repeated with them.
 
-        The archive chooses these residents in this method. After the maximum number of repetitions, the
-        residents stay the same, and the result is False.
+        After the maximum number of repetitions, do nothing and return False.
         """
         archive = self._cache.context.archive
         assert archive
@@ -131,20 +127,20 @@ class Residents:
 
 
 def n_cells(n_token: int, n_archived: int) -> int:
-    """Return how many cells a row gets for n_token residents of an archive of n_archived tokens."""
+    """Return the number of a row's cells for residents, if n_token of n_archived tokens are resident."""
     n = _n_mean(n_archived) + n_token + _N_UNCLUSTERED + 1
     return -(-n // _N_BLOCK) * _N_BLOCK
 
 
 def _n_cluster(n_archived: int) -> int:
-    """Return how many clusters a row with n_archived tokens may have now and after the next eviction."""
+    """Return the maximum number of clusters of a row, now and after the next eviction."""
     # count two more blocks: the first block may be cut at its start, and the next eviction may complete
     # another block
     return (n_archived // _N_BLOCK + 2) * _N_CLUSTER
 
 
 def _n_mean(n_archived: int) -> int:
-    """Return how many cells for means of clusters a row gets if n_archived tokens are archived."""
+    """Return the number of a row's cells for means of clusters."""
     # leave room for a quarter more clusters, because every enlargement copies all cells
     return min(-(-_n_cluster(n_archived) * 5 // 4 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
 

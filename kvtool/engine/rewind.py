@@ -19,15 +19,15 @@ class _Earlier(NamedTuple):
     Attributes
     ----------
     n_first
-        Number of first tokens, which are never evicted.
+        Number of tokens at the start of the stream that are never evicted.
     begin
-        Position of the oldest token in the cache, not counting the first tokens.
+        Position of the oldest token in the cache after the first n_first tokens.
     n_kv
         Number of live cells of each row.
     base
-        Shift of the keys: for p >= `begin`, the key of the token at position p was rotated to p - `base`.
+        For p >= `begin`, the key of the token at position p was rotated to p - `base`.
     n_later
-        Number of times that the gaps between positions have been closed after these n tokens.
+        Number of times that gaps between positions have been closed since the stream had n tokens.
     """
 
     n_first: int
@@ -40,9 +40,8 @@ class _Earlier(NamedTuple):
 def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> bool:
     """Cut the stream to its first n tokens. Return False and change nothing if that is impossible.
 
-    The cache then has the same tokens as when the stream had n tokens. There are two differences: tokens from
-    the archive are rounded to the archive's number format, and tokens that the archive has dropped are
-    missing. There are no logits until the next step.
+    The cache gets the tokens that it had after n tokens, except tokens that the archive has dropped. Tokens
+    from the archive are rounded to its number format. There are no logits until the next step.
 
     cache: a cache for which `keeps_all` is true.
     checkpoint: the result of `Checkpoints.best`. It is needed if the model has sliding or recurrent layers.
@@ -85,16 +84,13 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
 
 
 def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earlier | None:
-    """Return the stream's state after n tokens.
-
-    Returns None if the archive has dropped tokens that were in the window then.
-    """
+    """Return the stream's state after n tokens; None if tokens that were in the window then are lost."""
     rows, archive = cache.rows, cache.context.archive
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
-        # Use the number of live cells at the checkpoint. If the checkpoint was made while a prompt was read
-        # whole, there were more live cells than usual, so limit the number to the usual maximum
+        # Use the number of live cells at the checkpoint, but at most the policy's maximum. The number is
+        # higher if the checkpoint was made while a prompt was read whole
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
@@ -102,21 +98,20 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # Position of the oldest token in the window. It is at most the archive's end, because later tokens have
-    # never been evicted. The formula may give a later position, because `n_live` may count more evictions
-    # than there were
+    # `begin` is at most the archive's end, because later tokens have never been evicted. Without this limit
+    # it could be later, because `n_live` may count more evictions than there were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
     if checkpoint:
-        # use the checkpoint's base, because the state of sliding layers has positions with that base
+        # use the checkpoint's base, because the positions in its sliding layers have that base
         part = checkpoint.part
         return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # Whenever gaps between positions are closed, a frame starts: a run of tokens whose keys have a new base.
-    # The first token of the frame is the oldest token that was live at that time. Find the newest frame that
+    # A frame is a run of tokens whose keys have the same base. A frame starts whenever gaps between positions
+    # are closed. Its first token is the oldest token that was live at that time. Find the newest frame that
     # had started when the stream had n tokens. A frame had started if its first token is before `begin`. If
-    # its first token is exactly `begin`, the frame had started only if n tokens did not fit in the context
-    # with the previous frame's base
+    # its first token is at `begin`, the frame had started only if n tokens did not fit in the context with
+    # the previous frame's base
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:
@@ -125,7 +120,7 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
 
 
 def n_live(policy: Policy, n: int) -> int:
-    """Return the live cells of a row after n tokens, if each eviction leaves the policy's `n_keep` cells."""
+    """Return the number of live cells of a row after n tokens, if evictions keep `policy.n_keep` cells."""
     if n <= policy.n_live or not policy.slack:
         return n
     return policy.n_keep + 1 + (n - policy.n_live - 1) % policy.slack

@@ -8,9 +8,8 @@ import numpy as np
 class Rows:
     """Tokens in the rows of a cache, in a table on the host.
 
-    The cells 0 .. live[row] - 1 of a row hold tokens, in no order. llama.cpp's own table only records that a
-    cell is in use and older than the next token. Callers may read the arrays, and use the methods to change
-    them.
+    The cells 0 .. live[row] - 1 of a row hold tokens, in any order. llama.cpp's own table does not record
+    which token a cell holds. Callers may read the arrays, but must change them through the methods.
 
     Attributes
     ----------
@@ -19,10 +18,10 @@ class Rows:
     ragged
         True if rows may hold different numbers of tokens.
     n_past
-        Number of tokens of the stream so far. This is also the position of the next token. Whenever the
-        engine records a time, it records the value of `n_past`.
+        Number of tokens of the stream so far, and position of the next token. All times in the engine are
+        values of `n_past`.
     next_rot
-        The position that the next token's key is rotated to.
+        Position that the next token's key is rotated to.
     n_kv
         Number of live cells of a row; if rows are ragged, of the longest row.
     pos
@@ -44,7 +43,7 @@ class Rows:
         self.clear(n_cell)
 
     def clear(self, n_cell: int) -> None:
-        """Empty all rows, and give each n_cell cells."""
+        """Empty all rows, and resize each to n_cell cells."""
         n_row = len(self.layer)
         self.n_past = self.next_rot = self.n_kv = 0
         self._live = np.zeros(n_row, np.int32)
@@ -54,8 +53,8 @@ class Rows:
     @property
     def live(self) -> np.ndarray:
         """i32[row]: number of live cells of each row."""
-        # If rows are not ragged, each row has n_kv live cells. `append` then does not update `_live`, because
-        # even this small sum takes 40 us right after a decode
+        # Rows that are not ragged all have n_kv live cells. For them `append` does not update `_live`, which
+        # would take 40 us right after a decode
         return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
@@ -70,7 +69,7 @@ class Rows:
         self.next_rot += n
 
     def drop(self, n: int) -> None:
-        """Remove the newest n tokens, which were appended last."""
+        """Undo `append`: remove the newest n tokens."""
         if self.ragged:
             self._live -= n
         self.n_kv -= n
@@ -85,7 +84,7 @@ class Rows:
     def put(self, live: np.ndarray, pos: np.ndarray, rot: np.ndarray) -> None:
         """Set the number of live cells, and the positions and rotations of the first n_kv cells.
 
-        live: i32[row]. pos, rot: i32[row, n_kv]. The caller has already set n_past, n_kv and next_rot.
+        Set `n_past`, `n_kv` and `next_rot` first. live: i32[row]. pos, rot: i32[row, n_kv].
         """
         self._live = live.copy()
         self.pos[:, : self.n_kv], self.rot[:, : self.n_kv] = pos, rot
@@ -101,11 +100,11 @@ class Rows:
         self._write_ahead()
 
     def most_live(self) -> np.ndarray:
-        """Return i32[layer]: live cells of each layer's longest row."""
+        """Return i32[layer]: number of live cells of each layer's longest row."""
         return self.most(self.live)
 
     def most(self, live: np.ndarray) -> np.ndarray:
-        """Return i32[layer]: the maximum of live i32[row] in each layer."""
+        """Compute the maximum over the rows of each layer: live i32[row] -> i32[layer]."""
         most: np.ndarray = np.maximum.reduceat(live, self._first_rows)
         return most
 
@@ -125,7 +124,7 @@ class Rows:
         return np.take_along_axis(self.rot, (self.live - n)[:, None] + np.arange(n), axis=1)
 
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
-        """Apply an edit of the cache to the table.
+        """Update the table after an edit of the cache.
 
         moves: i32[n, 4], from `moves_of`. n_keep: i32[row], number of cells that each row keeps.
         """
@@ -138,11 +137,11 @@ class Rows:
         self.rotate_from(next_rot)
 
     def _write_ahead(self) -> None:
-        """Write the positions of the next tokens into all free cells, so that `append` writes nothing.
+        """Write the positions of the next tokens into all free cells, so that `append` need not write them.
 
-        The rows are far apart in memory, so writing many positions to a row takes hardly longer than writing
-        one position. If rows are ragged, nothing is written here: their free cells begin at different
-        indices, so `append` writes their positions.
+        The rows are far apart in memory, so it takes hardly longer to write many positions to a row than to
+        write a single position. Free cells of ragged rows begin at different indices, so `append` writes
+        their positions.
         """
         if not self.ragged:
             new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)

@@ -33,13 +33,13 @@ class Settings:
         without gaps. "auto": the original positions until the context is full; then all gaps are closed at
         once.
     prefill
-        How a prompt is read. "stream": in batches, with a plan after each batch. "whole": decoded whole, then
-        compressed once. "exact", for policies that recall: in batches, and each batch attends to all archived
-        tokens. Default: the way that the policy asks for. With a policy that recalls and with all layers on
-        this machine's GPUs, the default is exact for texts up to half of the context. A longer prompt is then
-        read whole if its cells take at most half of the free memory.
+        How a prompt is read. "stream": in batches, with a plan after each batch. "whole": decoded without
+        evictions, then compressed once. "exact", for policies that recall: in batches, and each batch attends
+        to all archived tokens. Default: the policy's choice. If a policy recalls and all layers are on this
+        machine's GPUs, the default is "exact" for texts up to half of the context. For longer prompts it is
+        "whole" if their cells take at most half of the free memory.
     n_ctx
-        Context length. The trained length is the default and the maximum.
+        Context length. Default and maximum: the trained length.
     n_batch
         Maximum tokens decoded at once.
     n_output
@@ -47,8 +47,8 @@ class Settings:
     n_draft
         Maximum draft tokens of a step, which `Engine.drop_drafts` can remove.
     over_budget
-        True if a step may go over the budget until the eviction at its end. A prompt is then read in steps
-        of more tokens than the policy's `slack`.
+        True if the cache may exceed the budget during a step, until the eviction at the end of the step. A
+        prompt's steps may then have more tokens than the policy's `slack`.
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
@@ -56,15 +56,15 @@ class Settings:
         memory, or half of the disk's free space if the archive is in a file. A full archive drops its oldest
         tokens.
     archive_file
-        Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
-        its space is free again when the process ends.
+        Path at which to create a file for the archive. Default: the archive is in host memory. The file is
+        unlinked at once, so its space becomes free when the process ends.
     archive_type
         Number format of the archive, such as "f16". "q5_0/q4_0" is q5_0 for keys and q4_0 for values. "plain
         q4_1" is q4_1 without Hadamard matrices, the format of earlier versions of kvtool.
     resident
-        With a policy that recalls: number of archived tokens of each row to keep on the device. Steps that
-        decode a token of the reply then attend to these tokens, and need no search on the host. 0: each step
-        searches the archive.
+        Number of archived tokens of each row to keep on the device, for a policy that recalls. Steps that
+        decode a reply attend to these tokens, and need no search on the host. 0: each step searches the
+        archive.
     checkpoints
         Maximum bytes of all checkpoints; 0 for no checkpoints. If the policy forgets tokens, or the model has
         sliding or recurrent layers, a stream without checkpoints can only be rewound to its start. Default:

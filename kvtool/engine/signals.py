@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""Names of the arrays for FUTURE in a snapshot: the last queries, and the positions of their rotation."""
+"""Names of a snapshot's arrays for FUTURE: the last queries, and the positions that they are rotated to."""
 
 
 class Signals:
@@ -25,12 +25,12 @@ class Signals:
     Attributes
     ----------
     of
-        The signals that the policy reads, by their fields in a view.
+        Signals that the policy reads, by their field in a view.
     since
         Start of the window: `Rows.n_past` when the signals were cleared.
     is_observed
-        True if the policy has observed this window. If the plan fails after that, the next try does not
-        observe the window again.
+        True once the policy has observed this window. If its plan then fails, it must not observe the window
+        again.
     """
 
     since: int
@@ -43,7 +43,7 @@ class Signals:
 
     @property
     def n_new(self) -> int:
-        """Number of tokens of the window. These tokens are in the last live cells."""
+        """Number of tokens in the window. They are in the last live cells."""
         return self._rows.n_past - self.since
 
     def begin(self) -> None:
@@ -66,10 +66,10 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, array) of each signal, and of the last queries if the policy reads FUTURE.
+        """Yield (name, array) of all that `restore` needs.
 
-        `Context.history` returns the values of a signal, and `_converted` converts the values of IMPORTANT.
-        Also yield "is_observed" if the policy has observed the window.
+        For each signal, the array is the result of `Context.history`, converted by `_converted`. The other
+        arrays are the last queries, if the policy reads FUTURE, and "is_observed", if it is True.
         """
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
@@ -102,17 +102,17 @@ class Signals:
         for name, signal in self.of.items():
             values = saved[name]
             if signal is Signal.RECENT and values.ndim == 2:
-                # older sessions saved only the sum over all queries: treat it as the attention of the last
-                # query
+                # older sessions saved only the sum over the last queries: restore it as the attention of the
+                # last query
                 history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
                 history[-1] = values
                 values = history
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """Convert the values of IMPORTANT from an index into an age, or from an age into an index.
+        """Convert the queries in IMPORTANT from index to age, or from age to index.
 
-        The index of a query starts at 1 for the window's first query. The age starts at 1 for its newest
-        query. 0 stays 0. The values of other signals are returned unchanged.
+        The index is 1 for the window's first query. The age is 1 for the window's newest query. 0 (no query)
+        stays 0. Other signals are returned unchanged.
         """
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

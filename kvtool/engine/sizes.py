@@ -1,4 +1,4 @@
-"""Choose the sizes of a cache for a policy and settings, and open a context in llama.cpp of these sizes."""
+"""Choose the sizes of a cache for a policy and settings, and open a llama.cpp context of these sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _N_DEFER = 32
 """Maximum tokens whose signals are computed together. More tokens take memory but save little time."""
 
 _N_CHUNK = 1024
-"""Tokens of a chunk on a GPU. For each chunk, the archive is copied to the GPU, so short chunks are slow."""
+"""Tokens of an exact chunk on a GPU. Each chunk copies the archive to the GPU, so short chunks are slow."""
 
 
 class Sizes(NamedTuple):
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     Attributes
     ----------
     n_ctx
-        Context length: keys are rotated to positions below it.
+        Context length: keys are rotated to positions below n_ctx.
     n_start
         Number of cells of each layer while the cache is empty.
     n_cell
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     n_batch
         Maximum number of tokens of a step while there are archived tokens.
     n_chunk
-        Maximum number of tokens that attend exactly to the archive at once; 0 if no text is read exactly.
+        Maximum number of tokens of an exact chunk (see `ExactReader`); 0 if no text is read exactly.
     """
 
     n_ctx: int
@@ -82,12 +82,11 @@ def open_context(
 ) -> Cache:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if the cache needs more cells than the model's index chooses for a query
-    (`Layers.most_cells`). Raises LibraryError if the library is unpatched, but the policy or the settings
-    need the patch.
+    Raises UsageError if the cache needs more cells than the model allows (`Layers.most_cells`). Raises
+    LibraryError if the policy or the settings need the patch, but the library is unpatched.
     """
     n_cell = sizes.n_start
-    # ragged rows begin with fewer cells than n_live, and grow
+    # ragged rows begin with fewer than n_live cells, and grow later
     _check_index(model, max(n_cell, pad(policy.n_live)))
     how: dict[str, Any] = {
         "type_k": settings.type_k,
@@ -106,8 +105,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # include the cells that `pad` has added: without them, there would be a gap between the live
-            # cells and the cells that a step fills
+            # include the cells that `pad` has added, so that filled cells directly follow the live cells
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
@@ -119,8 +117,7 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # turn signals off until the reconstruction pass, because the policy gets signals only from that
-            # pass
+            # the policy gets signals only from the reconstruction pass, which turns them on
             context.watch(on=False)
         return context
     needs = None
@@ -139,7 +136,7 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError if there are more cells than the model's index chooses for a query."""
+    """Raise UsageError for more cells than the model allows (`Layers.most_cells`)."""
     if n_cell > (n_most := model.layers.most_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "

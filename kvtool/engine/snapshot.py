@@ -24,7 +24,7 @@ _COUNTERS = (
 """An engine's counters, in their order in the array "engine"."""
 
 Counters: TypeAlias = "dict[tuple[str, str], int]"
-"""Values of the counters. A key has the name of a part of the engine, and the name of its attribute."""
+"""Values of the counters. A key has the names of a part of the engine and of an attribute of this part."""
 
 _MISFIT = "what was saved does not fit this model, policy or cache"
 
@@ -47,7 +47,7 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
     cells.N
         K and V of the Nth layer's live cells, in the cache's number format.
     archive, archive.N
-        The arrays of `Archive.save`, if the policy recalls. If `archived` is False, the tokens are left out.
+        The arrays of `Archive.save`, if the policy recalls; without tokens if `archived` is False.
     window, window_cells
         State of sliding and recurrent layers, if the model has any.
     """
@@ -75,9 +75,9 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
 
     n_cell: maximum number of tokens in the cache.
 
-    Raises SessionError if the arrays do not fit this model, policy or cache. If llama.cpp refused the arrays,
-    the engine is then empty; otherwise it is unchanged. Raises StreamEnd if there is no room for the archive;
-    the engine is then empty.
+    Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged,
+    or empty if llama.cpp refused the arrays. Raises StreamEnd if there is no room for the archive. The engine
+    is then empty.
     """
     counters = check(cache, saved, n_cell)
     try:
@@ -91,7 +91,7 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
 
 
 def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> Counters:
-    """Return the counters in the arrays. Raises SessionError if the arrays do not fit. Changes nothing."""
+    """Return the saved counters. Raises SessionError if the arrays do not fit. Changes nothing."""
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
         _check_fixed(cache, saved)
@@ -104,7 +104,7 @@ def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> C
 
 
 def _check_fixed(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> None:
-    """Raise SessionError if the saved sliding layers have more or fewer cells than this cache's layers.
+    """Raise SessionError if the sliding layers were saved with another number of cells.
 
     The number of cells of sliding layers depends on the batch size.
     """

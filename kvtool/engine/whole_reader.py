@@ -19,13 +19,14 @@ from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _LEAST = 256
-"""Minimum room, in tokens, that a prompt must leave in the context if there is a reconstruction pass.
+"""Number of tokens that a prompt must leave free in the context for a reconstruction pass.
 
-The pass uses this room to repeat a chunk of the prompt. A prompt that leaves less room is read in segments.
+The pass uses this room to repeat a chunk of the prompt. For short chunks and short contexts, less room is
+enough (see `Reconstruction.longest`). A prompt that leaves less room is read in segments.
 """
 
 DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
-"""Function that decodes a text i32[n] after the live cells. The last n_output tokens give logits.
+"""Function (text i32[n], n_output) that decodes a text, of which the last n_output tokens give logits.
 
 It returns False if it was stopped.
 """
@@ -56,15 +57,15 @@ class WholeReader:
 
     @property
     def in_segments(self) -> bool:
-        """True if a prompt longer than the context can be read in segments that do not see each other."""
-        # Earlier segments must be hidden from later segments. This is impossible with ragged rows, because
-        # attention covers all their cells, and with an archive, because attention covers the whole archive
+        """True if a prompt longer than the context can be read in segments."""
+        # earlier segments must be hidden from later segments, but cells of ragged rows and archived tokens
+        # cannot be hidden
         return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
         """Return the number of segments in which a prompt of n tokens is read.
 
-        Raises UsageError if the context is too short.
+        Raises UsageError if the context is too short for a reconstruction pass.
         """
         n_ctx = self._cache.n_ctx
         longest = self.reconstruction.longest if self.reconstruction else n_ctx
@@ -79,7 +80,7 @@ class WholeReader:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
             n += self.reconstruction.n_before + n_chunk
         if policy.recall:
-            # add the cells that steps fill from the archive: these come after the live cells
+            # add the cells that steps fill from the archive
             n += int(cache.layer_cells.max()) - policy.n_live
         return pad(n)
 
@@ -97,8 +98,8 @@ class WholeReader:
     def fits(self, n: int) -> bool:
         """True if n tokens can be read whole.
 
-        The model must allow enough cells for them. If they do not fit into the context, it must be possible
-        to read them in segments. Does not check whether original positions suffice.
+        The model must allow enough cells for them. If they do not fit in the context, `in_segments` must be
+        True. Does not check the setting `positions`, which may forbid segments.
         """
         in_one = self.in_segments or self.n_segments(n) == 1
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
@@ -106,9 +107,9 @@ class WholeReader:
     def gpu_has_room(self, n: int) -> bool:
         """True if a prompt of n tokens should be read whole although the settings do not ask for it.
 
-        This is only for policies that recall. A GPU reads a prompt ten times as fast whole as streamed,
-        because a CPU searches the archive for each token of a streamed prompt. The cells for a whole prompt
-        may take at most half of the free memory.
+        This is only for policies that recall, with all layers on this machine's GPUs. A GPU reads a prompt
+        ten times as fast whole as streamed, because a CPU searches the archive for each token of a streamed
+        prompt. The cells for a whole prompt may take at most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
         if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
@@ -118,13 +119,15 @@ class WholeReader:
     def read(self, tokens: np.ndarray, decode: DecodeText, cached: CachedPrompt | None = None) -> int:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.
 
-        A prompt longer than the context is decoded in segments that do not see each other (BumbleBee 6.4). If
-        the policy has a reconstruction pass, each segment is then read again. cached: a prompt that another
-        stream has read. If it is the same as this prompt, its keys, values and signals are used again.
+        A prompt longer than the context is decoded in segments that do not attend to each other (BumbleBee
+        6.4). If the policy has a reconstruction pass, each segment is then read a second time.
 
-        Returns n, or 0 if stopped. If stopped, or after an error, the cache is empty, but the numbers of
-        pinned and held tokens are unchanged. Raises StreamEnd if original positions do not suffice for the
-        prompt. Also raises the errors of `Engine.step`.
+        cached: a prompt that another engine has read. If it is the same prompt, its keys, values and signals
+        are reused.
+
+        Returns n, or 0 if stopped. After a stop or an error, the cache is empty, but `n_pinned` and `n_held`
+        are unchanged. Raises StreamEnd or UsageError if the prompt cannot be read whole. Also raises the
+        errors of `Engine.step`.
         """
         n, cache = len(tokens), self._cache
         segments = np.array_split(tokens, self.n_segments(n))
@@ -178,10 +181,9 @@ class WholeReader:
         """
         cache, rows = self._cache, self._cache.rows
         n = sum(map(len, segments))
-        # drop the state, because its shape fits only the small cache. `_compress` makes a new state
+        # drop the state, because its shape fits only the small cache; `_compress` makes a new state
         cache.state = ()
-        # ragged rows are not resized here. They grow while the text is read, because attention also covers
-        # their unused cells
+        # ragged rows grow while the text is read: unused cells would cost time, because attention covers them
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
@@ -192,7 +194,7 @@ class WholeReader:
             rows.rotate_from(0)
             n_known = cached.put(cache) if cached else 0
             if rows.ragged and n_known:
-                # `put` has filled cells that `take_room` had not reserved, so count the free cells again
+                # `put` fills cells without `take_room`, so count the free cells again
                 cache.make_room(len(segment) - n_known)
             signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
@@ -205,8 +207,8 @@ class WholeReader:
                 return None
             for name, values in signals.items():
                 sums = total.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
-                # adding is right for every signal: segments do not see each other, so for each token only
-                # one segment has a value that is not 0
+                # Add all signals, even maxima. Segments do not attend to each other, so a token's values are
+                # 0 in all segments except its own
                 sums[:, : rows.n_kv] += values
             if rows.n_past < n:
                 cache.hide()
@@ -217,7 +219,7 @@ class WholeReader:
     ) -> dict[str, np.ndarray] | None:
         """Return the signals of a reconstruction pass over the tokens from `first` on; None if stopped.
 
-        Afterwards the context has the prompt's logits again.
+        The context keeps the prompt's logits.
         """
         assert self.reconstruction
         cache, context = self._cache, self._cache.context
@@ -238,7 +240,7 @@ class WholeReader:
     def _compress(self, signals: dict[str, np.ndarray], *, close: bool) -> None:
         """Evict once by the signals f32[row, n] of the whole prompt, then shrink the cache to its usual size.
 
-        close: True if gaps between positions are closed.
+        close: True to close gaps between positions.
         """
         cache, rows = self._cache, self._cache.rows
         view = cache.view(signals, rows.n_past)
@@ -270,14 +272,14 @@ class WholeReader:
 
 
 class Reconstruction:
-    """Reconstruction pass: a prompt in the cache is read again, as if the model had been asked to repeat it.
+    """Reconstruction pass: a prompt is decoded a second time, as if the model had been asked to repeat it.
 
-    The prompt is repeated chunk by chunk. Before each chunk, a request to repeat is decoded, then the reply
-    header (the held tokens), so that the chunk looks like the model's answer. All tokens of the pass are
-    removed from the cache afterwards, and only the signals of their queries are used. Pinned and held tokens
-    are not repeated, because they are never evicted.
+    The prompt is repeated chunk by chunk. Before each chunk come a request to repeat it and the reply header
+    (the held tokens), so that the chunk looks like the model's answer. Only the signals of the pass are used:
+    its tokens are removed from the cache. Pinned and held tokens are not repeated, because they are never
+    evicted.
 
-    words: the texts and sizes that the policy gives for the pass.
+    words: texts and sizes that the policy gives for the pass.
     """
 
     def __init__(self, cache: PolicyCache, words: ReconstructionPass, n_batch: int) -> None:
@@ -290,30 +292,31 @@ class Reconstruction:
 
     @property
     def n_before(self) -> int:
-        """Maximum number of tokens that are decoded before a chunk."""
+        """Maximum number of tokens that the pass decodes before each chunk."""
         n_header = self._cache.n_held or len(self._close)
         return max(len(self._first), len(self._later) + self.words.n_lead) + n_header
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a segment that can be repeated within the context.
+        """Maximum length of a segment that leaves room in the context to repeat a chunk.
 
-        Below 1 if there is no room to repeat a segment.
+        Below 1 if the context is too short.
         """
         n_ctx = self._cache.n_ctx
         return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
-        """Return how many tokens of a segment of n tokens are repeated at once."""
+        """Return the length of a chunk for a segment of n tokens."""
         return min(self.words.n_chunk, n, self._cache.n_ctx - self.n_before - n)
 
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
 
-        tokens: i32[n], the whole prompt. Its first n_past tokens are in the cache. A token's signals come
-        from the queries of the chunk that repeats the token. The signals of a token that is not repeated are
-        zero. Afterwards the cache is unchanged except for the signals, and there are no logits. Returns None
-        if stopped; the tokens of the last chunk are then still in the cache.
+        A token's signals come from the queries of the chunk that repeats the token. Tokens that are not
+        repeated have signals of 0. Afterwards the cache is unchanged except for the signals, and there are no
+        logits. Returns None if stopped; the tokens of the last chunk are then still in the cache.
+
+        tokens: i32[n], the whole prompt, of which the first n_past tokens are in the cache.
         """
         cache, rows, words = self._cache, self._cache.rows, self.words
         context = cache.context
@@ -322,7 +325,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # `Context.watch` had turned the signals off until now, so only the shapes of these arrays are used
+        # signals were off until now, so use only the shapes of these arrays
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -350,9 +353,9 @@ def decode_watched(
 ) -> dict[str, np.ndarray] | None:
     """Decode a text i32[n] after the live cells. Returns signals f32[row, n_kv] by field; None if stopped.
 
-    The signals cover all queries since the last edit, including the queries of the text. With ragged rows,
-    each step needs an edit first, because llama.cpp's own table has room for only one step. An edit clears
-    the signals, so the signals of each step are combined with the signals of the steps before.
+    The signals cover all queries since the last edit before the call. Ragged rows need an edit before each
+    step, because llama.cpp's own table has room for only one step. These edits clear the signals, so the
+    signals of all steps are combined here.
     """
     if not cache.rows.ragged:
         return cache.signals.read() if decode(tokens, n_output) else None
@@ -373,9 +376,9 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Reshape source i32[row, cell] to indices that np.take_along_axis can use along the axis `cell_axis`.
+    """Add axes to source i32[row, cell], so that it indexes an array of n_axis axes in np.take_along_axis.
 
-    The array that is indexed has n_axis axes. Rows are on axis 0, and cells on axis `cell_axis`.
+    This array has rows on axis 0 and cells on axis `cell_axis`.
     """
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)

@@ -10,8 +10,8 @@ extern "C" {
 
 __attribute__((constructor)) static void start() { NRT_MemSys_init(); }
 
-// Compiled kernels call these functions to raise a Python error. These functions abort the process instead, because
-// kernels do not hold the Python lock. The only error that a kernel can have is lack of memory
+// Compiled kernels call these functions to raise a Python error. Kernels do not hold the GIL, so these functions abort
+// the process instead. Lack of memory is the only error that a kernel can have
 void numba_gil_ensure(void *) { out_of_memory(); }
 void numba_gil_release(void *) { out_of_memory(); }
 void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }

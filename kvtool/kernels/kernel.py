@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """Compiled function, from the shared library of kernels or compiled by numba at the first call."""
+    """Compiled function. The first call gets it from the shared library, or else lets numba compile it."""
 
     def __init__(self, function: Callable[P, R], signatures: list[str], any_order: bool) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
@@ -51,8 +51,8 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # numba reads the variable only when it is imported, and it may have been imported before. Therefore also
-    # set the folder here. `vars` is used because mypy does not know CACHE_DIR
+    # numba reads the environment only when it is imported. It may have been imported before, so also set the
+    # folder here. Use `vars`, because mypy does not know CACHE_DIR
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
@@ -60,7 +60,7 @@ def _numba() -> ModuleType:
 def kernel(
     signature: str | list[str], *, any_order: bool = False
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Mark a function to be compiled for one signature, or for each signature of a list.
+    """Make a function a kernel with one or several signatures.
 
     Output arrays come last. The caller checks arguments; a kernel does not.
 
@@ -69,8 +69,8 @@ def kernel(
     signature
         In numba's notation: "i4[:,::1]" is a C-contiguous matrix of int32.
     any_order
-        True if sums of floats may be reordered. Use it only if the floats are whole numbers, whose sums are
-        exact in any order.
+        True if sums of floats may be reordered. Use it only for whole numbers: their sums are exact in any
+        order.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)

@@ -67,7 +67,6 @@ def divergence(logits, target, tokens, log_p, nll, kl, top):
             total += p * (np.float64(log_p[i, j]) - np.float64(log_q))
             rest_p -= p
             rest_q -= np.exp(np.float64(log_q))
-        # rest_p and rest_q are the probabilities of all other tokens. Rounding may make them 0 or negative,
-        # so replace such a value by a small positive number
+        # rounding may make the probability of all other tokens 0 or negative
         rest_p, rest_q = max(rest_p, 1e-12), max(rest_q, 1e-12)
         kl[i] = total + rest_p * np.log(rest_p / rest_q)

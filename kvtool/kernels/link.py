@@ -54,7 +54,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
         (folder / "kernels.o").write_bytes(target.emit_object(module))
         command = [*compiler, "-O2", "-shared", "-fPIC", str(_ALLOCATOR), "kernels.o", "-o", path.name]
         command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
-        # symbols of Python stay undefined until a process with Python loads the library
+        # Python's symbols stay undefined until a Python process loads the library
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
@@ -91,7 +91,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
         c_types += [numba.types.CPointer(one), *[numba.int64] * n_dim] if n_dim else [one]
         values.append(f"carray(x{i}, ({', '.join(sizes)},))" if n_dim else f"x{i}")
     names: dict[str, Any] = {"carray": numba.carray, "kernel": kernel.compile()}
-    # numba cannot compile a function with a variable number of arguments
+    # generate the function, because numba cannot compile a C function with *args
     exec(f"def entry({', '.join(parameters)}): return kernel({', '.join(values)})", names)
     c_result = numba.void if result == "void" else numba.from_dtype(np.dtype(result))
     entry = numba.cfunc(c_result(*c_types), error_model="numpy")(names["entry"])

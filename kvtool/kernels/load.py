@@ -22,7 +22,7 @@ _C_TYPES = {
     for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
 }
 
-# type for passing an array's memory to ctypes, three times as fast as numpy.ndarray.ctypes
+# this type passes an array's memory to ctypes three times as fast as numpy.ndarray.ctypes
 _Memory = ctypes.c_char * 0
 
 
@@ -50,7 +50,6 @@ def _opened() -> ctypes.CDLL | None:
 
 
 def symbol(name: str, signature: str) -> str:
-    """Return a kernel's symbol in the library."""
     return f"{name} {signature}"
 
 

@@ -35,8 +35,8 @@ def key_of(tokens, end):
 def link(tokens, newest, before, first, n):
     """Add the places first + 1 .. n of a text to the chains.
 
-    A place is the index of a token that has at least N_KEY tokens before it. The hash of a place is the hash
-    of the N_KEY tokens before it. Place n is the place of the next token, which is not known yet.
+    A place is an index in the text, at least N_KEY; place n is the end of the text. The hash of a place is
+    the hash of the N_KEY tokens before it.
 
     tokens: i32[n], the text. newest: i32[hash], the newest place with each hash. before: i32[n];
     before[place - 1] is the previous place with the same hash.
@@ -49,7 +49,7 @@ def link(tokens, newest, before, first, n):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8)")
 def unlink(tokens, newest, before, n, first):
-    """Remove places from the chains: n, n - 1, ..., first + 1. This undoes `link`."""
+    """Undo `link`: remove the places n, n - 1, ..., first + 1 from the chains."""
     for end in range(n, max(first + 1, N_KEY) - 1, -1):
         newest[key_of(tokens, end)] = before[end - 1]
 
@@ -59,7 +59,7 @@ def best_place(tokens, newest, before, n, best):
     """Find the earlier place that best matches the end of the text.
 
     Writes best i64[2]: the place, and the number of matching tokens before it. Both are 0 without a match.
-    Place n is the end of the text itself, so it is left out. `link` explains the other arguments.
+    `link` explains the other arguments.
     """
     best[0] = best[1] = 0
     if n < N_KEY:

@@ -16,10 +16,10 @@ def square_norm(key):
 
 @kernel("void(f4[:,:,::1], i8[::1], i1[:,:,::1])")
 def normalise(keys, first, unit):
-    """Scale each key to norm 127; a zero key stays zero.
+    """Scale each key to norm 127, and round it to int8. A zero key stays zero.
 
-    keys f32[row, n_new, n_dim] -> unit i8[row, n or more, n_dim]. The keys of a row belong to n_new
-    consecutive cells. first i64[row]: the index of the first of these cells.
+    keys: f32[row, n_new, n_dim], of n_new consecutive cells in each row. first: i64[row], index of the first
+    of these cells. unit: i8[row, cell, n_dim], the output.
     """
     n_row, n_new, n_dim = keys.shape
     for row in range(n_row):

@@ -25,7 +25,7 @@ def nth_lowest(values, n_value, nth):
             values[middle], values[last] = values[last], values[middle]
         pivot = values[last]
         middle = begin
-        # swap every value, even if it is not lower, because a branch would be mispredicted half of the time
+        # swap every value, even if it is not below the pivot: half of all branches would be mispredicted
         for i in range(begin, last):
             value = values[i]
             values[i] = values[middle]
@@ -45,7 +45,7 @@ def nth_lowest(values, n_value, nth):
 def score_key(bits, pos):
     """Sort key of a token: by score, then by position. bits: the bits of the float32 score, which may be NaN.
 
-    Sort keys in a row are distinct, so a row always keeps exactly the requested number of tokens.
+    Positions make the sort keys of a row distinct, so a row keeps exactly the requested number of tokens.
     """
     rank = np.int64(bits)
     if rank < 0:
@@ -55,11 +55,11 @@ def score_key(bits, pos):
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
 def keep_highest(pos, score, first, recent, n_keep, keep):
-    """Keep n_keep tokens of each row: the protected ones, then the highest scores of the rest.
+    """Keep n_keep tokens of each row: the protected tokens, then the tokens with the highest scores.
 
-    Tokens at positions before `first` and from `recent` on are protected. All of them stay, even if there are
-    more than n_keep. pos i32[row, n], score f32[row, n or more] -> keep b1[row, n]. Among equal scores the
-    newer token stays.
+    Tokens at positions before `first` and from `recent` on are protected. They all stay, even if they are
+    more than n_keep. Among equal scores the newer token stays. pos i32[row, n], score f32[row, n or more] ->
+    keep b1[row, n].
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
@@ -87,18 +87,18 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8[::1], i8[::1], i8, b1[:,::1])")
 def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
-    """Keep the protected tokens of each layer, and the highest scores of all its rows together.
+    """Keep the protected tokens of each layer, then the tokens with the highest scores in all its rows.
 
-    Tokens at positions before `first` and from `recent` on are protected. A layer keeps as many tokens as the
-    sum of its rows' n_keep. A row keeps at least n_floor and at most n_most tokens, protected ones included.
-    Among equal scores the newer token stays, then the token of the earlier row. pos i32[row, n], live
-    i32[row], layer i32[row], score f32[row, n or more], n_keep i64[row], n_floor i64[row] -> keep b1[row, n]
+    Tokens at positions before `first` and from `recent` on are protected. The rows of a layer together keep
+    the sum of their n_keep. Each row keeps at least n_floor and at most n_most tokens, including protected
+    tokens. Among equal scores the newer token stays, then the token of the earlier row. pos i32[row, n], live
+    i32[row], layer i32[row], score f32[row, n or more], n_keep i64[row], n_floor i64[row] -> keep b1[row, n].
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
     keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
-    # In each row, tokens with sort keys above `safe` stay, and tokens with sort keys up to `out` are evicted.
-    # The other tokens of all rows share the cells that are left
+    # In each row, tokens with sort keys above safe[row] stay, and tokens with sort keys up to out[row] are
+    # evicted. The highest sort keys of the other tokens in the layer get the remaining cells
     safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
     never = np.int64(2**63 - 1)
     begin = 0
@@ -146,10 +146,10 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
 def layer_entropy(pos, live, layer, score, first, recent, entropy):
     """Compute the entropy of each layer's scores over the tokens at positions first .. recent - 1.
 
-    pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row]: the result
-    of the row's layer. Scores are 0 or more. They are divided by their sum, to get probabilities. The entropy
-    of the probabilities is divided by the maximum possible entropy, so the result is in 0..1. It is 1 if all
-    scores are 0, or if there is at most one score.
+    pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row], equal for
+    all rows of a layer. Scores are 0 or more. They are divided by their sum, to get probabilities. The
+    entropy of the probabilities is divided by the maximum possible entropy, so it is from 0 to 1. It is 1 if
+    all scores are 0, or if there is at most one score.
     """
     n_row = len(pos)
     begin = 0

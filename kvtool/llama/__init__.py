@@ -1,1 +1,1 @@
-"""llama.cpp behind plain classes. Only this package imports its bindings."""
+"""Classes around llama.cpp. Only this package imports llama.cpp's bindings."""

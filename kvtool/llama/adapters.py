@@ -46,9 +46,9 @@ class Adapter(NamedTuple):
         return f"{self.path}:{self.scale!r}"
 
     def check(self, model: str, architecture: str) -> None:
-        """Raise ModelError unless the file is a whole adapter for models of this architecture.
+        """Raise ModelError unless the file is a complete LoRA adapter for models of this architecture.
 
-        model: the model's name in the error.
+        model: the model's name, for messages.
         """
         # import these here and not at the top, because most commands run without adapters
         from kvtool.models.gguf import constants
@@ -78,7 +78,7 @@ def adapter_texts(raw: Iterable[str] | None, flag: str) -> tuple[str, ...]:
 
 
 def identities(adapters: Iterable[Adapter]) -> list[dict[str, Any]] | None:
-    """Return file name, SHA-256 and scale of each adapter, for a record; None without adapters."""
+    """Return file name, SHA-256 and scale of each adapter; None without adapters."""
     from kvtool.models.download import sha256
 
     return [

@@ -31,7 +31,7 @@ _LARGEST = 2**31 - 1
 
 
 class Archive:
-    """Archive of a patched llama.cpp's context: a contiguous range of the stream's tokens.
+    """Archive of a context of the patched llama.cpp. It holds a contiguous range of the stream's tokens.
 
     It allocates memory in slabs. Slab i holds tokens i * n_token .. (i + 1) * n_token - 1 in all layers.
     Slabs are in this process's memory or in an unnamed file, whose space is freed when the process ends.
@@ -39,7 +39,7 @@ class Archive:
     Parameters
     ----------
     owner
-        The cache, whose handle is llama.cpp's context.
+        The cache whose tokens are archived.
     n_layer
         Number of layers that have rows.
     n_max, max_bytes
@@ -54,9 +54,10 @@ class Archive:
         Path at which the file was created, or None.
     n_max
         Maximum tokens. Their slabs never take more than max_bytes.
-    n_token, slab_bytes
-        Number of tokens in a slab, and its bytes. The tokens of a slab form a block. Each block is clustered
-        separately.
+    n_token
+        Number of tokens in a slab. These tokens form a block, and each block is clustered separately.
+    slab_bytes
+        Bytes of a slab.
     segments
         Saved segments of this stream, oldest first and without gaps. Later tokens are not saved yet.
     clusters
@@ -64,7 +65,7 @@ class Archive:
     is_traced
         True if llama.cpp records the attention that `attended` returns.
     while_sealing
-        Called while `restore` computes clusters, with two numbers: the finished rows, and all rows.
+        Function (number of finished rows, number of rows) that `restore` calls while it computes clusters.
 
     Raises
     ------
@@ -107,7 +108,7 @@ class Archive:
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
-        """Return how many tokens fit in the worst case, in which the first token is the last of its slab."""
+        """Return how many tokens fit in n_slab slabs, even if the first token is the last of its slab."""
         return max(n_slab - 1, 0) * self.n_token + 1
 
     @property
@@ -118,7 +119,7 @@ class Archive:
     def share(self, n: int) -> int:
         """Divide the bytes equally among n archives, and lower this archive's limit to one part.
 
-        Return the number of parts. It is less than n if n parts would be smaller than two slabs.
+        Return the number of parts, which is less than n if n parts would be smaller than two slabs.
         """
         n_slab = self.max_bytes // self.slab_bytes
         if (n := min(n, max(n_slab // 2, 1))) > 1:
@@ -135,7 +136,7 @@ class Archive:
         check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0, self.n_max))
 
     def rebase(self, base: int) -> None:
-        """Record that from now on keys in the cache are rotated to their stream position minus base."""
+        """Set the base: from now on, keys in the cache are rotated to their stream position minus base."""
         check(lib.llama_kvtool_base(self._owner.handle, base))
 
     def keep(self, n: int) -> None:
@@ -188,14 +189,14 @@ class Archive:
         return n_bytes
 
     def missed(self) -> float:
-        """Choose the residents of the next step, and return how much attention the last step missed.
+        """Choose the residents of the next step, and return the share of attention that the last step missed.
 
-        The residents are chosen from the queries of the last step. A query missed its attention to the
-        clusters that are chosen now but were not resident in the last step. The attention that the mean keys
-        of these clusters represent is not counted. The result is the mean share over all query heads of all
-        layers. If the last step had several tokens, it is the largest mean of a token. It is 0 if the last
-        step had no residents. Attention to two kinds of tokens is not counted: tokens without a cluster, and
-        live tokens after the last eviction.
+        The queries of the last step determine the residents. Missed attention is the attention to clusters
+        that are chosen now, but were not resident in the last step. The part that the means of these clusters
+        represent was not missed. The share is the mean over all query heads of all layers. If the last step
+        had several tokens, it is the largest share of a token. It is 0 if the last step had no residents.
+        Attention to two kinds of tokens is not counted: tokens without a cluster, and tokens that were added
+        since the last eviction.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))
@@ -209,11 +210,11 @@ class Archive:
         cell
             Index of the cell that gets the oldest of the n tokens. The newer tokens get the next cells.
         base
-            From now on, keys in the cache are rotated to their position minus base. This includes the moved
-            keys.
+            From now on, keys in the cache, including the moved keys, are rotated to their position minus
+            base.
         next_pos
-            Position that the stream's next token had when the newest remaining token was archived. Tokens
-            that are more than n_near positions before this position count as far (see `Clusters`).
+            Position of the stream's next token when the newest remaining token was archived. Tokens that are
+            more than n_near positions before it count as far (see `Clusters`).
         """
         check(lib.llama_kvtool_rewind(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -251,9 +252,9 @@ class Archive:
     def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the archived tokens that each row attended to most in the last step, and their attention.
 
-        n: the number that was given to `trace`. With MLA: the maximum number of tokens that a step copies
-        back into the cache. Returns positions i64[n_row, n], oldest first and padded with -1, and attention
-        f32[n_row, n]. The attention is summed over the row's query heads and the step's tokens.
+        Returns positions i64[n_row, n], oldest first and padded with -1, and attention f32[n_row, n], summed
+        over the row's query heads and the step's tokens. n: the number that was given to `trace`; with MLA,
+        the maximum number of tokens that a step copies back into the cache.
         """
         pos, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
         check(lib.llama_kvtool_attended(self._owner.handle, pos.ctypes.data, attn.ctypes.data, n_row, n))
@@ -319,7 +320,7 @@ class Archive:
         return data
 
     def save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield only the arrays of `save` that hold clusters. Yield nothing if there are no clusters."""
+        """Yield the arrays of `save` that hold clusters, if there are any."""
         table, arrays = [], []
         for is_far in (True, False):
             if blocks := [first for first, far in self.clustered if far == is_far]:
@@ -347,7 +348,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # compute the number of rows: a block's clusters take half a byte for each row and token
+            # a block's clusters take half a byte for each row and token
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
@@ -406,8 +407,8 @@ class Archive:
 def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], begin: int, end: int) -> int:
     """Replace a layer's archived tokens by the tokens at positions begin .. end - 1.
 
-    parts: the new tokens, in the form that `segment.pieces` returns. Return the number of bytes, or a
-    negative error code for `check`.
+    parts: the new tokens, in the form that `segment.pieces` returns. Returns the number of bytes, or a
+    negative status, for which `check` raises an error.
     """
     # llama.cpp wants at least one part, which may be empty
     pos = np.array([pos for pos, _ in parts] or [begin], np.int64)

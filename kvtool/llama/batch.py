@@ -23,7 +23,7 @@ class Batch:
         self._tokens, self._pos, self._seqs = np.zeros((3, n), np.int32)
         self._wants = np.zeros(n, np.int8)
         self._order = np.arange(n, dtype=np.int32)
-        # llama.cpp reads an array of sequence ids for each token; here each of these arrays has one element
+        # llama.cpp reads an array of sequence ids for each token; here each array has one id
         self._n_seq = np.ones(n, np.int32)
         self._where = self._seqs.ctypes.data + 4 * np.arange(n, dtype=np.uintp)
         arrays: dict[str, np.ndarray] = {"token": self._tokens, "pos": self._pos, "logits": self._wants}
@@ -34,7 +34,6 @@ class Batch:
             setattr(self.raw, name, ctypes.cast(array.ctypes.data, kind))
 
     def clear(self) -> None:
-        """Remove all tokens."""
         self.raw.n_tokens = 0
 
     def add(self, tokens: np.ndarray, pos_0: int, n_output: int, seq: int = 0) -> None:

@@ -40,7 +40,7 @@ def _load() -> Any:
 
 
 class Parts:
-    """Several libraries that can be used as if they were a single library.
+    """Group of libraries that works like a single library.
 
     This is for Windows, where a library does not export the functions of the libraries that it depends on.
     """
@@ -81,15 +81,14 @@ def bind(name: str, result: type | None, *arguments: object) -> None:
 
 
 def library_path() -> Path:
-    """Return the path of the loaded library."""
     return Path(lib._name)
 
 
 def load_parts() -> None:
     """Load ggml's backend for this CPU if it is a separate library. Raises LibraryError if no backend fits.
 
-    A build that runs on every CPU has one library for each kind of CPU, in llama.cpp's folder. Without this
-    call ggml searches only Python's folder.
+    A portable build has a library for each kind of CPU, in llama.cpp's folder. Without this call, ggml
+    searches only Python's folder.
     """
     bind("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     if lib.ggml_backend_dev_by_type(_CPU):

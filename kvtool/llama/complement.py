@@ -27,20 +27,20 @@ CONSTRAINING = IN_PLACE | {
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 MOST = 24
-"""Maximum schemas of a complement.
+"""Maximum number of schemas in a complement.
 
-Further schemas are left out. The complement then rejects some values that the original schema also rejects.
-It never accepts a value that the original schema accepts.
+Further schemas are left out, so the complement accepts fewer values. It still accepts only values that the
+original schema rejects.
 """
 
 _MOST_LONG = 100
-"""Maximum length of a text for `other_than`, whose result is nested once for each character of the text."""
+"""Maximum length of a text for `other_than`. Each character of the text adds a level of nesting."""
 
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000
 _MOST_OPTIONS = 100
-"""Limits: the depth of nested schemas and of references, the number of schemas that are visited, and the
-number of options that are compared with each other.
+"""Limits: depth of nested schemas and of references, number of visited schemas, and number of options that
+are compared pair by pair.
 """
 
 
@@ -53,10 +53,10 @@ class Complement:
         self._n_left = _MOST_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
-        """Return schemas whose values the given schema rejects. Return [] if no such schemas are known.
+        """Return schemas that accept only values that the given schema rejects; [] if none is known.
 
-        names: names of properties. If the schema forbids such a property, the result includes a schema of
-        objects that have this property.
+        names: names of properties. For each property that the schema forbids, the result includes a schema of
+        the objects that have this property.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
@@ -72,7 +72,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield schemas whose values the given schema rejects, each because of one of its keywords."""
+        """For each keyword of the schema, yield schemas that accept only values that the keyword rejects."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -89,7 +89,7 @@ class Complement:
                 yield from _beyond(key, number)
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
-            # an array is rejected if its first item is rejected
+            # a rejected first item is enough to reject an array
             yield {"type": "array", "items": [other], "minItems": 1}
         for part in listed(schema, "allOf"):
             yield from self.of(part, depth + 1)
@@ -101,7 +101,7 @@ class Complement:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """Return the target if the schema is only a reference, otherwise the schema itself."""
+        """Follow a schema that is only a reference to its target. Return any other schema unchanged."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (
@@ -116,7 +116,7 @@ class Complement:
     def near(self, options: Sequence[Any], within: frozenset[str]) -> list[list[int]] | None:
         """Return a list for each option: the indices of the other options that may accept the same value.
 
-        within: types of the values. Returns None if there are too many options.
+        within: types that values may have. Returns None if there are too many options.
         """
         overlaps: list[list[int]] = [[] for _ in options]
         if self._have_distinct_values(options, within):
@@ -132,8 +132,8 @@ class Complement:
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
         """Return True if each option lists its values (const or enum), and no value is in two of the lists.
 
-        If all options are objects that require the same property, it is enough that they list the values of
-        this property, and that no value is in two of these lists.
+        Also return True if the options accept only objects, all require the same property, and list different
+        values for it.
         """
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
@@ -147,7 +147,7 @@ class Complement:
         return any(_are_distinct(values) for values in lists)
 
     def are_apart(self, one: Any, other: Any, depth: int = 0, *, within: frozenset[str] = ALL_TYPES) -> bool:
-        """Return True if certainly no value fits both schemas. within: types of the values."""
+        """Return True only if no value fits both schemas. within: types that values may have."""
         one, other = self.resolved(one), self.resolved(other)
         self._n_left -= 1
         if one is False or other is False:
@@ -230,7 +230,7 @@ def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
 
 
 def _whole(value: object) -> object:
-    """Return the value, as an int if it is a float without a fraction."""
+    """Convert a float without a fraction to an int. Return any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -271,7 +271,7 @@ def _other_values(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def other_than(texts: Sequence[str]) -> str:
-    """Return a regular expression that matches all texts except these."""
+    """Return a regular expression that matches all texts except the given texts."""
     firsts: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -33,9 +33,10 @@ _Result = TypeVar("_Result")
 
 
 class Vocabulary:
-    """A model's tokens in the form that llguidance needs. Use `of`, which caches one object for each model.
+    """A model's tokens in the form that llguidance needs.
 
-    Creating it for 150,000 tokens takes a second and 60 MB.
+    Use `of`, which caches one object for each model, because each object takes a second and 60 MB for 150,000
+    tokens.
 
     Attributes
     ----------
@@ -44,7 +45,7 @@ class Vocabulary:
     pieces
         Bytes of each token. For a control token, the bytes of its name.
     control
-        Control tokens. Text never matches them: a grammar refers to them by number.
+        Control tokens. They match no text, so a grammar refers to them by number.
     ends
         The model's end-of-generation tokens.
     """
@@ -71,8 +72,8 @@ class Vocabulary:
     def tokens_of(self, data: bytes) -> list[int]:
         """Tokenize bytes with the model's tokenizer.
 
-        If the tokenizer's tokens do not have exactly these bytes, take the longest token that fits at each
-        place instead.
+        If the tokens do not have exactly these bytes, tokenize greedily instead: each time, take the longest
+        token that fits.
         """
         model = self._model()
         if model is None or not data:
@@ -80,7 +81,7 @@ class Vocabulary:
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # not valid UTF-8: `tokenize_bytes` calls this method again, with the valid data at the start
+            # not valid UTF-8: `tokenize_bytes` calls this method again, with the valid bytes at the start
             return self.tokenizer.tokenize_bytes(data)
         # some tokenizers add a space at the start of a text; a control character before the text prevents it
         for lead in ("", "\x01"):
@@ -91,7 +92,6 @@ class Vocabulary:
         return self.tokenizer.greedy_tokenize(text)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """Return the concatenated bytes of these tokens."""
         return b"".join(self.pieces[token] for token in tokens)
 
     @cached_property
@@ -127,7 +127,7 @@ class Vocabulary:
         return mask
 
     def continuing(self, text: bytes) -> list[int]:
-        """Return each token that is a beginning of this text, and each token that begins with this text."""
+        """Return the tokens that are a prefix of the text, and the tokens of which the text is a prefix."""
         if text not in self._continuing:
             self._continuing[text] = [
                 token
@@ -169,8 +169,7 @@ class Constraint(Protocol):
     def mask(self) -> np.ndarray | None:
         """Return a mask u32[n_word] of the tokens that fit. Return None if every token fits.
 
-        Bit i % 32 of word i // 32 is set if token i fits. Raises UsageError if the grammar is too complex at
-        this place.
+        Bit i % 32 of word i // 32 is set if token i fits. Raises UsageError if the grammar is too complex.
         """
 
     def accept(self, token: int) -> bool:
@@ -187,7 +186,7 @@ class Constraint(Protocol):
 
 
 class Matcher(Constraint):
-    """Constrains a text to rules. Once the text is complete, only end-of-generation tokens fit.
+    """Makes a text follow rules. Once the text is complete, only end-of-generation tokens fit.
 
     Raises UsageError for rules that llguidance rejects.
     """
@@ -245,8 +244,8 @@ class Matcher(Constraint):
 def limits() -> llguidance.LLParserLimits:
     """Return limits for llguidance.
 
-    llguidance may then take up to 200 MB. On a slow core it may take up to about 0.5 s for a token, and a few
-    seconds for the start.
+    They limit it to about 200 MB. On a slow core they limit it to about 0.5 s per token, and to a few seconds
+    at the start.
     """
     import llguidance
 

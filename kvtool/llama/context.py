@@ -26,7 +26,7 @@ GROUPS = {"sum": 0, "max": 1, "first": 2}
 class Context(Decoder):
     """A cache of the patched llama.cpp, in which each row has its own evictions.
 
-    Sliding layers have no rows: llama.cpp keeps their tokens in other cells.
+    Sliding layers have no rows: llama.cpp manages their cells.
 
     Parameters
     ----------
@@ -35,29 +35,28 @@ class Context(Decoder):
     ragged
         True if rows may hold different numbers of cells.
     archive_type
-        Number format of the archive, if the request recalls. "q5_0/q4_0" names a format for keys and another
-        format for values.
+        Number format of the archive, if the policy recalls. "q5_0/q4_0" is q5_0 for keys and q4_0 for values.
     n_filled
-        Number of cells that steps fill from the archive. These cells follow the live cells. Default: as many
-        as the request needs.
+        Number of cells that steps fill from the archive. These cells follow the live cells. 0: as many as the
+        request needs.
     n_draft
         Maximum tokens that `drop` can remove.
     repeats
-        True if a step with residents may be decoded again. `drop` must then be able to remove all tokens of
-        the step: one token, and up to n_draft draft tokens.
+        True if a step with residents may be repeated. `drop` can then remove all tokens of a step: one token,
+        and up to n_draft draft tokens.
     n_defer
         Maximum queries that steps store, so that signals of several steps are computed together. This needs
         flash attention. If 0, each step computes its own signals.
     n_near
-        Distance in tokens. Archived tokens that are farther away are chosen and attended to as if they were
-        at this distance.
+        Distance limit in tokens. Archived tokens that are farther away are chosen and attended to as if they
+        were at this distance.
     n_archive, archive_bytes
         Maximum tokens or bytes of the archive. Default: a quarter of the free memory, or half of the disk's
         free space if the archive is in a file.
     archive_file
-        Path of a new file for the archive, instead of host memory.
+        Path at which to create a file for the archive. Default: the archive is in host memory.
     how
-        Arguments of `Decoder`.
+        Other arguments of `Decoder`.
 
     Attributes
     ----------
@@ -104,15 +103,15 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
-        # llama.cpp limits batches to the number of cells that the cache has at its creation. Therefore the
-        # cache starts with enough cells for a batch, and `resize` below reduces their number
+        # llama.cpp limits batches to the cache's initial number of cells. Create enough cells for a batch;
+        # `resize` below then reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_draft + repeats, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
-        # n_draft more queries are stored, because n_query queries must remain after draft tokens are removed
+        # store n_draft more queries, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
@@ -161,16 +160,16 @@ class Context(Decoder):
 
     @property
     def n_cell(self) -> int:
-        """Number of cells of the longest layer."""
+        """Number of cells of the layer with the most cells."""
         return int(self.layer_cells.max())
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors, including sliding layers."""
+        """Bytes of all K and V tensors, including sliding layers, and of recurrent states."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
-        """Return the bytes of signals and stored queries if layers have n_cell i32[layer] cells.
+        """Return the bytes of signals and stored queries. n_cell: i32[layer], number of cells of each layer.
 
         A signal is an array f32[row, cell]. RECENT has such an array for each of n_query queries. Copies that
         the host makes while it reads from a device are not counted.
@@ -182,7 +181,7 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: number of query heads that read each row, summed over all layers that read its cells."""
+        """i32[row]: number of query heads that read each row, in all layers together."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:
@@ -196,7 +195,7 @@ class Context(Decoder):
     def see(self, n_seen: int) -> None:
         """Set the number of tokens before the first query of the next decode.
 
-        For signals that use 1 / t or log t, t is computed from this number.
+        Signals that use 1 / t or log t compute t from this number.
         """
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
@@ -204,17 +203,17 @@ class Context(Decoder):
         """Return the values f32[row, n_kv] of a signal.
 
         RECENT is computed from the last n_query queries, and other signals from all queries since the last
-        edit. IMPORTANT is how many queries ago a key was last important. It is 1 if the key was important to
-        the last query, and 0 if it never was important.
+        edit. IMPORTANT is the age of the newest query that the key was important to: 1 for the last query, 0
+        if there is no such query.
         """
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """Return the values of a signal that `write` restores.
+        """Return a signal in the form that `write` restores.
 
-        The values are f32[row, n_kv]. For RECENT they are f32[query, row, n_kv], oldest query first.
+        This is f32[row, n_kv], but f32[query, row, n_kv] with the oldest query first for RECENT.
         """
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
@@ -223,7 +222,6 @@ class Context(Decoder):
         return out
 
     def history_shape(self, signal: Signal, n_kv: int) -> tuple[int, ...]:
-        """Return the shape of `history`."""
         return (*([self._n_query] if signal == Signal.RECENT else []), self.n_row, n_kv)
 
     def write(self, signal: Signal, values: np.ndarray) -> None:
@@ -242,10 +240,11 @@ class Context(Decoder):
             self.write(signal, nothing)
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """Return the keys f32[row, n, n_dim] of n cells in each row, starting at cell first i32[row].
+        """Return the keys of n consecutive cells in each row: f32[row, n, n_dim].
 
-        Each key is rotated by delta i32[row, n] positions. llama.cpp may multiply quantized keys by a
-        Hadamard matrix before it stores them. This is undone in the result.
+        first: i32[row], index of the first of these cells. delta: i32[row, n], number of positions by which
+        each key is rotated. The result is without the Hadamard matrix by which llama.cpp may multiply
+        quantized keys before it stores them.
         """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
@@ -281,18 +280,19 @@ class Context(Decoder):
         moves
             i32[n, 4]: (row, dst, src, delta). Cell dst gets the content of cell src, and the key is rotated
             by delta positions.
-        n_keep, pos_0
-            In llama.cpp's table, the last live cell gets position pos_0 + n_keep - 1. The next token must
-            therefore have position pos_0 + n_keep. If the newest token gets another position, the positions
-            in sliding layers change by the same amount. Sliding layers drop tokens whose position becomes
-            negative.
+        n_keep
+            Number of cells that each row keeps; if rows are ragged, number of cells of the longest row.
+        pos_0
+            The last live cell gets position pos_0 + n_keep - 1 in llama.cpp's table, and the next token must
+            have the position after it. If this changes the newest token's position, positions in sliding
+            layers change by the same amount. Sliding layers drop tokens whose position becomes negative.
         merge
-            New values for cells that stay. Indices are the cells' indices before the moves.
+            New values for kept cells, by the cells' indices before the moves.
         n_keep_row
             Only if rows are ragged: i32[row], the number of cells that each row keeps, at most n_keep.
         n_hidden
-            Number of cells at the start of each row that later queries do not see. pos_0 may then be
-            negative, but not below -n_hidden.
+            Number of cells at the start of each row that later queries do not see. pos_0 must be at least
+            -n_hidden.
         force_graph
             True to edit by a graph even if the cache is in host memory, where it could be edited directly.
 
@@ -318,17 +318,17 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        In that decode, the archived tokens to attend to exactly are chosen separately for each token. In
-        other decodes, they are chosen once for all tokens.
+        In that decode, each token attends exactly to archived tokens that are chosen for this token alone. In
+        other decodes, they are chosen for all tokens together.
         """
         check(lib.llama_kvtool_mark_drafts(self._context, n))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens from the cache, and their attention from the signals.
 
-        n is at most n_draft; after a step with residents, it may be all tokens of the step. If there are
-        signals or recurrent layers, only draft tokens of the last decode can be removed. Raises LibraryError
-        for other tokens, and for tokens before the last edit.
+        n is at most n_draft, or n_draft + 1 after a step with residents. With signals or recurrent layers,
+        only draft tokens of the last decode can be removed. Tokens before the last edit cannot be removed.
+        Raises LibraryError for tokens that cannot be removed.
         """
         check(lib.llama_kvtool_drop(self._context, n))
 
@@ -340,7 +340,7 @@ class Context(Decoder):
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(Edit(n_keep=n, n_hidden=n))))
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Give each layer i32[layer] cells. Live cells keep their content."""
+        """Set the number of cells of each layer. Live cells keep their content. n_cell: i32[layer]."""
         n_cell = np.ascontiguousarray(n_cell, np.int32)
         check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
         self.layer_cells = n_cell
@@ -358,7 +358,7 @@ class Context(Decoder):
         return out
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """True if `cells` can return data of this size for n cells of the layer."""
+        """True if the data has the dtype and size of n cells of the layer."""
         return data.dtype == np.uint8 and data.nbytes == n * self.cell_bytes(layer)
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
@@ -368,6 +368,6 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Set the positions i32[row, n] of the keys in each row's first n cells. Only ALiBi needs this."""
+        """Set the positions of keys in each row's first n cells. rot: i32[row, n]. Only ALiBi needs this."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))

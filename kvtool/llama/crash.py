@@ -66,7 +66,7 @@ def add_workers(endpoints: Sequence[str]) -> None:
 
 
 def lost_worker() -> LibraryError | None:
-    """Return the most likely cause of a crash if there are workers, else None."""
+    """Return an error that reports a lost worker; None if there are no workers."""
     if not _workers:
         return None
     which = f"the worker at {_workers[0]}" if len(_workers) == 1 else f"one of {', '.join(_workers)}"
@@ -78,12 +78,12 @@ def lost_worker() -> LibraryError | None:
 
 def _expect_no_memory() -> None:
     if no_memory():
-        # ggml aborts after a failed allocation, so set the message of that crash now
+        # ggml aborts after a failed allocation, so prepare for this crash
         _announce(OutOfMemory())
 
 
 def _announce(error: KvtoolError) -> None:
-    """Set the line and the exit code of a crash."""
+    """Set the line that a later crash prints, and its exit code."""
     line = f"kvtool: {error}\n"
     if sys.stderr is not None and sys.stderr.isatty():
         # show the cursor, which a progress bar may have hidden

@@ -38,8 +38,8 @@ class Decoder:
     n_output
         Maximum tokens of a decode that give logits.
     n_earlier
-        Number of earlier recurrent states that llama.cpp keeps. With n_earlier states, the last n_earlier
-        tokens can be removed.
+        Number of earlier states of recurrent layers that llama.cpp keeps. The last n_earlier tokens can then
+        be removed.
     type_k, type_v
         Types of keys and values, by their names in `CACHE_TYPES`.
     flash
@@ -53,12 +53,12 @@ class Decoder:
     on_tensor
         llama.cpp's callback for each operation of a decode.
     context_type
-        llama.cpp's number of a context's type. Default: a cache of the model's ordinary layers.
+        llama.cpp's number of the context's type. Default: a context of the model's ordinary layers.
 
     Raises
     ------
     UsageError
-        For cache types that do not go together.
+        If the type of V cannot be used with the model and this setting of flash attention.
     OutOfMemory, LibraryError
         If llama.cpp cannot make the cache.
     """
@@ -86,7 +86,7 @@ class Decoder:
         self.types = type_k, type_v
         params = api.llama_context_default_params()
         params.ctx_type = context_type
-        # n_ctx limits the cache of sliding layers, which must have room for the window and a step's tokens
+        # n_ctx also limits the cache of sliding layers, which needs room for the window and a step's tokens
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
         params.offload_kqv = kv_offload
@@ -103,8 +103,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # Adapt the number of threads only if results do not depend on this number. Results depend on it with
-        # flash attention and a float cache, because then each thread sums one part of the cache
+        # Adapt the number of threads only if this does not change results. With flash attention and a float
+        # cache it does, because each thread sums one part of the cache
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -177,7 +177,7 @@ class Decoder:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
 
     def set_logits(self, logits: np.ndarray) -> None:
-        """Set the last decode's logits f32[n_output, n_vocab], which were computed elsewhere."""
+        """Replace the logits of the last decode by f32[n_output, n_vocab]."""
         self._has_decoded = True
         self._taken = logits
         self._n_output = len(logits)
@@ -198,7 +198,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """Logits f32[n_vocab] to sample from: the last output, or the output that `sample_from` chose."""
+        """Logits f32[n_vocab] to sample from: of the last output, unless `sample_from` chose another."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 
@@ -222,7 +222,6 @@ class Decoder:
         return self._taken is None
 
     def forget_logits(self) -> None:
-        """Drop the last decode's logits."""
         self._n_output = 0
 
     def clear(self) -> None:
@@ -239,7 +238,7 @@ class Decoder:
         api.llama_memory_seq_add(self._memory, 0, first, end, delta)
 
     def state(self) -> bytes:
-        """Return the live cells as llama.cpp saves a sequence. Raises LibraryError for ragged rows."""
+        """Return the live cells in llama.cpp's format for a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:
             raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
         n = api.llama_state_seq_get_size(self._context, 0)
@@ -259,12 +258,12 @@ class Decoder:
 
 
 def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
-    """Return the value of --flash-attn that fits a type of V. Raises UsageError if they do not go together.
+    """Choose flash attention for a type of V. Raises UsageError if the type of V cannot be used with `flash`.
 
-    has_alibi: True if attention decreases with distance, so that each head has its own mask.
+    has_alibi: True if the model has ALiBi, with a different mask for each head.
     """
     if has_alibi:
-        # on most devices flash attention takes one mask for all heads
+        # on most devices, flash attention needs the same mask for all heads
         if type_v in _QUANTIZED and has_gpu():
             raise UsageError(
                 f"a {type_v} V cache cannot have a mask for each head on a GPU; choose --cache-type-v f16"
@@ -277,7 +276,7 @@ def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
     if flash == "auto":
         if type_v in _QUANTIZED:
             return "on"
-        # on a CPU, attention without flash attention (V is then transposed) is faster from 512 cells on, and
+        # on a CPU, attention with a transposed V and without flash attention is faster from 512 cells on, and
         # never much slower
         return "auto" if has_gpu() else "off"
     return flash

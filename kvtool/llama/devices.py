@@ -43,7 +43,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def buffers() -> dict[str, int]:
-    """Return a pointer to each device's buffer type in ggml, by the name of the buffer type."""
+    """Return pointers to ggml's buffer types of all devices, by name."""
     start_backends()
     bind("ggml_backend_dev_count", ctypes.c_size_t)
     bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
@@ -106,16 +106,16 @@ def _is_worker(device: dict[str, Any]) -> bool:
 
 
 def gpu_free_bytes(only: int | None = None) -> int:
-    """Return the free bytes of this machine's GPUs. Return 0 if any of the devices belongs to a worker.
+    """Return the free bytes of all GPUs together; 0 if any of them belongs to a worker.
 
-    only: index in `gpus` of the only GPU to look at; None to look at all.
+    only: index in `gpus` of the only GPU to count; None to count all.
     """
     found = gpus() if only is None else gpus()[only : only + 1]
     return 0 if any(map(_is_worker, found)) else sum(device["memory_free"] for device in found)
 
 
 def library_info() -> dict[str, Any]:
-    """Describe the library: version, path, unused, patched, abi, abi_wanted, digest, devices, system_info.
+    """Describe the loaded library and its devices.
 
     version: version of the llama-cpp-python from which the library was built. unused: version of another
     llama-cpp-python that is installed but not used, or None.

@@ -1,4 +1,4 @@
-"""Endpoints are the addresses of workers. This file parses them, and tests whether workers answer.
+"""Endpoints, the addresses of workers: parse them, and test whether workers answer.
 
 kvtool tests each endpoint before llama.cpp connects to it: if no worker answers, llama.cpp waits forever or
 ends the process. `workers.py` makes llama.cpp use the workers. The command line imports this file, so it
@@ -21,7 +21,7 @@ PROTOCOL = (7, 0)
 """Major and minor version of the RPC protocol in the llama.cpp of patches/UPSTREAM."""
 
 ANSWER_S = 5.0
-"""Seconds that a worker has to accept a connection. After that, it has as many seconds to answer."""
+"""Timeout in seconds for a worker to accept a connection, and again for its answer."""
 
 _HELLO, _N_CAPS = 14, 24
 
@@ -62,11 +62,11 @@ def is_loopback(address: str) -> bool:
 
 @contextmanager
 def reached(endpoints: Sequence[str]) -> Iterator[list[str]]:
-    """Connect to all workers and give their addresses, such as "1.2.3.4:50052", to the block.
+    """Connect to all workers, and yield their addresses, such as "1.2.3.4:50052".
 
-    The connections stay open inside the block. A worker serves one client at a time, so this keeps other
-    clients out. Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that is
-    missing or busy or has another version of the protocol.
+    The connections stay open inside the block. They keep other clients out, because a worker serves one
+    client at a time. Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker
+    that is missing or busy or has another version of the protocol.
     """
     with ExitStack() as stack:
         addresses: list[str] = []

@@ -45,7 +45,7 @@ class FixedState:
         return whole[:n_table].view(np.int32), whole[n_table:]
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return a table i32[n] of the positions that the data belongs to, and the data u1[bytes]."""
+        """Return the table i32[n] and the data u1[bytes] of `llama_kvtool_get_fixed_state`."""
         return self.arrays_in(self.copy())
 
     def fits(self, table: np.ndarray, data: np.ndarray) -> bool:
@@ -54,11 +54,11 @@ class FixedState:
         return is_shaped and table.dtype == np.int32 and data.dtype == np.uint8
 
     def can_cut(self, table: np.ndarray, pos: int) -> bool:
-        """True if the state can be cut so that the next token has this position.
+        """True if the state can be cut to the tokens before position `pos`.
 
-        This is possible if sliding layers still hold all tokens in the window of the token at this position.
-        They hold the window of the present next token and some earlier tokens, so it is possible only for the
-        newest positions. It is impossible for recurrent layers, because they have only their newest state.
+        Sliding layers must still hold all tokens in the window of the token at `pos`. They hold only the
+        current window and some earlier tokens, so this is True only for the newest positions. It is False
+        with recurrent layers, which keep only their newest state.
         """
         layers = self._context.model.layers
         if layers.of(Kind.RECURRENT):
@@ -70,12 +70,11 @@ class FixedState:
     def restore(self, table: np.ndarray, data: np.ndarray, *, pos: int | None = None) -> None:
         """Write arrays that `save` returned.
 
-        pos: if given, leave out the tokens from this position on. `can_cut` must be True for this position.
+        pos: if given, cut the state to the tokens before this position. `can_cut` must be True for it.
         """
         assert self.fits(table, data)
         if pos is not None:
-            # Let the next token take the cell that held a token with this position, because it is the first
-            # cell that becomes free. Older tokens then keep their cells
+            # the next token gets the cell of the first token that is cut off: older tokens keep their cells
             first, cells = np.flatnonzero(table[1:] == pos)[:1], table[1:]
             table = np.concatenate([first, np.where(cells < pos, cells, -1)], dtype=np.int32)
         check(lib.llama_kvtool_set_fixed_state(self._context.handle, table.ctypes.data, data.ctypes.data))

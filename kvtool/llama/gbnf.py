@@ -38,9 +38,9 @@ class _Rule:
     Attributes
     ----------
     is_defined
-        False if other rules refer to this rule but its definition was not read yet.
+        False for a rule that other rules refer to, until its definition is read.
     options
-        Alternatives. Each is a list of parts: a part is a Lark text or the number of another rule.
+        Alternatives. Each is a list of parts. A part is Lark text, or the number of a rule.
     has_token
         True if the rule refers to a token of the model. Such a token cannot be part of a lexeme.
     """
@@ -70,9 +70,9 @@ class _Parser:
         self._grammar, self._at = grammar, 0
         self._all: list[_Rule] = []
         self._named: dict[str, int] = {}
-        # numbers of the rule being read and of the open groups in it
+        # numbers of the current rule and of its open groups
         self._open: list[int] = []
-        # True if the rule may continue in the next line
+        # True if the current rule may continue on the next line
         self._continues = True
         while self._at < len(grammar):
             part = _PART.match(grammar, self._at)
@@ -146,7 +146,7 @@ class _Parser:
         self._rule.options[-1].append(part)
 
     def _repeat(self, times: str) -> None:
-        """Replace the last part by a new rule that repeats this part. A repeated lexeme stays one lexeme."""
+        """Replace the last part by a new rule that repeats it, so that a repeated lexeme stays one lexeme."""
         option = self._rule.options[-1]
         if not option:
             self._fail(f"nothing stands before {times}")
@@ -218,7 +218,7 @@ class _Parser:
     def _lexemes(self) -> set[int]:
         """Return the numbers of the rules that can be lexemes, because they are regular expressions.
 
-        Such a rule does not refer to itself or to a token of the model, not even through other rules.
+        Such a rule refers to no token of the model, and not to itself, directly or through other rules.
         """
         users: list[list[int]] = [[] for _ in self._all]
         n_open = [0] * len(self._all)

@@ -1,4 +1,4 @@
-"""Joint steps: the tokens of several contexts go through the model's weights together."""
+"""Joint steps: tokens of several contexts are decoded in one batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JointContext:
     Parameters
     ----------
     like
-        One of the contexts, which all have the same model, request and settings.
+        One of the contexts. All of them have the same model, request and settings.
     n_most
         Maximum contexts of a step.
     n_batch
@@ -54,8 +54,8 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # A token attends only to cells of its chat's context, and never to cells of the joint context. This
-        # is why all chats can share one KV buffer in the joint context
+        # all chats can share one KV buffer in the joint context: tokens never attend to its cells, only to
+        # the cells of their chat's context
         params.kv_unified = True
         params.flash_attn_type = 0
         self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads
@@ -79,7 +79,7 @@ class JointContext:
             self._context = None
 
     def decode(self, parts: list[Part]) -> None:
-        """Decode each part as its context's `decode` would. Raises LibraryError; then no part is decoded."""
+        """Decode each part like its context's `decode`. If this raises LibraryError, no part is decoded."""
         batch = self._batch
         batch.clear()
         for i, part in enumerate(parts):

@@ -12,7 +12,7 @@ from kvtool.llama.library import api
 _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 _DEFINED = api.LLAMA_TOKEN_ATTR_USER_DEFINED
 _N_START = 3
-"""`find` first searches for this many characters at the start of markers. Then it looks up whole markers."""
+"""Length of the prefixes of markers that `find` searches for, before it looks up whole markers."""
 _MARKER, _TAG = re.compile(r"<[|｜].*|.*[|｜]>", re.S), re.compile(r"[<\[].*[>\]]", re.S)
 _BLANKS = " \t\n\v\f\r"
 
@@ -20,17 +20,17 @@ _BLANKS = " \t\n\v\f\r"
 class Markers:
     """Search for markers in texts.
 
-    Control tokens are markers. User-defined tokens, such as <think> in most vocabularies, are ordinary words:
-    llama.cpp finds them in any text. There is an exception, because some model files wrongly declare markers
-    as user-defined: a user-defined token that begins with <| or ends with |> is a marker.
+    Markers are control tokens, and user-defined tokens that begin with <| or end with |>: some model files
+    wrongly declare control tokens as user-defined. Other user-defined tokens, such as <think> in most
+    vocabularies, are ordinary words, which llama.cpp finds in any text.
 
     Parameters
     ----------
     attrs
-        llama.cpp's token attributes by marker.
+        llama.cpp's attributes of each marker.
     tags
-        llama.cpp's token attributes by tag. A tag is a control token or a user-defined token in brackets,
-        such as <think>. Some tags are also markers.
+        llama.cpp's attributes of each tag. A tag is a control token or a user-defined token in brackets, such
+        as <think>. Some tags are also markers.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:
@@ -74,14 +74,14 @@ class Markers:
         return self._first.search(text) is not None
 
     def begun(self, text: str) -> Iterator[int]:
-        """Yield each index from which the rest of the text, at least two characters, begins a marker."""
+        """Yield each index where the rest of the text (two or more characters) is the start of a marker."""
         first = max(len(text) - max(self._sizes, default=0), 0)
         for match in self._first.finditer(text, first, len(text) - 1):
             if any(marker.startswith(text[match.start() :]) for marker in self._attrs):
                 yield match.start()
 
     def is_word(self, marker: str) -> bool:
-        """Return True if llama.cpp finds the marker also in plain texts."""
+        """Return True if llama.cpp finds the marker in any text, because the marker is user-defined."""
         return not self._attrs[marker] & _CONTROL
 
     def between(self, before: str, text: str, after: str) -> str:

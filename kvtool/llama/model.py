@@ -44,7 +44,7 @@ class Model:
     n_gpu_layers
         Number of layers on a GPU. Default: all.
     placement
-        Which device has which layers, and which tensors lie in other buffers. Default: llama.cpp's placement.
+        Placement of layers on devices, and of tensors in buffers. Default: llama.cpp's placement.
     adapters
         LoRA adapters that all contexts of the model use.
     vocab_only
@@ -198,7 +198,7 @@ class Model:
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
             return plain
-        # llama.cpp allocates a cache of one cell for this call. With some damaged models it aborts
+        # this call makes llama.cpp allocate a cache of one cell, which aborts with some damaged models
         with quiet(), crash_means(damaged(self.path)):
             # a layer has up to three entries, one for each of its caches: cells, keys of an index, a state
             entries = (ModelLayer * (3 * MAX_LAYERS))()
@@ -214,7 +214,8 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # a window of 0 tokens would mask every token. In most architectures, 0 means that no layer slides
+            # in most architectures, 0 means that no layer slides. Here layers slide, and a window of 0 tokens
+            # would mask every token
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
@@ -224,7 +225,7 @@ class Model:
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
-        """Layers that attend to cells of all tokens, each with its number of query heads per KV head."""
+        """Layers of kind `ROWS`, each with its number of query heads per KV head."""
         n_head = self._info.n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
 
@@ -250,7 +251,6 @@ class Model:
 
     @property
     def is_open(self) -> bool:
-        """True until the model is closed."""
         return self._model is not None
 
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
@@ -267,7 +267,7 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            # this is the first call that reads the vocabulary, so llama.cpp crashes here if that is damaged
+            # this is the first call that reads the vocabulary, so a damaged vocabulary crashes llama.cpp here
             with crash_means(damaged(self.path)):
                 n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:

@@ -1,7 +1,7 @@
-"""A model's layers for multi-token prediction (MTP), which compute draft tokens from its hidden states.
+"""A model's layers for multi-token prediction (MTP), which compute draft tokens from hidden states.
 
 The hidden state of a token is the output of the last ordinary layer for this token. An MTP layer reads a
-token together with the hidden state of the token before. Its logits predict the token that follows these two.
+token together with the hidden state of the token before it. Its logits predict the next token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_hidden(decoder: Decoder, first: int, out: np.ndarray) -> None:
 
 
 class MtpContext(Decoder):
-    """A cache of the MTP layers, whose positions are independent of the model's own cache.
+    """A cache of the MTP layers. Its positions are independent of the positions in the model's own cache.
 
     Parameters
     ----------

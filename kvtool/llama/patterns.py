@@ -32,8 +32,7 @@ def of_format(name: object) -> dict[str, Any] | None:
 def parts_of(pattern: str) -> tuple[str, ...] | None:
     """Split a pattern into patterns that llguidance accepts. A text must match all of them.
 
-    A lookahead at the start of the pattern becomes a separate pattern. Returns None if llguidance does not
-    accept the result.
+    A lookahead at the start of the pattern becomes a separate pattern. Returns None if this is impossible.
     """
     import llguidance
 
@@ -71,15 +70,15 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # outside a set, escapes stay unchanged, and so do set operators, because they are plain text here
+            # an escape outside a set, or characters that are an operator only in a set
             yield part, False
 
 
 def _end_of_lookahead(pattern: str) -> int | None:
     """Return the index of the parenthesis that closes the pattern's first lookahead.
 
-    Return None if no parenthesis closes it. Return None also if the pattern has alternatives, because the
-    lookahead applies only to the first of them.
+    Return None if no parenthesis closes it, or if the pattern has alternatives, because the lookahead then
+    applies only to the first alternative.
     """
     at, depth, end = 0, 0, None
     for part, in_set in _plain(pattern):
