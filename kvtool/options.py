@@ -37,7 +37,8 @@ class Option:
         Name of the value in the help.
     default_text
         The text that the help shows for the default. True to show the value, False to show no default. In the
-        text, "{name}" is replaced by an attribute of the options' class, and "{model}" by the default model.
+        text, "{NAME}" is replaced by the attribute NAME of the options' class, and "{model}" by the default
+        model.
     words
         Words that the user may type instead of a number, such as "auto".
     least, most
@@ -194,11 +195,9 @@ class Options:
         }
 
     def session_values(self) -> dict[str, Any]:
-        """Return the values that are saved in sessions."""
         return {name: value for name, value in self.values().items() if declared(type(self))[name].in_session}
 
     def record_values(self) -> dict[str, Any]:
-        """Return the values that are stored in the record of a result."""
         return {
             name: getattr(self, name) for name, option in declared(type(self)).items() if option.in_record
         }

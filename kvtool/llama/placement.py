@@ -1,4 +1,4 @@
-"""Placement of a model's weights: which device has which layers, and which tensors lie in other buffers.
+"""Placement of a model's weights: the device of each layer, and the buffer of chosen tensors.
 
 The command line imports this file, so it must not import llama.cpp at its top level.
 """
@@ -24,8 +24,6 @@ split cache.
 """
 
 _OVERRIDE = re.compile("(.+?)=([^=,]+)(?:,|$)")
-"""A pattern, its buffer, and the comma after them."""
-
 
 _PYTHON_ONLY = re.compile(r"(?<!\\)\(\?[^:=!]")
 """Start of a group that only Python supports. llama.cpp's regular expressions have ECMAScript's syntax."""
@@ -39,13 +37,13 @@ class _Override(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a model's weights, without the number of layers on GPUs.
+    """Placement of a model's weights. It does not include the number of layers on GPUs.
 
     Attributes
     ----------
     overrides
-        Pairs (pattern, buffer). Tensors whose names match the pattern, a regular expression, lie in this
-        buffer. If several patterns match, the first is used.
+        Pairs (regular expression, buffer). A tensor goes into the buffer of the first expression that matches
+        the tensor's name.
     shares
         Share of the layers that each GPU gets; () to divide the layers by free memory.
     main_gpu
@@ -60,7 +58,10 @@ class Placement:
     split_mode: str = "layer"
 
     def check(self) -> None:
-        """Raise UsageError for buffers and GPUs that do not exist. Workers must have been added before."""
+        """Raise UsageError for missing buffers and GPUs, and for GPUs that cannot split rows.
+
+        Call this after workers are added.
+        """
         from kvtool.llama.devices import buffers, can_split_rows, gpus
 
         if self == Placement():
@@ -83,9 +84,9 @@ class Placement:
             raise UsageError(f"{name} cannot split a tensor by rows; choose --split-mode layer")
 
     def apply(self, params: Any) -> list[object]:
-        """Set these values in llama.cpp's parameters of a model. Raises UsageError as `check` does.
+        """Set this placement in llama.cpp's parameters of a model. Raises UsageError as `check` does.
 
-        Returns the objects to which the parameters point. They must live as long as the model.
+        Returns the objects that the parameters point to. Keep these objects as long as the model.
         """
         from kvtool.llama.bindings import api
         from kvtool.llama.devices import buffers
@@ -109,7 +110,10 @@ class Placement:
 
 
 def experts_pattern(n_layer: int | None = None) -> str:
-    """Return the pattern of the experts' tensors in the first n_layer layers, 1 or more. None for all."""
+    """Return a regular expression for the names of the experts' tensors in the first n_layer layers.
+
+    n_layer: 1 or more, or None for all layers.
+    """
     if n_layer is None:
         return EXPERTS
     # imported here: few commands need it

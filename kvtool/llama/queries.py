@@ -20,10 +20,10 @@ class Queries:
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the logits that the last n_last queries would give if they came again at later positions.
+        """Estimate the attention logits of future queries: the last n_last queries, at later positions.
 
         Return the mean and the variance of the logits over the queries, each f32[row, head, n_kv] for the
-        first n_kv cells. pos: position to which the key of the next token is rotated.
+        first n_kv cells. pos: the first of the later positions.
         """
         shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -41,15 +41,15 @@ class Queries:
     def save(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the queries f32[n, n_number], oldest first, and positions i32[n].
 
-        n_number: number of elements of one token's queries in all layers. Each query is rotated to its
-        position. A position is -1 if there was no such query yet.
+        `n_number` is the number of elements of one token's queries in all layers. Each query is rotated to
+        its position. Entries without a query have position -1.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))
         return out, pos
 
     def fits(self, queries: np.ndarray, pos: np.ndarray) -> bool:
-        """True if `save` can return arrays of these shapes."""
+        """True if the arrays have the shapes and dtypes of the arrays that `save` returns."""
         is_shaped = queries.shape == self.shape and pos.shape == (self.n,)
         return is_shaped and queries.dtype == np.float32 and pos.dtype == np.int32
 

@@ -1,8 +1,8 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
-Every value that fits the rewritten schema also fits the original. The only exceptions are keywords that
-cannot be enforced: they are returned in a list. Some values of the original do not fit the rewritten schema:
-very large integers, and objects with properties that the schema does not name.
+Every value that fits the rewritten schema also fits the original, except for keywords that cannot be
+enforced. These keywords are returned in a list. Some values that fit the original do not fit the rewritten
+schema: very large integers, and objects with properties that the schema does not name.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Schema = dict[str, Any]
 
 _MOST_PROPERTIES = 5000
 _MOST_PATTERNS = 100
-"""Maximum properties of an object, and maximum patterns of its names: llguidance compares all pairs."""
+"""Maximum number of an object's properties, and of its patternProperties. llguidance compares all pairs."""
 
 _MOST_CHOICES = 50
-"""minProperties and maxProperties are expressed by combinations of properties, at most this many."""
+"""Maximum number of combinations of properties that express minProperties or maxProperties."""
 
 _MOST_SCHEMAS = 50_000
 """Maximum number of schemas inside a schema. This is llguidance's limit."""
 
 _GREATEST = 10**18
-"""Largest integer if the schema sets no limit. Without a limit, small models may write endless digits."""
+"""Limit of integers without a limit in the schema, because small models may write endless digits."""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -84,16 +84,15 @@ def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Sche
 
 
 class _Writer:
-    """Rewrites a schema.
+    """One pass of `rewritten` over a schema.
 
     Attributes
     ----------
     shared
-        Targets of each "$ref" that stands next to other keywords. These keywords restrict the same value as
-        the target, and may name properties that the target does not name. Objects at the target must
-        therefore allow unnamed properties. A schema is rewritten several times, until no new targets are
-        found. The constructor takes the targets that earlier passes have found. This set has the targets that
-        the present pass finds.
+        Targets of each "$ref" whose value other keywords also restrict. The other keywords may name
+        properties that the target does not name, so the target must allow unnamed properties. This set has
+        the targets that this pass finds, and the constructor takes the targets of earlier passes. `rewritten`
+        makes passes until one finds no new target.
     left_out
         Keywords that are not enforced.
     """
@@ -141,11 +140,11 @@ class _Writer:
         return new
 
     def _is_needed(self, key: str, value: object) -> bool:
-        """Return False for a keyword without effect."""
+        """Return False if the schema means the same without the keyword."""
         if self._draft < _SINCE.get(key, 0):
             return False
         if key in ("maxLength", "maxItems", "maxProperties"):
-            # drop limits of 2**31 or more: llguidance counts in 32 bits, and nothing is that long
+            # drop limits of 2**31 or more: llguidance counts in 32 bits, and no value is that long
             return not (isinstance(value, int) and value >= 2**31)
         if key == "$schema":
             return isinstance(value, str) and _DRAFT.fullmatch(value) is not None
@@ -155,10 +154,10 @@ class _Writer:
         new.pop(key, None)
         self.left_out.append(LeftOut(name or key, _inside(where, key)))
 
-    # keywords of texts
+    # keywords of strings
 
     def _pattern(self, new: Schema, where: str) -> list[Schema]:
-        """Translate the pattern for llguidance. Return schemas of further patterns if there are any."""
+        """Translate "pattern" for llguidance. If several patterns result, return all but one as schemas."""
         pattern = new.get("pattern")
         if not isinstance(pattern, str):
             return []
@@ -170,7 +169,7 @@ class _Writer:
         return [{"pattern": part} for part in parts[:-1]]
 
     def _format(self, new: Schema, where: str) -> list[Schema]:
-        """Translate the format for llguidance. If it becomes a pattern, return a schema with the pattern."""
+        """Translate "format" for llguidance. If it becomes a pattern, return a schema with the pattern."""
         if "format" not in new:
             return []
         name = new.pop("format")
@@ -185,7 +184,7 @@ class _Writer:
     # keywords whose subschemas apply to the same value
 
     def _one_of(self, new: Schema, where: str) -> bool:
-        """Make the options of oneOf exclude each other. Return True if they did so before."""
+        """Make the options of oneOf exclude each other. Return True if they already did."""
         options = listed(new, "oneOf")
         within, exclusive = types_of(new.get("type")), []
         near = self._complement.near(options, within)
@@ -212,7 +211,7 @@ class _Writer:
         return {"anyOf": others} if others else None
 
     def _negation(self, new: Schema, where: str) -> list[Schema]:
-        """Replace the keyword "not" by the returned schemas."""
+        """Remove "not". Return schemas that replace it."""
         if "not" not in new:
             return []
         others = self._without(new["not"])
@@ -223,7 +222,7 @@ class _Writer:
         return [others]
 
     def _condition(self, new: Schema, where: str) -> list[Schema]:
-        """Replace the keywords "if", "then" and "else" by the returned schemas."""
+        """Remove "if", "then" and "else". Return schemas that replace them."""
         then, other = new.pop("then", True), new.pop("else", True)
         if "if" not in new or then is other is True:
             new.pop("if", None)
@@ -235,7 +234,7 @@ class _Writer:
         return [{"anyOf": [{"allOf": [new.pop("if"), then]}, {"allOf": [others, other]}]}]
 
     def _dependent(self, new: Schema, where: str) -> list[Schema]:
-        """Replace keywords that depend on a property by the returned schemas."""
+        """Remove the keywords that depend on a property. Return schemas that replace them."""
         more = []
         for key in DEPENDENT:
             dependents = new.get(key)
@@ -289,7 +288,7 @@ class _Writer:
             del new["propertyNames"]
 
     def _close(self, new: Schema, *, is_alone: bool) -> None:
-        """Forbid properties that the schema does not name, unless some keywords apply to such properties."""
+        """Forbid properties that the schema does not name, unless a keyword or other schema may need them."""
         names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
@@ -303,7 +302,7 @@ class _Writer:
     def _counts(self, new: Schema, where: str) -> None:
         """Replace minProperties and maxProperties by other keywords.
 
-        This is needed because llguidance counts only properties that the schema does not name.
+        llguidance would count only the properties that the schema does not name.
         """
         least, most = new.get("minProperties", 0), new.get("maxProperties")
         names, required = new.get("properties"), new.get("required", [])
@@ -354,7 +353,6 @@ _SINGLE = ("items", "additionalItems", "additionalProperties")
 
 
 def _named(schema: Any) -> list[str]:
-    """Return the names of a schema's properties."""
     names = schema.get("properties") if isinstance(schema, Mapping) else None
     return [*names] if isinstance(names, Mapping) else []
 

@@ -31,7 +31,6 @@ class Rules(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The grammar as Lark text."""
         return "\n".join(["%llguidance {}", f"start: {self.start}", *self.more]) + "\n"
 
 

@@ -21,7 +21,7 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
 
 Around = Callable[[Matcher | None], Constraint | None]
-"""Function that takes the constraint of the settings, and returns the constraint for a text."""
+"""Function that makes a text's constraint from the matcher of the grammar or schema (None without one)."""
 
 
 def _unchanged(constraint: Matcher | None) -> Constraint | None:
@@ -37,7 +37,7 @@ Below this share, it is faster to sample from a list of the allowed tokens.
 """
 
 _N_MIROSTAT = 100
-"""Mirostat 1 estimates from this many top tokens how fast probabilities fall. The paper does the same."""
+"""Number of top tokens from which Mirostat 1 estimates how fast probabilities fall, as in its paper."""
 
 
 class Sampler:
@@ -88,23 +88,23 @@ class Sampler:
         self._begin(0, self.settings)
 
     def start(self, n: int, around: Around = _unchanged) -> None:
-        """Begin text n. Its random numbers depend only on the seed and n. Its grammar starts over.
+        """Begin text n. Restart the grammar. The text's random numbers depend only on the seed and n.
 
-        around: makes the constraint of this text from the constraint of the settings, which may be None.
+        around: makes the text's constraint.
         """
         self._around = around
         self._begin(n, self.settings)
 
     def resume(self, recent: Sequence[int], seed: int) -> None:
-        """Continue a stream whose last sampled tokens are `recent`, with this seed from now on."""
+        """Set the last sampled tokens and the seed. The next `start` or `change` uses them."""
         self.seed = seed
         self.recent.clear()
         self.recent.extend(recent)
 
     def change(self, settings: Sampling) -> None:
-        """Use other settings and begin the current text again. Sampled tokens and seed stay.
+        """Use other settings and begin the current text again. Keep `recent` and the seed.
 
-        Raises UsageError as the constructor does. Nothing changes in this case.
+        Raises UsageError as the constructor does, and then keeps the old settings.
         """
         self._begin(self._n, settings)
 
@@ -121,7 +121,7 @@ class Sampler:
         self.settings, self._n, self._shape = settings, n, shape
         self.constraint = self._around(self._matcher)
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        # the seed stays below the largest 32-bit number, which llama.cpp takes as "choose a random seed"
+        # keep the seed below 2**32 - 1, which llama.cpp takes as "choose a random seed"
         for sampler in self._samplers((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF):
             api.llama_sampler_chain_add(chain, sampler)
         for token in self.recent:
@@ -192,7 +192,7 @@ class Sampler:
             yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
     def allows_text(self) -> bool:
-        """Return False if the grammar allows no text. Call this between texts: the grammar starts over."""
+        """Return False if the grammar allows no text. Restarts the grammar, so call this between texts."""
         if not self._matcher:
             return True
         self._matcher.restart()
@@ -220,7 +220,7 @@ class Sampler:
     def _is_quick(self, fits: np.ndarray) -> bool:
         """Return True if excluding tokens is faster than listing the tokens that fit. fits: b1[n_vocab].
 
-        Return False if a sampler sums log-probabilities. The -inf of an excluded token would make this sum
+        If a sampler sums log-probabilities, return False: the -inf of an excluded token would make the sum
         useless.
         """
         sums_logs = self.settings.typical < 1 or self.settings.mirostat
@@ -245,7 +245,6 @@ class Sampler:
         return int(records["id"][index])
 
     def close(self) -> None:
-        """Free the chain."""
         if self._chain:
             api.llama_sampler_free(self._chain)
         self._chain = None

@@ -17,7 +17,7 @@ MOST = 2**20
 """Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
 
 LIMIT = 10_000
-"""Limit of several options. Useful values are far below it. llama.cpp's floats overflow far above it."""
+"""Largest value of several options. Useful values are far below. llama.cpp's floats overflow far above."""
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
@@ -47,7 +47,6 @@ def _escaped(texts: tuple[str, ...]) -> list[str]:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Parse the value of --logit-bias: a token, a sign and a number."""
     if match := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
         try:
             return int(match[1]), float(match[2] + match[3])
@@ -62,7 +61,7 @@ def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None,
     If `is_text` accepts the value, the value is the text itself. Otherwise the value is the name of a file
     with the text. An empty value becomes None.
 
-    kind: description of the text and of its beginning, for error messages.
+    kind: description of valid texts for error messages, such as "a JSON schema, which begins with {".
     """
 
     def read(raw: str | None, flag: str) -> str | None:
@@ -246,5 +245,5 @@ class Sampling(Options):
 
     @property
     def n_recent(self) -> int:
-        """Number of written tokens that the penalties look back at."""
+        """Number of sampled tokens that the sampler remembers for its penalties."""
         return max(64, self.repeat_last_n, self.dry_penalty_last_n)

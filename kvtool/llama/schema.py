@@ -13,8 +13,8 @@ from kvtool.llama.rewriting import rewritten
 from kvtool.llama.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
-"""llguidance's options. They limit the whitespace between two parts of JSON, because small models may write
-endless whitespace: at most one space is allowed, or one line break and an indentation.
+"""llguidance's options. Between two parts of JSON, they allow at most one space, or one line break and an
+indentation. Without this limit, small models may write endless whitespace.
 """
 
 MOST = 2**20
@@ -119,6 +119,6 @@ def _refusal(schema: Mapping[str, Any]) -> str:
 
     check = llguidance.LLMatcher.validate_grammar
     message = with_large_stack(partial(check, Enforced(schema, []).rules.text, limits=limits()))
-    # the message begins with a line number of the rules
+    # drop the message's beginning: it has a line number of the Lark rules, which the user does not know
     message = message.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
     return "" if message.startswith("WARNING") else " ".join(message.split())[:200]

@@ -13,8 +13,8 @@ TABLE = "archive"
 """Name of the array with an archive's table, i64[3 + 2 * n_frame].
 
 The first three numbers are the position of the first token, the position after the last token, and the
-position after the last far token (see `Clusters`). Two numbers follow for each frame: its first position, and
-its base. A frame is a run of tokens whose keys were rotated to their position minus the same base.
+position after the last far token (see `Clusters`). Two numbers follow for each frame, which is a run of
+tokens: its first position, and its base. The keys of a frame were rotated to their position minus its base.
 """
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
@@ -54,15 +54,15 @@ class Segment(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Assignment of the tokens of consecutive blocks to clusters, saved together.
+    """Clusters of the tokens of consecutive blocks. They are saved together.
 
     Attributes
     ----------
     begin, end
         Range of the blocks' positions in the stream.
     is_far
-        True if the tokens are farther away than n_near (see `Context`). When a block becomes far, it is
-        clustered again.
+        True if the tokens are more than n_near positions back (see `Context`). When a block becomes far, it
+        is clustered again.
     n_bytes
         Size in bytes.
     sha256
@@ -76,7 +76,6 @@ class Clusters(NamedTuple):
     sha256: bytes
 
     def size(self, _: int) -> int:
-        """Return the size in bytes."""
         return self.n_bytes
 
 
@@ -107,12 +106,11 @@ class SavedCheckpoint(NamedTuple):
     sha256: bytes = b""
 
     def size(self, _: int) -> int:
-        """Return the size in bytes."""
         return self.n_bytes
 
 
 Part: TypeAlias = "Segment | Clusters | SavedCheckpoint"
-"""Unit in which an archive, or a checkpoint, is saved."""
+"""A part that FILE.archive stores separately."""
 
 
 def clusters_name(i: int) -> str:
@@ -147,7 +145,10 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """Return listed segments, oldest first, with their offsets; {} if each layer has an array of tokens."""
+    """Return listed segments, oldest first, with their offsets.
+
+    Return {} if the tokens are not saved in segments, but in one array for each layer.
+    """
     if SEGMENTS not in saved:
         return {}
     digests = map(bytes, saved[DIGESTS])

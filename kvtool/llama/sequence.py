@@ -55,7 +55,7 @@ class SequenceContext(Decoder):
         return 0
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Make the shifts of earlier edits, and then decode as `Decoder.decode` does."""
+        """Make the shifts that earlier edits recorded, and then decode as `Decoder.decode` does."""
         # Edits only record shifts. llama.cpp gets the shifts here, because it rotates the shifted keys only
         # when it decodes. If an edit passed its shifts to llama.cpp at once, and the cache was saved before
         # the next decode, the saved keys would not be rotated yet
@@ -97,7 +97,10 @@ class SequenceContext(Decoder):
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise LibraryError: this call needs the patch. The engine refuses policies that need the call."""
+        """Raise LibraryError, in place of a method that needs the patch.
+
+        The engine refuses policies that need such a method.
+        """
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse
@@ -112,11 +115,11 @@ class SequenceContext(Decoder):
         return np.frombuffer(table.tobytes() + self.state(), np.uint8)
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """True if the data is long enough for n cells. llama.cpp checks the state when it reads it."""
+        """True if the data is long enough for n cells. llama.cpp checks the rest in `set_state`."""
         return data.dtype == np.uint8 and data.nbytes > 8 * n
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
-        """Write cells that `cells` returned into an empty cache."""
+        """Fill an empty cache with the data that `cells` returned."""
         table = np.frombuffer(data[: 8 * n].tobytes(), "<i4").reshape(2, n)
         self.set_state(data[8 * n :].tobytes())
         self._at, self._pos_of = table.astype(np.int32)

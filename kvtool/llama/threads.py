@@ -49,10 +49,10 @@ class Threads:
         self._is_up = False
         self._wait_s = _SOONEST_S
         self._since_s = 0.0
-        # seconds of recent steps, by number of tokens: only steps of equal length are comparable
+        # seconds of recent steps, by number of tokens, because the time depends on this number
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
-        # for each step of the trial: its time, divided by the usual time of steps with as many tokens
+        # time of each step of the trial, divided by the usual time for its number of tokens
         self._trial: list[float] = []
 
     @property
@@ -60,7 +60,7 @@ class Threads:
         return self._counts[self._at]
 
     def record(self, n_tokens: int, seconds: float) -> None:
-        """Record the time of a step of n_tokens with `n` threads."""
+        """Record the time of a step that decoded n_tokens tokens with `n` threads."""
         if self._at != self._home:
             self._try(n_tokens, seconds)
             return
@@ -87,7 +87,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # end the trial without a gain: the usual time of steps with as many tokens is not known
+            # end the trial without a gain: the usual time for this number of tokens is not known
             is_faster = False
         if is_faster:
             self._home = self._at

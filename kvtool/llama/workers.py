@@ -18,9 +18,9 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Bytes of memory that a spare reports. A spare is a second handle of a worker's device.
+"""Bytes of memory that a spare claims to have. A spare is an additional handle of a worker's device.
 
-If it were 0, llama.cpp would assume the size of the host's memory, and put layers on the spare.
+If a spare claimed 0 bytes, llama.cpp would assume the size of the host's memory, and put layers on the spare.
 """
 
 
@@ -33,8 +33,8 @@ def add_rpc(*endpoints: str) -> None:
     answer.
     """
     with reached(endpoints) as addresses:
-        # All workers have answered. If a worker did not answer, this call would wait forever or end the
-        # process
+        # `reached` has checked that all workers answer. For a missing worker, llama.cpp would wait forever
+        # or end the process
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):
@@ -67,8 +67,8 @@ def _register(server: int) -> None:
 def served(memory: int | None = None) -> list[dict[str, object]]:
     """Return the devices that `server` serves: the GPUs, or the CPU if there are no GPUs. See `devices`.
 
-    memory: maximum bytes that all these devices together report. A maximum needs the patch: if `memory` is
-    given, raises LibraryError for a library without the patch.
+    memory: maximum bytes that the devices together claim to have. Raises LibraryError if `memory` is given
+    and the library has no patch.
     """
     local = _served()
     if memory is not None:

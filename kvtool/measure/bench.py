@@ -1,9 +1,9 @@
 """Measure memory, and the speed of reading and writing at several depths, for several cache configurations.
 
-A row is one cache configuration at one depth. Each round of a row starts a new cache with slightly fewer
-tokens than the depth (see `depths`). The round writes two tokens, reads a batch once or twice, and then
-writes more tokens, at most until the depth is reached. The rows of a depth take turns: each gets one round at
-a time. When the rounds of a row have taken longer than its time limit, it gets no more rounds.
+A row is one cache configuration at one depth. Each round of a row starts a new cache with fewer tokens than
+the depth (see `depths`). The round writes two tokens, reads a batch once or twice, and then writes more
+tokens, at most until the depth is reached. The rows of a depth take turns: each gets one round at a time.
+When the rounds of a row have taken longer than its time limit, the row gets no more rounds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 _N_WRITE = 32
-"""Maximum number of tokens written in a round: twice the number of tokens between evictions."""
+"""Maximum number of tokens written after a round's batch: twice the number of tokens between evictions."""
 
 _N_SHORT = 64
-"""Minimum number of tokens of a shortened batch.
+"""A batch is not shortened to fewer tokens than this.
 
 On a CPU, flash attention reads the tokens of a smaller batch one by one.
 """
@@ -98,7 +98,7 @@ class Row:
     n_read
         Number of tokens of the batch to read.
     n_write
-        Maximum number of tokens written in a round.
+        Maximum number of tokens written after the batch.
     read, write
         Speed in tokens per second.
     first_s
@@ -168,7 +168,6 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return median, minimum and maximum, or None if there are no values."""
     if not values:
         return None
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -230,8 +229,8 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # the first call for a configuration reads many tokens; do not add the time for this
-                        # to row.seconds
+                        # the first call for a configuration reads many tokens; do not count its time in
+                        # row.seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -258,7 +257,7 @@ class Bench:
             # without flash attention, also count the attention scores of a batch in one layer
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
-        # the archive is filled from a saved copy, so that its bytes are needed twice
+        # the archive is filled from a saved copy, so the host needs its bytes twice
         if policies.load(config.policy).recalls() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not config.kv_offload else device
@@ -290,7 +289,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # the counter of a worker's device does not change: then the bytes are unknown and not stored
+                # leave out unknown bytes: the counter of a worker's device does not change
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)

@@ -1,8 +1,8 @@
-"""Streams that look as if many tokens had been read, to measure speed at a depth (a number of tokens).
+"""Fake long streams, to measure speed at a depth (a number of tokens).
 
-Reading 32,768 tokens may take minutes, but the time of a step depends only on the number of tokens. Therefore
-only a few tokens are read, and their data in the cache or archive is repeated. The model's output is then
-meaningless.
+Reading 32,768 tokens may take minutes. But the time of a step depends only on how many tokens are in the
+cache and the archive. Therefore only a few tokens are read, and their data is repeated. The model's output is
+then meaningless.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def start(
 
 
 def n_past(saved: Arrays) -> int:
-    """Number of tokens of the stream at the time of the state `saved`."""
+    """Number of tokens of the saved stream."""
     return int(saved["engine"][0])
 
 
@@ -134,8 +134,8 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # a frame is a run of tokens between two times at which a stream closes the gaps in its positions. Make
-    # frames as if the stream had closed gaps after every three quarters of the context
+    # A new frame begins whenever a stream closes the gaps in its positions. Make frames as if it had closed
+    # them after each three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

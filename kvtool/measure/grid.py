@@ -52,7 +52,6 @@ class Common:
 
     @property
     def n_ctx(self) -> int:
-        """Context length in tokens."""
         assert self.options.n_ctx is not None
         return self.options.n_ctx
 
@@ -89,12 +88,10 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The label, followed by the cache type unless that is f16."""
         return self.label if self.options.type_k == "f16" else f"{self.label} {self.options.type_k}"
 
     @property
     def name(self) -> str:
-        """The title, followed by the budget if there is one."""
         return f"{self.title} {self.typed_budget}" if self.typed_budget else self.title
 
     @property
@@ -137,7 +134,7 @@ def runs(
     def kinds(text: str) -> Sequence[str]:
         return types if combine or not evicts(text) else types[:1]
 
-    # evaluate these lazily in this order, so that the error message is about the first mistake typed
+    # generators: of several mistakes, the first that the user typed then raises the error
     entries = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
         ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),

@@ -1,4 +1,4 @@
-"""Holdings: the tokens of a stream that the rows of the cache still hold at several times.
+"""Holdings: which tokens of a stream each row of the cache still holds, at several points of the stream.
 
 A row holds a token if it has the token's key. If only the token's value was merged into another token, the
 row does not hold it.
@@ -34,16 +34,15 @@ class Attended:
     Attributes
     ----------
     attn
-        f32[row, n], attention of the row's query heads to each token, summed over heads and queries. The
-        attention of one head in one query sums to 1.
+        f32[row, n], attention of the row's query heads to each token, summed over heads and queries. In
+        each query, a head gives a total of 1 to archived and other tokens.
     n_head
         i32[row], number of query heads of each row.
     n_query
         Number of queries since the first token was archived.
     query
-        i32[n], the step in which the token got its largest share of all attention, given by the position of
-        the step's first query. If several steps have this share, the first is used. -1 if the token got no
-        attention.
+        i32[n], position of the first query of the step in which the token got its largest share of all
+        attention, the first step among equals. -1 if the token got no attention.
     query_share
         f64[n], the token's share of all attention in the step of `query`.
     """
@@ -56,7 +55,7 @@ class Attended:
 
     @classmethod
     def none(cls, n_head: np.ndarray, n: int) -> Attended:
-        """Create an object for n tokens without any attention. n_head: i32[row]."""
+        """Create an object for n tokens that have got no attention yet. n_head: i32[row]."""
         attn = np.zeros((len(n_head), n), np.float32)
         return cls(attn, n_head, 0, np.full(n, -1, np.int32), np.zeros(n))
 
@@ -90,7 +89,7 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Tokens of a text of n tokens that each row held, at several times (snapshots).
+    """Tokens that each row held, at several points (snapshots) of a text of n tokens.
 
     Attributes
     ----------
@@ -207,7 +206,6 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
 
 
 def _archived(engine: Engine) -> range:
-    """Positions of the archived tokens."""
     archive = engine.context.archive
     return archive.span if archive else range(0)
 

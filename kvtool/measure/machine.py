@@ -31,7 +31,6 @@ def machine() -> dict[str, Any]:
 
 
 def line(machine: Mapping[str, Any]) -> str:
-    """Format the result of `machine` as one line."""
     n = machine["n_core"]
     parts = [
         f"{machine['cpu']}, {n} core{'s' * (n != 1)}",

@@ -75,10 +75,10 @@ class Runner:
     def run(
         self, grid: Sequence[Run], *, jobs: int = 1, against: Path | None = None, writes: bool = False
     ) -> Iterator[Event]:
-        """Execute the runs, `jobs` at a time. The last event of each run has its record.
+        """Execute the runs, `jobs` at a time, and yield their events. A run's last event has its record.
 
-        against: file with the full cache's predictions. writes: True if the grid has only one run, which
-        writes this file.
+        against: file with the full cache's predictions. writes: True for a grid of one run, which writes this
+        file.
         """
         waiting = list(grid)
         ends: dict[Run, dict[str, Any]] = {}

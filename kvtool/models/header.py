@@ -95,7 +95,7 @@ class ModelInfo:
     def plain_layers(self) -> Layers:
         """Layers of a model that has one plain KV cache, or that runs only with the policy `full`.
 
-        For other models, the result is wrong, and `Model.layers` has the right layers.
+        For other models, the result is wrong: use `Model.layers`.
         If the model uses MLA, `head_size_v` is 0 in all layers, because values are part of the keys.
         """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")

@@ -82,7 +82,6 @@ def parse(text: str) -> Reference | None:
 
 
 def is_repository(text: str) -> bool:
-    """Return True if the whole text is OWNER/REPO."""
     return re.fullmatch(f"{_NAME}/{_NAME}", text) is not None
 
 
@@ -137,9 +136,9 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
     """Return the path of the model's file or first part in the cache. Return None unless all parts are there.
 
-    sure: has an effect only if the reference names no quantization. True to accept only the first
-    quantization of DEFAULTS: another file would be right only if the server did not have this quantization.
-    False to accept the file that `choose` finds in the cache.
+    sure: which file to accept if the reference names no quantization. True: only the first quantization of
+    DEFAULTS, which the server may have even if the cache does not. False: the file that `choose` finds in the
+    cache.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []
@@ -250,7 +249,7 @@ def _bar(progress: Progress) -> type:
 
 
 class _NoConnection(ModelError):
-    """Raised if the server gives no usable answer. A cached file may be used instead."""
+    """Error if the server gives no usable answer. `pull` then looks for another cached file."""
 
 
 def _files_of(reference: Reference) -> list[str]:

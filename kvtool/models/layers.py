@@ -83,9 +83,8 @@ class Layers:
     n_swa
         Size of the sliding window in tokens; 0 if no layer has a sliding window.
     most_cells
-        Maximum number of cells of a row. If the model has an index, this is the number of cells that the
-        index selects for a query. A row with at most so many cells needs no selection: the index selects all
-        of them. Without an index there is no maximum.
+        Maximum number of cells of a row. Without an index there is no maximum. With an index, it is the
+        number of cells that the index selects for a query, because the index then selects every cell.
     n_group
         Maximum number of query heads per KV head in layers of kind `ROWS`.
     has_alibi
@@ -109,7 +108,6 @@ class Layers:
     rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:
-        """Return the layers of one kind."""
         return [layer for layer in self.all if layer.kind == kind]
 
     @property

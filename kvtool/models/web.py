@@ -15,7 +15,6 @@ URL_FILE = "url.txt"
 
 
 def is_url(text: str) -> bool:
-    """Return True if the text is an http or https URL."""
     return text.lower().startswith(("http://", "https://"))
 
 

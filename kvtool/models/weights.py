@@ -24,8 +24,8 @@ class Weights(NamedTuple):
     experts
         Size of each layer's experts; 0 in layers without experts.
     output
-        Size of the tensors after the last layer. If the model has no output matrix, its output uses a copy of
-        the token embeddings, which is included here. llama.cpp leaves the original in host memory.
+        Size of the tensors after the last layer. A model without an output matrix uses a copy of its token
+        embeddings instead. This size includes the copy. llama.cpp leaves the original in host memory.
     names
         Names of all tensors.
     n_mtp

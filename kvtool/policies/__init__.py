@@ -139,7 +139,7 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
     try:
         return parameters.parse(policy, options, "-o", name, but=_COMMON)
     except NameError as error:
-        # an annotation in a user's policy can raise this error
+        # an annotation in a user's policy may use a name that does not exist
         raise UsageError(f"{name}: {where(error)}") from error
 
 

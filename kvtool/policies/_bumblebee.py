@@ -80,7 +80,6 @@ def _normalize(key, unit):
 
 @kernel("i4(i2[::1], i2[::1])")
 def _dot(one, other):
-    """Return the dot product of two keys."""
     dot = np.int32(0)
     for dim in range(len(one)):
         dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
@@ -138,9 +137,10 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], 
 def measure(pos, keys, cosine, unit, near, nearest, pairs):
     """Normalise the new keys f32[row, n_new, n_dim], and compare every pair of keys that has a new key.
 
-    pos: i32[row, n]. Writes unit i16[row, n or more, n_dim], the keys; near f32 and nearest i32[row, n or
-    more]; and pairs i32 or u16[row, n or more, n or more], the bits of the similarities as floats.
-    `BumbleBee.start` explains these arrays. pairs is not written if it has no rows.
+    pos: i32[row, n]. Writes these arrays, which `BumbleBee.start` explains. They may have more than n cells.
+
+    unit: i16[row, n, n_dim], the keys. near: f32[row, n]. nearest: i32[row, n]. pairs: i32 or u16[row, n, n],
+    the bits of the similarities as f32 or f16. It may have no rows, and is then not written.
     """
     n_row, n = pos.shape
     n_old = n - keys.shape[1]
@@ -185,7 +185,7 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i8, i4[::1], i4[::1])"
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
 def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
-    """Return the nearest neighbour of a cell among the first n cells, without evicted cells.
+    """Return a cell's nearest neighbour among the first n cells, not counting evicted cells.
 
     alive i32[n]: -1 for live cells, 0 for evicted cells. Writes bits i32[n]: the bits of the cell's
     similarities, as float16 if `pairs` has float16, otherwise as float32.
@@ -221,17 +221,18 @@ _DISCARD = (
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
 def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
-    """Evict tokens one by one until n_keep are left, each time the token whose removal costs g least.
+    """Evict tokens one by one until n_keep are left, each time the token whose eviction decreases g least.
 
-    Only tokens with first <= pos < recent are evicted.
+    Only tokens with first <= pos < recent are evicted. Among equals, the oldest is evicted.
 
     pos: i32[row, n]. unit, mass, pairs, near, nearest: arrays of the state. Writes keep b1[row, n], and
     updates near and nearest for the kept tokens.
 
     bumblebee.py defines the objective g, and its terms f and c. Lower bounds of their decreases save time.
     phi is concave, so c decreases by at least mass times the slope of phi, divided by phi of all attention.
-    near is an upper bound of the similarity to the nearest neighbour, so f decreases by at least (1 - near) /
-    (number of tokens). The exact decrease of g is computed only for tokens that these bounds do not exclude.
+    `near` is an upper bound of the similarity to the nearest neighbour, so f decreases by at least
+    (1 - near) / (number of tokens). The exact decrease of g is computed only for tokens that these bounds do
+    not exclude.
     """
     n_row, n = pos.shape
     alive = np.empty(n, np.int32)
@@ -334,7 +335,7 @@ def move_pairs(source, pairs):
 
 @kernel("i8(i2[:,::1], i8, i8, i4[::1])")
 def _gain(unit, cosine, cell, cover):
-    """Return by how much the sum of `cover` increases if a cell is added to the summary.
+    """Return the increase of the sum of `cover` if a cell is added to the summary.
 
     cover i32[n]: similarity of each cell to the most similar cell of the summary.
     """
@@ -347,7 +348,7 @@ def _gain(unit, cosine, cell, cover):
 
 @kernel("void(i2[:,::1], i8, i8, i4[::1])")
 def _take(unit, cosine, cell, cover):
-    """Add a cell to the summary, by an update of `cover`."""
+    """Update `cover` for a cell that is added to the summary."""
     for j in range(len(cover)):
         cover[j] = max(cover[j], _similarity(_dot(unit[cell], unit[j]), cosine))
     cover[cell] = _ONE
@@ -357,9 +358,9 @@ def _take(unit, cosine, cell, cover):
 def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
     """Choose n_keep tokens for the summary of each row.
 
-    The summary begins with all tokens before `first` and from `recent` on. Then the token that raises the
-    objective g most is added, again and again, until there are n_keep tokens. bumblebee.py defines g, and its
-    terms f and c.
+    The summary begins with all tokens before position `first` and from position `recent` on. Then the token
+    that raises the objective g most is added, again and again, until there are n_keep tokens. Among equals,
+    the newest is added. bumblebee.py defines g, and its terms f and c.
 
     pos i32[row, n], order i64[row, n] (the cells, oldest token first), keys f32[row, n, n_dim], mass f32[row,
     n], seeds i64[row] -> keep b1[row, n].

@@ -6,18 +6,18 @@ cosine=absolute` give the two other similarities of the appendix. c is phi of th
 Both f and c are 0 for the empty set and 1 for all tokens. The paper's lambda is our mixture, and its budget
 tau_s is the number of kept tokens.
 
-In a stream (Algorithm 2), an eviction removes the token whose removal costs g least, the oldest among equals.
-g is computed over the tokens that are live before the eviction. Kept tokens still represent themselves, and
-the evicted token is now represented by its nearest neighbour. f therefore decreases by (1 - s) / (number of
-tokens), where s is the similarity of the evicted token to this neighbour.
+In a stream (Algorithm 2), an eviction removes the token whose loss decreases g least, the oldest among
+equals. g is computed over the tokens that are live before the eviction. Kept tokens still represent
+themselves, and the evicted token is now represented by its nearest neighbour. f therefore decreases by
+(1 - s) / (number of tokens), where s is the similarity of the evicted token to this neighbour.
 
 A prompt that was decoded whole is summarized offline (Algorithm 1). The token that raises g most is added,
 the newest among equals, until the summary is full. The search is lazy or stochastic greedy (Mirzasoleiman et
 al. 2015).
 
 With `-o grow=10`, an eviction after n tokens of a stream leaves sinks, window and 10 * log(1 + n) other
-tokens. Section 7 of the paper proposes a summary that grows very slowly. The budget is still the cap, and
-rows fill up to the budget before the next eviction.
+tokens. Section 7 of the paper proposes a summary that grows very slowly. The budget remains the maximum, and
+rows fill up to it before the next eviction.
 
 Differs from the paper: the first tokens and the newest tokens are part of every summary. Each KV head makes
 one decision, based on the attention summed over its group of query heads; the paper has no grouped queries.
@@ -99,9 +99,9 @@ class BumbleBee(Policy):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Return keys i16, attention sum f32, near f32, nearest i32, and in some cases a matrix of all pairs.
 
-        near is the similarity of a token to its nearest neighbour. If that neighbour was evicted, near is an
-        upper bound. nearest is the neighbour's position, or -1 if the neighbour was evicted. The matrix has
-        the similarities of all pairs, with zeros on its diagonal. It is left out if similarity=recompute.
+        `near` is the similarity of a token to its nearest neighbour, or an upper bound of this similarity if
+        that neighbour was evicted. `nearest` is the neighbour's position, or -1 if it was evicted. The matrix
+        has the similarities of all pairs, with zeros on its diagonal. similarity=recompute has no matrix.
         """
         shape = n_row, n_cell
         state = (

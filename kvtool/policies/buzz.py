@@ -25,14 +25,14 @@ local_max=false`.
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
 heads; the paper has no grouped queries. The threshold counts old and new tokens together, as in Figure 3,
 equation 10, Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. In the
-same budget, such a threshold gives a smaller window and a longer middle. For 256 cells, the window is 38
+same budget, counting only these gives a smaller window and a longer middle. For 256 cells, the window is 38
 instead of 47 tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens).
 This difference is within the noise.
 
 kept=true is not in the paper. If an eviction then leaves too many tokens, it thins the middle again, from the
-oldest token on, until exactly the requested number of tokens is left. This happens after a prompt or step
-that is long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves
-about 7 % less than requested.
+oldest token on, until exactly the requested number of tokens is left. This happens after a long prompt or
+step, and in a stream from about the third eviction on. The first eviction of a stream leaves about 7 % less
+than requested.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class BUZZ(Policy):
         sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
         window, threshold = params.get("window"), params.get("threshold")
         if params.get("kept"):
-            # compute with a stride of at least 3, because only the constructor reports a smaller stride
+            # the constructor raises the error for a stride below 3; until then, compute with 3
             strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
@@ -142,7 +142,7 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """Return the number of cells for each use of the budget.
+        """Return the number of cells of each part of the budget. See `Policy.split`.
 
         `rest` is the threshold, minus pinned tokens that are not sinks. `slack` is 1, for the token that is
         being decoded.
@@ -159,7 +159,7 @@ class BUZZ(Policy):
         return self._sampled(view, state)
 
     def compress(self, view: View) -> Plan:
-        """Compress a prompt. With `kept`, the prompt may be shorter than the budget."""
+        """Compress a prompt. With `kept`, also compress some prompts that are shorter than the budget."""
         if view.n_kv <= self._n_most:
             return Plan(np.ones(view.pos.shape, np.bool_))
         n_row, n_kv = view.pos.shape
@@ -210,7 +210,7 @@ def _threshold(n: int, stride: int, old_stride: int) -> int:
     """Return the threshold for a steady state, in which each eviction leaves n middle tokens.
 
     Before an eviction, n middle tokens are old. One in `old_stride` old tokens stays. Each evicted old token
-    must be replaced by a new token. This takes `stride` new tokens, because one of them stays.
+    must be replaced by a new token. This takes `stride` new tokens, because one in `stride` new tokens stays.
     """
     return n - 1 + stride * (n - -(-n // old_stride))
 
