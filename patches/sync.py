@@ -1,7 +1,7 @@
 """For maintainers: bring the patch into a work tree of llama.cpp, and back.
 
     python patches/sync.py import DIR [ARCHIVE]   make DIR a repository of llama.cpp, its work tree patched
-    python patches/sync.py export DIR             write hooks.patch from that work tree; its header stays
+    python patches/sync.py export DIR             write hooks.patch from that work tree; keep its header
     python patches/sync.py check                  test that the patch fits UPSTREAM, and export reproduces it
 
 ARCHIVE is the source distribution of another release; the default is UPSTREAM's. If the patch does not fit

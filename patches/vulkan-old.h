@@ -1,6 +1,6 @@
-// ggml's Vulkan backend uses a few types of VK_EXT_layer_settings, which Vulkan headers have since 1.3.272. Debian 12 has
-// older headers. This file is included before the backend's files and defines the types, which are used only if ggml is
-// built with validation.
+// ggml's Vulkan backend uses a few types of VK_EXT_layer_settings. Vulkan headers have these types since 1.3.272, but
+// Debian 12 has older headers. This file is included before the backend's files and defines the types. They are used
+// only if ggml is built with validation.
 
 #pragma once
 

@@ -113,7 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // The Hadamard matrix is uploaded only once. It is marked as an output, so that its memory is not reused
+        // Mark the Hadamard matrix as an output: it is uploaded only once, so its memory must not be reused
         ggml_set_output(rot);
     }
 
@@ -131,7 +131,8 @@ static bool keep_graph(
         return true;
     }
 
-    // Without this reserve, ggml would mistake the new graph for the previous one if both have the same number of nodes
+    // ggml_gallocr_alloc_graph alone would mistake the new graph for the previous one if both have the same number of
+    // nodes
     if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
         kept.clear();
         return false;
@@ -154,8 +155,7 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // There is no need to wait for the decode: a worker executes its commands one after the other, also if they are for
-    // different devices
+    // Do not wait for the decode: a worker executes its commands in order, even if they are for different devices
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -185,7 +185,6 @@ bool graphs::compute(
     ggml_context * ctx = ctx_ptr.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
-    // use the same backends as the decode's scheduler
     std::vector<ggml_backend_t>             backends;
     std::vector<ggml_backend_buffer_type_t> bufts;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
@@ -193,9 +192,9 @@ bool graphs::compute(
         bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
     }
 
-    // Use a separate scheduler. The decode's scheduler would have to rebuild the decode's graph after every edit. The
-    // separate scheduler also has separate buffers. When these buffers are freed, a worker drops the graphs that use
-    // them. The decode's graph does not use them, so the worker keeps it
+    // Use a separate scheduler, for two reasons. The decode's scheduler would have to rebuild the decode's graph after
+    // every edit. And when a scheduler's buffers are freed, a worker drops all graphs that use these buffers. The
+    // separate scheduler has its own buffers, so the worker keeps the decode's graph
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
             backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
@@ -213,8 +212,8 @@ bool graphs::compute(
 
         results.push_back(build(ctx, gf, i, rot));
 
-        // Assign the operations to the device that holds the cache. Do not assign views: the tensor that is viewed may
-        // be an input on the host, and the view must stay there
+        // Assign the operations to the device that holds the cache. Do not assign views: the viewed tensor may be an
+        // input on the host, and its view must stay there
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
@@ -235,7 +234,7 @@ bool graphs::compute(
         return true;
     }
 
-    // If all layers lie on one device, assign each list to that device, so that the list is sent as a whole. Otherwise
+    // If all layers lie on one device, assign the lists to this device. Each list is then sent in one copy. Otherwise
     // the scheduler copies each layer's part of a list separately
     const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
     for (const input * i : inputs) {
@@ -265,7 +264,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // maximum number of unneeded bytes that an edit sends, per node of the kept graph
+    // maximum number of unneeded bytes in the lists of an edit, per node of the kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;
@@ -282,8 +281,8 @@ void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::v
         n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
     }
 
-    // An edit must fill the kept graph's lists completely, even with entries that it does not need. If there are too
-    // many such entries, sending them costs more than sending a new graph with shorter lists
+    // The lists of a kept graph have fixed lengths, so an edit fills them up with entries that it does not need. If
+    // there are too many such entries, sending them costs more than sending a new graph with shorter lists
     const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
 
     if (fits && !large) {

@@ -45,9 +45,9 @@ struct input {
     }
 };
 
-// A graph that is kept by this process and also by a worker (ggml's RPC server), so that a later request sends only the
-// graph's id. The server keeps one graph for each of its devices. The device with the layers keeps the decode's graph.
-// Other graphs are therefore computed on a spare, which is a second handle of that device
+// A graph that this process and a worker (ggml's RPC server) both keep, so that a later request sends only the graph's
+// id. The server keeps one graph per device, and the device with the layers has the decode's graph. All other graphs
+// are therefore computed on a spare: a second handle of that device
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // buffer type of the device that holds the layers
 
@@ -60,9 +60,9 @@ struct kept_graph {
     std::vector<ggml_tensor *> inputs;
     std::vector<ggml_tensor *> outputs;
 
-    std::vector<layer_shape> shapes; // lengths of the lists that the graph reads
+    std::vector<layer_shape> shapes; // one per layer: lengths of the lists that the graph reads
 
-    // true if the graph cannot be kept, because it reads a tensor on another device
+    // true if the graph cannot be kept, because it reads a tensor that is not on the layers' device
     bool unfit = false;
 
     void clear() {
@@ -94,11 +94,12 @@ std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {
 public:
-    // Adds the part's layer i to the graph. Returns the layer's result, or the tensor that the graph writes the result
-    // to, or null if there is no result. rot: Hadamard matrix of quantized keys; null if keys are not multiplied by one
+    // Adds layer i of the part to the graph. Returns the tensor that has the layer's result after the graph is
+    // computed, or null if there is no result. rot: Hadamard matrix of quantized keys; null if keys are not multiplied
+    // by one
     using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot)>;
 
-    // reads the results; called before their memory is reused
+    // called with the results after the graph is computed, and before their memory is reused
     using read_t = std::function<void (const std::vector<ggml_tensor *> & results)>;
 
     // layers grouped by the graph that serves them
@@ -109,7 +110,7 @@ public:
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const read_t & read = {});
 
-    // drop the kept graphs, because the tensors of the layers have changed
+    // drop the kept graphs; call this if the tensors of the layers have changed
     void clear();
 
 private:
@@ -120,8 +121,8 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// Set the lengths of an edit's lists. If the lists fit into the kept graph's lists, they get the same lengths.
-// Otherwise drop the kept graph and choose lengths for a new graph
+// Replace the lengths that an edit needs for its lists by the lengths that the lists get. If the edit uses the kept
+// graph, these are the lengths in this graph. Otherwise they are lengths for a new graph, and the kept graph is dropped
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

@@ -17,7 +17,7 @@ struct layer_edit {
     std::vector<llama_kvtool_term> terms;
 };
 
-// the moves that move values: all moves, except rotations of keys that stay in their cell
+// moves of values: all moves, except rotations of keys that stay in their cell
 inline std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
     auto res = edit.moves;
     std::copy_if(edit.turns.begin(), edit.turns.end(), std::back_inserter(res),

@@ -1,5 +1,4 @@
-// Masks that are computed on the device. Otherwise the host would have to fill and send a mask for every head and
-// layer.
+// Masks that the device computes, so that the host need not fill and send a mask for every head and layer.
 
 #pragma once
 

@@ -21,13 +21,10 @@ public:
     // change layer i's number of cells to n_cell; cells that remain keep their positions
     void resize(size_t i, int n_cell);
 
-    // move positions as an edit moves the cells
     void move(const std::vector<layer> & layers, const llama_kvtool_edit & edit);
 
-    // set the position of a cell's key
     void put(size_t i, int head, int cell, int32_t pos) { of_layer[i].at(head, cell) = pos; }
 
-    // position of a cell's key
     int32_t get(size_t i, int head, int cell) const { return of_layer[i].at(head, cell); }
 
 private:

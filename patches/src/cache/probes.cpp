@@ -57,7 +57,7 @@ ggml_tensor * probabilities(
 
 reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen)
     : ctx(ctx), params(params), p(p), n_kv(p->ne[0]), n_tokens(p->ne[1]), n_head_kv(n_head_kv), n_gqa(p->ne[2]/n_head_kv) {
-    // For the sum over the group, p is not reduced here: this sum is computed together with the sum over queries
+    // If the group is reduced to its sum, this sum is not computed here, but together with the sum over queries
     a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
 
     if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
@@ -66,8 +66,8 @@ reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_te
     }
 }
 
-// Return the last n queries as [n_kv, n*h, n_head_kv]. h is the number of heads in a group, or 1 if the group is
-// already reduced to one value in t
+// Return the last n queries of t as [n_kv, n*h, n_head_kv]. h: number of heads in a group, or 1 if t is already reduced
+// to one value per group
 ggml_tensor * reducer::last_queries(ggml_tensor * t, int64_t n) const {
     const int64_t h = t->ne[2]/n_head_kv;
     if (n < n_tokens) {
@@ -115,7 +115,7 @@ ggml_tensor * reducer::finished(int s, ggml_tensor * t) const {
 
 } // namespace kvtool
 
-// store a layer's queries; `slots` is an input of the graph
+// slots: input of the graph; created here if it is null
 static void store_queries(const llm_graph_context & graph, stored_queries & to, ggml_tensor * & slots, int64_t n, ggml_tensor * q, float scale, ggml_tensor * sinks, int il) {
     if (!slots) {
         slots = new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1);
@@ -168,7 +168,7 @@ void llama_kvtool_build(
 
     const size_t i_layer = &l - kvtool->layers.data();
 
-    // if earlier layers read the same cells, this layer continues their sums of signals
+    // if earlier layers read the same cells, begin with the signals of these layers
     auto & shared = graph.res->kvtool.shared;
 
     const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
@@ -213,8 +213,8 @@ void llama_kvtool_build(
             ggml_build_forward_expand(graph.gf, sum);
             continue;
         }
-        // The host reads t after the graph, so its memory must be kept. If t is a view, the memory belongs to the
-        // tensor that it views
+        // The host reads t after the graph is computed, so the memory of t must not be reused. If t is a view, its
+        // memory belongs to the viewed tensor
         for (ggml_tensor * x = t; x; x = x->view_src) {
             ggml_set_output(x);
         }
@@ -249,7 +249,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 
     const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
 
-    // the bound must be close, because ggml and its scheduler allocate about a kilobyte per possible node
+    // this bound must be tight, because ggml and its scheduler allocate about a kilobyte for each node that it allows
     uint32_t res = kvtool->joint ? kvtool->joint->n_most*kvtool->joint->n_node : 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
@@ -257,14 +257,13 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         // with attention sinks, each KV head needs a separate flash attention, with views of its inputs
         const uint32_t n_by_head = 8*hparams.n_head_kv(il);
 
-        // The terms of this sum count, in order, the nodes for: probabilities (with flash attention) and scaled
-        // queries, signals that are added over several layers, ragged rows, ALiBi, recall, residents, and signals that
-        // count hits
+        // Number of nodes, term by term: probabilities (only with flash attention) and scaled queries; signals that are
+        // combined over several layers; ragged rows; ALiBi; recall; residents; signals that count hits
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
             (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
-            // A halving needs two views and a sum. An odd number of elements needs another view and another sum. For a
-            // maximum, three operations replace each sum
+            // A halving needs two views and a sum. An odd number of elements needs one more view and one more sum. For
+            // a maximum, each sum becomes three operations
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || is_maximum(s);
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
@@ -272,7 +271,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         res += kvtool->queries.is_on() ? 8 : 0;
         res += kvtool->deferred.n_most > 0 ? 8 : 0;
         if (kvtool->recent.is_on()) {
-            // nodes of the recent signal: its sum or maximum over the heads of a group
+            // the sum or maximum of the recent signal over the heads of a group
             res += 16 + 9*n_halving(1);
         }
     }

@@ -27,13 +27,13 @@ public:
     // seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
-    // Signal s [n_kv, 1, n_head_kv] of one layer. The recent signal and squares have a value per query:
-    // [n_kv, n, n_head_kv]. For squares, these values are not squared yet: the values of all layers that read a cell
-    // must be added first
+    // Signal s of one layer: [n_kv, 1, n_head_kv]. The recent signal and squares have one value per query: [n_kv, n,
+    // n_head_kv]. For squares, the values are not squared yet: `finished` squares them after the values of all layers
+    // that read the cells have been added
     ggml_tensor * signal(int s) const;
 
-    // Return signal s. t: the sum of signal(s) over all layers that read the cells. For squares, the elements of t are
-    // squared and summed over the queries. For other signals, the result is t
+    // Return signal s. t: the results of signal(s), combined over all layers that read the cells. For squares, the
+    // elements of t are squared and summed over the queries. For all other signals, t is returned unchanged
     ggml_tensor * finished(int s, ggml_tensor * t) const;
 
 private:
@@ -41,7 +41,7 @@ private:
     const llama_kvtool_params & params;
 
     ggml_tensor * p;
-    ggml_tensor * a   = nullptr; // Probabilities per group of heads. Per head if the group is summed later.
+    ggml_tensor * a   = nullptr; // Probabilities per group of heads, or per head if the group is summed later.
     ggml_tensor * hit = nullptr; // 1 where a cell is important to a query, else 0.
 
     int64_t n_kv;

@@ -14,23 +14,21 @@ struct llama_ubatch;
 
 namespace kvtool {
 
-// Queries of each layer, in the form in which attention multiplies them with the keys. They lie on the device of the
-// layer's cache
+// Queries of each layer, after RoPE. They lie on the device of the layer's cache, or on the host if the device lacks
+// memory
 class stored_queries {
 public:
     // a layer of the model that attends to rows, and its stored queries
     struct asker {
         int    il;
-        size_t i;      // Index of the layer whose cells it reads.
+        size_t i;      // Index in `layers` of the layer whose cells this layer reads.
         int    n_embd; // Elements of a query of one head.
         int    n_head; // Number of query heads.
 
         float         scale = 0.0f;    // Scale of the layer's logits, read from the decode's graph.
         ggml_tensor * sinks = nullptr; // The layer's attention sinks, read from the decode's graph.
 
-        // F32 [n_embd*n_head, n_slot]: one slot per query; on the device of the cache, or on the host if the device
-        // lacks memory
-        ggml_tensor * t = nullptr;
+        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot]: one slot per query
     };
 
     std::vector<asker> askers;
@@ -66,8 +64,8 @@ public:
 
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // There are n_draft more slots than n_query. The queries of draft tokens therefore do not overwrite the n_query
-    // queries before them, which are needed if the draft tokens are removed
+    // There are n_draft additional slots. Draft tokens therefore do not overwrite the n_query queries before them,
+    // which are needed if the draft tokens are removed
     int n_slot() const { return params.n_query + params.n_draft; }
 
     // slot of the next batch's query t
@@ -76,7 +74,7 @@ public:
     // note the positions of the last n queries of a batch that is about to be computed
     void note(const llama_ubatch & ubatch, int64_t n);
 
-    // count the n_tokens queries of a computed graph
+    // move on to the slot after n_tokens queries; call this when their graph has been computed
     void decoded(int n_tokens) { next = is_on() ? slot(n_tokens) : 0; }
 
     // remove the last n queries of the last batch
@@ -88,9 +86,9 @@ public:
     // position that each slot's query is rotated to; -1 if the slot is empty
     std::vector<int32_t> pos;
 
-    // Copy the last n_query queries, the oldest first, to out[n_query][n_number] or from in[n_query][n_number].
-    // at[n_query] is copied in the same direction: the position that each query is rotated to, negative if there is no
-    // such query
+    // Copy the last n_query queries, the oldest first, to out[n_query][n_number] or from in[n_query][n_number]; the
+    // other pointer is null. at[n_query] is copied in the same direction: the position that each query is rotated to,
+    // or a negative number if there is no such query
     void copy(float * out, const float * in, int32_t * at);
 
     void clear();

@@ -51,7 +51,8 @@ static void store_rows(const llm_graph_context & graph, const layer & l, int i, 
     }
 }
 
-// set k and v to views of a layer's cells: [n_embd, n_head, n_cell]. v is unchanged if values are a part of the keys
+// Set k and v to views of a layer's cells: [n_embd, n_head, n_cell], or [n_cell, n_head, n_embd] for transposed v. v is
+// unchanged if values are a part of the keys
 static void view_cells(const llm_graph_context & graph, const layer & l, ggml_tensor * & k, ggml_tensor * & v) {
     ggml_context * ctx = graph.ctx0;
 

@@ -95,7 +95,7 @@ void recent::collect(llama_context & lctx) {
 
     lctx.synchronize();
 
-    // copy the newest slots, in two pieces if they continue at the beginning of the ring buffer
+    // copy the newest slots, in two pieces if they wrap around the end of the ring buffer
     const int end   = slot(0);
     const int first = end - n_new;
 

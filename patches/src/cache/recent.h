@@ -1,6 +1,6 @@
 // Attention of each of the last n_query queries. The recent signal is the sum over these queries. The attention of each
-// query is stored separately, so the oldest query can be dropped at any time, wherever batches begin and end. Edits
-// move the attention along with the cells.
+// query is stored separately, so that old queries can be dropped one by one. Edits move the attention along with the
+// cells.
 
 #pragma once
 
@@ -65,7 +65,7 @@ public:
     // create empty ring buffers for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // copy the old content to these ring buffers and use them from now on; call `collect` first
+    // use these ring buffers from now on, with the content of the previous ring buffers; call `collect` first
     void take(rings && res);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
@@ -76,7 +76,7 @@ public:
     // slot of the next batch's query t
     int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
 
-    // count the n_tokens queries of a computed graph
+    // move on to the slot after n_tokens queries; call this when their graph has been computed
     void decoded(int n_tokens);
 
     // copy the ring buffers of devices to the host
@@ -88,8 +88,8 @@ public:
     // the oldest to the newest query. It is 0 beyond the layer's cells
     void sum(size_t i, int head, float * out, int n_cell);
 
-    // copy the attention of all queries, the oldest first, to out[n_query][n_row][n_cell] or from in; cells that the
-    // source does not have become 0
+    // Copy the attention of the last n_query queries, the oldest first, to out[n_query][n_row][n_cell] or from in; the
+    // other pointer is null. If the source has fewer cells than the destination, the other cells become 0
     void copy(float * out, const float * in, int n_cell);
 
     // move the attention as an edit moves the cells, and clear the cells that the edit frees. edits: the edit split by

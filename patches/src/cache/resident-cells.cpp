@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Number of keys and values that are copied to each layer at once. About as many cells change in a step. Filling all
-// cells takes many copies, but this seldom happens
+// Number of keys and values that each layer gets per copy. A step changes about as many cells. Filling all cells takes
+// many copies, but this seldom happens
 static constexpr int n_sent = 128;
 
 std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
@@ -169,7 +169,6 @@ static ggml_backend_t backend_of(llama_context & lctx, ggml_backend_buffer_type_
     return nullptr;
 }
 
-// write n numbers in the type of a tensor
 static void convert(const ggml_tensor * t, const float * x, int64_t n, uint8_t * out) {
     if (t->type == GGML_TYPE_F16) {
         to_half(x, (ggml_fp16_t *) out, n);
@@ -197,7 +196,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
 
             auto * at = (int64_t *) in(up.at);
             for (int64_t c = 0; c < n_sent; ++c) {
-                // the remaining entries are written to the last cell, which no query sees
+                // write the remaining entries to the last cell, which no query sees
                 at[c] = c < n ? cell*l.n_head + own.at[first + c] : (int64_t) (l.n_cell - 1)*l.n_head;
             }
             convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
@@ -278,8 +277,8 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
 //
 
 // Copy the keys of the live cells to the host, unless there is a copy already. The copy lacks the keys of tokens that
-// are decoded later. Without these keys a query's softmax sum is too low. A step may then be repeated although it is
-// good enough
+// are decoded later, so the missed attention becomes too high. The only harm is that a step may be repeated without
+// need
 void resident_cells::copy_live(int n_live) {
     if (n_copied > 0) {
         return;
@@ -324,7 +323,7 @@ std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
     std::vector<float> res(n_asked, 0.0f);
 
     std::vector<float> queries, sums, missed;
-    std::vector<int>   tokens; // the token of each query
+    std::vector<int>   tokens; // index of each query's token in the step
     for (int head = 0; head < l.n_head; ++head) {
         queries.clear();
         tokens .clear();

@@ -22,7 +22,7 @@ namespace kvtool {
 
 class resident_cells {
 public:
-    // Here asker::t is a view of the elements of `device::queries` that belong to this layer of the model
+    // asker::t is a view of `device::queries`: the elements of this layer
     using asker = stored_queries::asker;
 
     // reason why these layers cannot have residents; empty if they can
@@ -35,7 +35,7 @@ public:
             const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
             int n_filled, int n_thread);
 
-    // number of cells at the end of each row: the cells of `residents`, and at least one more cell, which no query sees
+    // number of cells at the end of each row: the residents' cells, and at least one more cell, which no query sees
     static int region(int n_mean, int n_token);
 
     int64_t bytes() const;
@@ -47,12 +47,11 @@ public:
     // false if a device failed
     bool place(llama_context & lctx, int64_t rot, uint64_t version);
 
-    // Choose the residents of the next step with the queries of the last step; see residents::choose. Returns the
-    // attention that the queries of a token missed, averaged over all query heads. If there are several tokens, it is
-    // the largest average. n_live: live cells; cap: soft cap of logits
+    // Choose the residents of the next step with the queries of the last step: see residents::choose. Returns the
+    // result of llama_kvtool_missed. n_live: number of live cells; cap: soft cap of logits
     float choose(int n_live, float cap);
 
-    // call this if keys of live cells have changed; the keys in the first n cells are unchanged
+    // drop the copied keys of all live cells but the first n; call this if the keys in these cells have changed
     void forget_live(int n = 0) { n_copied = std::min(n_copied, n); }
 
     // the mask on a layer's device, F16 [n_filled + n_region, 1, 1, rows on the device], and the index of the layer's
@@ -130,7 +129,7 @@ private:
     void copy_live(int n_live);
     void sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;
 
-    // for each token: the sum of what its queries missed in the layer
+    // for each token: the attention that its queries missed, summed over the layer's query heads
     std::vector<float> choose_layer(size_t layer, float cap);
 
     // call f(i) for 0 <= i < n, distributed over all threads; throws if a thread failed

@@ -17,7 +17,7 @@ bool rope::has_pair(int i) const {
     return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
 }
 
-// walk through a graph: it begins at a layer's keys and ends at the operation that rotates them
+// walk through a graph, from a layer's keys back to the operation that rotates them
 struct rope_walk {
     const ggml_tensor * found = nullptr;
 
@@ -33,7 +33,7 @@ struct rope_walk {
         return t->op == GGML_OP_NONE && !(t->flags & GGML_TENSOR_FLAG_INPUT);
     }
 
-    // a product with a model's weights, which may follow the rotation
+    // a product with a model's weights; it is allowed after the rotation
     void visit_scaled(const ggml_tensor * t, ggml_tensor * weights, int offset) {
         const auto * before = found;
         visit(t, offset);
@@ -47,7 +47,7 @@ struct rope_walk {
         scale = weights;
     }
 
-    // An operation that may precede the rotation of the keys. If it follows the rotation, the walk fails
+    // An operation that is allowed before the rotation of the keys. If it comes after the rotation, the walk fails
     void visit_plain(const ggml_tensor * t, int offset, const char * what) {
         const auto * before = found;
         visit(t, offset);

@@ -9,7 +9,7 @@
 namespace kvtool {
 
 struct rope {
-    bool is_known = false; // `read` has succeeded
+    bool is_known = false; // true if `read` has succeeded
 
     bool is_mapped = false; // true if quantized keys are multiplied by a Hadamard matrix before they are stored
 

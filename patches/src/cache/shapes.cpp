@@ -34,14 +34,14 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values can use the keys' list of moves, except in two cases. Transposed values need other indices. If keys are
-    // rotated, they are in a separate list, so the list of moves would lack the moves of their values
+    // Values use the keys' list of moves, except in two cases. Transposed values need other indices. Rotated keys are
+    // in a separate list, so the list of moves would lack the moves of their values
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
 }
 
-// round up, so that the lists of the next edit still fit the graph if they are slightly longer
+// round up, so that the next edit can use the same graph even if its lists are slightly longer
 static int64_t rounded_up(int64_t n) {
     int64_t step = 16;
     while (step*16 <= n) {
@@ -68,9 +68,9 @@ static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Return how many merges have terms on this level after the list of merges has been filled up to n_all entries. It is
-// filled with copies of its last merge, which has the fewest terms. If the last merge has terms on this level,
-// every merge and every copy has terms on it. Otherwise no copy has terms on it
+// Return the number of merges with terms on this level after the list of merges is filled up to n_all entries. The list
+// is filled up with copies of its last merge, which has the fewest terms. If this merge has terms on the level, all
+// n_all merges have. If not, no copy has
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
@@ -86,8 +86,8 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// Round n up to 4, 8, 16, ... n: number of merges with terms on a level above 0. There are only few such long merges,
-// but their number varies from edit to edit. With more room for them, a graph can be used for more edits
+// Round n up to 4, 8, 16, ... n: number of merges with terms on a level above 0. Only few merges are so long, but their
+// number varies from edit to edit. Rounding up lets more edits use the same graph
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {
@@ -117,7 +117,7 @@ std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vecto
             n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
         }
     }
-    // all layers get the same room, because the long merges of the next edit may be in another layer
+    // give all layers the same room, because in the next edit the long merges may be in another layer
     for (auto & s : shapes) {
         for (int j = 1; j < n_level; ++j) {
             s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));

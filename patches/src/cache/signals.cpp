@@ -8,8 +8,8 @@
 
 namespace kvtool {
 
-// Byte that fills a device's sums of LLAMA_KVTOOL_SIGNAL_IMPORTANT, to mark cells that were never important. Four such
-// bytes are the float -1.3e20. It is so large that subtracting a batch's n_tokens does not change it
+// Byte to which a device's sums of LLAMA_KVTOOL_SIGNAL_IMPORTANT are cleared. It marks cells that were never important:
+// four such bytes are the float -1.3e20, and subtracting a batch's n_tokens does not change this float
 static constexpr uint8_t never_byte = 0xE0;
 
 void signals::device_sums::clear() const {
@@ -174,7 +174,7 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
         // src: number of the last query that the cell was important to. The first query of the batch has number 1; src
-        // is 0 if there is no such query. The loop has no branches, because without them it takes half the time
+        // is 0 if there is no such query. The loop has no branches, because they would double its time
         const float n_query = n_query_own;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;

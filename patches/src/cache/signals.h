@@ -32,7 +32,7 @@ public:
     // sum
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // a graph has been computed: start to copy the signals that the host adds up
+    // start to copy the signals that the host adds up; call this when the graph has been computed
     void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
     // Add signal s [n] of n_query queries to a row's sum. These queries must be newer than all queries that were added
@@ -51,7 +51,7 @@ public:
 
 private:
     // Sums of all layers whose cache lies on one device, in that device's memory. They are copied to the host only when
-    // they are read. If they were copied after every batch, this would be most of the traffic to another machine
+    // they are read. Copies after every batch would be most of the traffic to a device of another machine
     struct device_sums {
         ggml_backend_buffer_type_t buft;
 

@@ -1,4 +1,5 @@
-// Resizing the layers of a cache. These functions are methods of llama_kvtool because they replace llama.cpp's tensors.
+// Resizing the layers of a cache. These functions are methods of llama_kvtool because they access private members of
+// llama.cpp's context.
 
 #include "hooks/error.h"
 #include "hooks/memory.h"
@@ -53,7 +54,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
         for (size_t i = 0; ok && i < layers.size(); ++i) {
             ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
         }
-        // with ragged rows the cache of the model's index keeps its size, because it holds only the newest tokens
+        // with ragged rows the index's cache keeps its size, because it holds only the tokens since the last edit
         for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
             ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
@@ -76,7 +77,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
-        // recalled tokens lie in the last cells of each layer; after the resize, other cells are the last ones
+        // recalled tokens lie in the last cells of each layer, and these are now other cells
         fill_recalled(lctx);
     }
 
@@ -89,9 +90,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     GGML_UNUSED(n_before);
 #endif
 
-    // New graphs are needed because existing graphs have views of the old tensors. Their compute buffers are resized
-    // together with the cache. Layers with ragged rows change size often, so there the buffers are resized only after a
-    // large change
+    // Existing graphs view the old tensors, so new graphs are needed. Their compute buffers are allocated again if the
+    // size has changed by much. Without ragged rows, they are always allocated again, because layers seldom change size
     const int most    = *std::max_element(before.begin(), before.end());
     const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
     forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
@@ -99,8 +99,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// Resize layer i of `some` in a cache to n cells. If there is no memory or a device failed, returns false and leaves
-// this layer unchanged
+// Resize layer i of `some`, the layers of the cache kv, to n cells. If there is no memory or a device failed, returns
+// false and leaves this layer unchanged
 bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
     auto & l = some[i];
 
@@ -130,8 +130,8 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
 
     const int64_t n_copy = std::min(n, l.n_cell);
 
-    // Cells that exist both before and after. In transposed values, each row of the tensor holds one element of all
-    // cells
+    // View of the cells that exist both before and after the resize. In transposed values, each row of the tensor holds
+    // one element of all cells
     const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
         const int64_t n_embd = t->ne[0];
         return trans ?

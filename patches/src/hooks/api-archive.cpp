@@ -17,7 +17,7 @@ using namespace kvtool;
 // maximum number of tokens per row that llama_kvtool_trace records; larger records might not fit in memory
 static constexpr int32_t most_traced = 4096;
 
-// maximum number of resident means in a row; also the maximum number of resident tokens. No device has memory for more
+// maximum number of resident means in a row, and of resident tokens in a row; no device has memory for more
 static constexpr int32_t most_resident = 1 << 20;
 
 // Return the state of a context that has an archive. If it has no archive, set the error and return null
@@ -144,7 +144,7 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
 
-// false, with the error set, if a row cannot have so many means and resident tokens
+// True if a row can have n_mean means and n_token resident tokens. Otherwise, set the error and return false
 static bool can_be_resident(int32_t n_mean, int32_t n_token) {
     if (n_token < 0 || n_token > most_resident || n_mean < 0 || n_mean > most_resident || n_mean % n_cluster != 0) {
         fail(format("n_mean must be a multiple of %d, and n_mean and n_token in 0..%d, got %d and %d", n_cluster, most_resident, n_mean, n_token));

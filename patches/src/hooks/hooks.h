@@ -37,8 +37,9 @@ struct llama_kvtool_graph {
     // Signals of the step, layer by layer, that the host adds to its sums. t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // If several layers read the same cells, their signals are added. This list has the sums until the last of these
-    // layers is built. The recent signal and squares have a value per query: [n_kv, q, n_head_kv]
+    // For layers that read the same cells: their signals, combined over the layers built so far. An entry is removed
+    // when the last of its layers is built. The recent signal and squares have one value per query: [n_kv, q,
+    // n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -73,9 +74,9 @@ bool llama_kvtool_store(
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// Return the mask of a layer. In most cases this is kq_mask. Each row has a separate mask if rows have different
-// lengths (ragged), or if the distances to keys differ between rows (ALiBi). A token sees only those synthetic cells
-// that were computed for this token
+// Return the mask of a layer. It is kq_mask except in three cases. If rows have different lengths (ragged), or if the
+// distances to keys differ between rows (ALiBi), each row has a separate mask. If there are synthetic cells, a token
+// sees only the synthetic cells that were computed for it
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
 // attention of the queries q to all archived tokens and to the live cells; null unless archived tokens are staged
@@ -106,9 +107,9 @@ ggml_tensor * llama_kvtool_join(
 // If `log_n` is set, multiply each query by log_512 of the number of tokens that it has seen. Otherwise return q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
-// True if attention ignores the model's index, which chooses cells for each query. A context with kvtool never has more
-// cells than the index may choose, so the index would choose all cells. For this reason, edits need not move the
-// index's keys along with the cells
+// True if attention ignores the model's index, which chooses cells for each query. It does so with kvtool: the index
+// would choose all cells, because there are never more cells than it chooses (see llama_kvtool_most_cells). Edits
+// therefore need not move the index's keys along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
@@ -122,9 +123,9 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more tokens can be decoded: the context is usable, and every row has enough free cells. Cells for
-// recalled tokens are not free. llama.cpp cannot check this. It does not know the lengths of ragged rows, and it does
-// not know that cells for recalled tokens are reserved
+// True if n_tokens more tokens can be decoded: the context is usable, and every row has enough free cells. llama.cpp
+// cannot check this, because it does not know the lengths of ragged rows and the cells that are reserved for recalled
+// tokens. Also prepares the cells that the step fills from the archive
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -66,8 +66,8 @@ public:
 
     std::vector<made> made;
 
-    // Indices of the cells that a step fills from the archive. Layers share this input if the first of these cells has
-    // the same index
+    // Indices of the cells that a step fills from the archive. If the first such cell has the same index in several
+    // layers, these layers share the input
     struct filled {
         int64_t first;
 
@@ -76,7 +76,7 @@ public:
 
     std::vector<filled> filled;
 
-    // inputs of attention to archived tokens that are copied to the device, see staged.cpp
+    // inputs of attention to staged tokens, which are archived tokens that are copied to the device: see staged.cpp
     struct staged {
         // input of all layers with n_head KV heads
         struct rows_of {
@@ -92,7 +92,7 @@ public:
         // mask of the tokens after the live cells in the device's buffer, [n_all - n_live]: 0 for archived tokens,
         // -INFINITY for unused space
         ggml_tensor * tail = nullptr;
-        // [n_all, n_tokens]: for each query, llama.cpp's mask of the live cells, then `tail`
+        // mask of the tokens in the device's buffer, [n_all, n_tokens]: llama.cpp's mask of the live cells, then `tail`
         ggml_tensor * mask = nullptr;
 
         std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
@@ -109,11 +109,12 @@ public:
 
     bool is_deferred = false;
 
-    // inputs for attention to resident archived tokens, see resident.cpp
+    // inputs of attention to residents, see resident.cpp
     struct resident_mask {
         const ggml_tensor * own; // the residents' mask on a device
 
-        ggml_tensor * mask; // F16 [n_cell, n_tokens, 1, rows on the device]
+        // F16 [n_cell, n_tokens, 1, rows on the device]: llama.cpp's mask of the live cells, then `own`
+        ggml_tensor * mask;
     };
 
     std::vector<resident_mask> resident_masks;

@@ -21,7 +21,7 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // This result has room for only one node, because the member's nodes are created in the step's graph
+        // room for one node is enough, because the member's nodes are created in the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
@@ -166,7 +166,7 @@ llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result *
     return params;
 }
 
-// type of the context's cells; GGML_TYPE_F16 only if all its K and V tensors have it
+// type of the first K or V tensor that is not F16; GGML_TYPE_F16 if all are
 static ggml_type type_of_cells(const llama_context & lctx) {
     for (const llama_kv_cache * kv : { memory::cache(lctx), memory::sliding_cache(lctx) }) {
         if (!kv) {

@@ -16,7 +16,9 @@
 // layers with rows. With nothing enabled, llama.cpp computes the same bits as without the patch.
 //
 // Every function that can fail returns a negative number, and llama_kvtool_error gives the reason. A call that fails
-// leaves the cache unchanged, unless a device failed during an edit. Positions in the stream are less than 2^40.
+// leaves the cache unchanged, unless a device failed during an edit.
+//
+// A token's position in the stream is the number of tokens before it, including evicted tokens. It is less than 2^40.
 
 #pragma once
 
@@ -32,10 +34,11 @@ extern "C" {
 #endif
 
 // Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit. Only the recent
-// signal reaches further back: it covers the last n_query queries. Edits move the attention of these queries along with
-// the cells, but an edit that hides cells clears the recent signal.
-// The query heads of one KV head form a group. The parameter `group` sets how the values of these heads are reduced to
-// one value. If several layers read a row's cells, the values of these layers are added.
+// signal reaches further back: it covers the last n_query queries. Edits move its values along with the cells, but an
+// edit that hides cells clears it.
+// The query heads of one KV head form a group. `llama_kvtool_params::group` sets how the values of these heads are
+// reduced to one value. If several layers read a row's cells, the values of these layers are added. The signals
+// IMPORTANT and HIGHEST are not added, but cover the heads of all these layers.
 // A cell is important to a query that has seen t tokens (including the query's own token) if A >= 1/t.
 enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // Sum over the queries.
@@ -68,9 +71,9 @@ struct llama_kvtool_params {
     int32_t n_draft;
 
     // Maximum number of queries whose signals are deferred: steps store their queries, and the signals of several steps
-    // are computed together later. If this is 0, each step computes its signals at once. The same holds without flash
-    // attention, with an archive, or if layers lie on a worker. Steps with draft tokens always store their queries.
-    // Draft tokens are not possible with both signals and an archive
+    // are computed together later. Each step computes its signals at once if this is 0, if there is no flash attention,
+    // if there is an archive, or if layers lie on a worker. Steps with draft tokens are an exception: they always store
+    // their queries. For this reason, draft tokens are not possible with both signals and an archive
     int32_t n_defer;
 
     // number of cells at the end of each row that every step fills from the archive; 0: there is no archive
@@ -79,17 +82,17 @@ struct llama_kvtool_params {
     // attention to the whole archive. If this is 0, the n_recall archived tokens with the most attention return to
     // cells instead
     int32_t n_made;
-    // In a step of one token, each row attends exactly to all archived tokens without clusters, and to the tokens of
-    // the clusters with the most attention per token. Clusters are chosen until they have n_exact tokens together. All
-    // other clusters are represented by their means. If n_exact is 0, the step attends exactly to all archived tokens
+    // In a step of one token, each row attends exactly to all archived tokens without clusters, and to about n_exact
+    // tokens in the clusters with the most attention per token. All other clusters are represented by their means. If
+    // n_exact is 0, the step attends exactly to all archived tokens
     int32_t n_exact;
-    // distance limit: a token farther away is treated as if it were at this distance
+    // maximum distance between a query and an archived token: tokens farther away are treated as if at this distance
     int32_t n_near;
     int32_t type_k;   // Type (ggml_type) of archived keys.
     int32_t type_v;   // Type (ggml_type) of archived values.
 
     // If false, archived keys and values of fewer than 8 bits are multiplied by a Hadamard matrix before they are
-    // rounded. If true, they are not multiplied: archives of earlier versions have such keys and values
+    // rounded. True is for archives of earlier versions, which lack this multiplication
     bool plain;
 
     bool log_n;  // Multiply the attention logits of a query that has seen t tokens by log_512(t).
@@ -125,8 +128,8 @@ struct llama_kvtool_edit {
     // free
     int32_t   n_keep;
     // Cell n_keep - 1 gets position pos_0 + n_keep - 1, and the other cells in use get lower positions. The next token
-    // must have position pos_0 + n_keep. If the newest token gets another position in this way, positions in sliding
-    // layers change by the same amount. If n_hidden equals n_keep, sliding layers are emptied
+    // must have position pos_0 + n_keep. If this changes the position of the newest token, all positions in sliding
+    // layers are shifted by the same amount. If n_hidden equals n_keep, sliding and recurrent layers are emptied
     llama_pos pos_0;
 
     // only if rows are ragged, else null: the number of cells that each row keeps, at most n_keep
@@ -194,9 +197,8 @@ struct llama_kvtool_layer {
 // negative number if contexts of this model cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
 
-// Maximum number of cells per layer for this model. If the model has an index that chooses cells for each query, a
-// layer may have only as many cells as the index chooses, so that the index always chooses all cells. Otherwise
-// INT32_MAX
+// Maximum number of cells per layer for this model. If the model has an index that chooses cells for each query, this
+// is the number of cells that the index chooses: with more cells, it would not choose all of them. Otherwise INT32_MAX
 LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 
 // true if the model biases attention by distance (ALiBi)
@@ -236,12 +238,11 @@ LLAMA_API int64_t llama_kvtool_deferred_bytes(const struct llama_context * ctx);
 // in any signal
 LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
-// set the number of tokens that come before the first query of the next decode; each later query has seen one token
-// more
+// set how many tokens come before the next token; each decoded token adds one. Signals and log_n use this number
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// Give each layer n_cell[layer] cells: at least as many as the layer's live cells plus n_recall. Cells of residents are
-// added to this number. Unless rows are ragged, all layers need the same number
+// Set the number of cells of each layer. n_cell[layer] must be at least the layer's live cells plus n_recall; cells of
+// residents are added to it. Unless rows are ragged, all layers need the same number
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // read a signal into out[n_row][n_cell]; entries beyond a layer's cells are 0
@@ -252,7 +253,7 @@ LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal,
 LLAMA_API int32_t llama_kvtool_write(struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell);
 
 // Read the recent signal query by query, the oldest first: out[n_query][n_row][n_cell]. Values are 0 for cells beyond a
-// layer's cells, and for all cells of a query that has not happened yet
+// layer's cells. If there were fewer than n_query queries, the values of the missing queries are 0
 LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // restore the recent signal from in[n_query][n_row][n_cell]; values of the cells from n_cell on become 0
@@ -270,8 +271,9 @@ LLAMA_API int32_t llama_kvtool_read_future(
         int32_t n_row, int32_t n_head, int32_t n_cell);
 
 // Copy the last n_query queries, the oldest first, to out[n_query][n] or from in[n_query][n], where n is the number of
-// elements of a query in all layers together. pos[n_query] has the position that each query is rotated to, or -1 for a
-// query that has not happened yet. Both functions return n; if a buffer is null, they do nothing else.
+// elements of a query in all layers together. pos[n_query] has the position that each query is rotated to. If there
+// were fewer than n_query queries, it is -1 for the missing queries. Both functions return n; if a buffer is null, they
+// do nothing else.
 LLAMA_API int64_t llama_kvtool_get_queries(struct llama_context * ctx, float * out, int32_t * pos);
 LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const float * in, const int32_t * pos);
 
@@ -291,9 +293,9 @@ LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int3
 
 // Copy the fixed state, which is the memory of layers without rows: all cells of the sliding layers, then all recurrent
 // states. `table` has as many numbers as llama_kvtool_n_fixed_state returns:
-// - only with sliding layers: the index of the cell for their next token, then the positions in all their cells (-1 in
-//   an empty cell)
-// - only with recurrent layers: the position of the newest token (-1 before the first token), as the last number
+// - if there are sliding layers: the index of the cell for their next token, then the positions in all their cells (-1
+//   in an empty cell)
+// - if there are recurrent layers: the position of the newest token (-1 before the first token), as the last number
 // `get` and `set` return the number of bytes. If its buffers are null, `get` does nothing else.
 LLAMA_API int32_t llama_kvtool_n_fixed_state  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_fixed_state(struct llama_context * ctx, int32_t * table, uint8_t * out);
@@ -338,13 +340,14 @@ LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const ch
 LLAMA_API int32_t llama_kvtool_archive(
         struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
-// set the base: keys in the cache, and keys of the next decode, are rotated to their position in the stream minus base
+// declare the base: keys in the cache, and keys of later decodes, are rotated to their position in the stream minus
+// base
 LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 
 // Make later steps attend to all archived tokens (at most n_token tokens) on the device of each layer. The tokens are
 // copied to the devices layer by layer through two buffers. n_token 0 ends this. Returns the bytes of the buffers on
-// devices. A step fails unless all archived keys have one base and are nearer than n_near. Not available with signals,
-// or if values are a part of the keys (MLA).
+// devices. A step fails if the archived keys have different bases, or if any of them is beyond n_near. Not available
+// with signals, with log_n, or if values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has three kinds
@@ -352,28 +355,32 @@ LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token
 // the clusters that the last queries attended to most. Residents lie in additional cells at the end of each row, so a
 // step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again. n_token 0
 // ends this. Returns the bytes on devices.
-// Not available without flash attention or without synthetic cells, with signals, with an index, if values are a part of
-// the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq must be above n_draft.
+// Not available without flash attention or without synthetic cells, with signals, with log_n, with an index, if
+// values are a part of the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq
+// must be above n_draft.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // return the bytes of the cells that llama_kvtool_reside would add; fails if residents are not available
 LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
-// Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
-// share of attention to clusters that are chosen now but were not resident in this step, without the part that the means
-// of these clusters represent. It is the mean over all query heads of all layers. If the step had several tokens, it is
-// the largest mean of a token. Attention to tokens without a cluster is not counted, and neither is attention to live
-// tokens after the last edit. 0 if the step had no residents. To repeat the step, drop its tokens and decode them again
+// Choose the residents of the next step from the queries of the last step. Returns how much attention the last step
+// missed: the share of the attention to clusters that are chosen now but were not resident in this step. The part that
+// the means of these clusters represent is not missed. The result is the mean over all query heads of all layers; if
+// the step had several tokens, the largest of the tokens' means. It is 0 if the step had no residents. The shares are a
+// little too large, because the softmax omits tokens without a cluster and some live tokens that were decoded after the
+// last edit. To repeat the step, drop its tokens and decode them again
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
-// Rewind the stream. The archive deletes its tokens from position `end` on. The newest n_cell of the remaining archived
-// tokens return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
-// rotated to their position minus base. This call rotates the returned keys; the caller edits all other cells. next:
-// the stream's next position at the time when the newest remaining token was archived. Archived tokens more than n_near
-// before `next` are treated as beyond n_near.
+// Rewind the stream:
+// - The archive deletes its tokens from position `end` on.
+// - Its newest n_cell tokens then leave it for the cells cell .. cell + n_cell - 1 of all rows, the oldest first.
+// - `base` becomes the base, see llama_kvtool_base. This call rotates the keys that return to cells; the caller must
+//   edit all other cells.
+// next: after the rewind, the archive has a newest token; when it was archived, the stream's next position was `next`.
+// Archived tokens more than n_near before `next` count as beyond n_near.
 LLAMA_API int32_t llama_kvtool_rewind(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
@@ -384,22 +391,24 @@ LLAMA_API int32_t llama_kvtool_rewind(
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
 LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
 
-// Copy the rest of an archive's state as a table of 3 + 2*n_frame numbers. The first three are the archive's first
-// token, its end, and the end of the tokens beyond n_near. Then come two numbers for each frame (a run of tokens whose
-// keys have one base): its first token and its base. Both functions return the table's length; a null table is not
-// written. Set the table after the layers, and then call `llama_kvtool_seal` until it returns 0.
+// Copy the rest of an archive's state as a table of 3 + 2*n_frame numbers. The first three are positions: of the
+// archive's first token, of the token after its last token, and of its first token within n_near. Then come two numbers
+// for each frame (a run of tokens whose keys have one base): its first token and its base. Both functions return the
+// table's length; a null table is not written. Set the table after the layers, and then call `llama_kvtool_seal` until
+// it returns 0.
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
-// Report which blocks are clustered in all rows. A block has the tokens of one slab (see llama_kvtool_archive_slab).
-// The tokens span[0] .. span[1] - 1 are clustered as tokens beyond n_near, and span[2] .. span[3] - 1 as tokens within
-// n_near. Returns the bytes of one block's clusters; 0 if the archive has no clusters.
+// Report which blocks have clusters in all rows. A block has the tokens of one slab (see llama_kvtool_archive_slab).
+// The tokens span[0] .. span[1] - 1 have clusters for tokens beyond n_near, and span[2] .. span[3] - 1 have clusters
+// for tokens within n_near. Returns the bytes of one block's clusters; 0 if the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
-// Copy the cluster numbers of the tokens from position begin to end - 1, for blocks that are clustered as beyond n_near
-// (is_far) or as within n_near. The order is block by block and row by row, with two tokens per byte. Set the cluster
-// numbers after the layers and before the table. If clusters are not set, or do not fit the blocks, they are computed
-// again. Both functions return the number of bytes; if the buffer is null, they do nothing else.
+// Copy the cluster numbers of the tokens from position begin to end - 1. is_far: true if these blocks have clusters for
+// tokens beyond n_near, false if for tokens within n_near. The order is block by block and row by row, with two tokens
+// per byte. Set the cluster numbers after the layers and before the table. If clusters are not set, or do not fit the
+// blocks, they are computed again. Both functions return the number of bytes; if the buffer is null, they do nothing
+// else.
 LLAMA_API int64_t llama_kvtool_get_clusters(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far);
 LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 
@@ -412,8 +421,8 @@ LLAMA_API int32_t llama_kvtool_seal(struct llama_context * ctx, int64_t n_max);
 // in all layers. When all tokens of a slab are deleted, its memory is used again. Returns the bytes of a slab.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
 
-// Make every later step record, for each row, the n archived tokens that the row attends to most. Without synthetic
-// cells, a step records the n_recall tokens that return to cells, and n must be n_recall.
+// Make every later step record, for each row, the n archived tokens that the row attends to most. If there are no
+// synthetic cells, the recorded tokens are the n_recall tokens that return to cells, so n must be n_recall.
 LLAMA_API int32_t llama_kvtool_trace(struct llama_context * ctx, int32_t n);
 
 // Read the record that llama_kvtool_trace made of the last step with an archive. out[n_row][n] gets the positions of

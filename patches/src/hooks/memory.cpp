@@ -315,9 +315,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position. Earlier cells may have any lower position. If all of them have lower
-    // positions already, keep their entries. It would be slow to write all entries again, because llama.cpp's table
-    // contains sets and maps: this would take as much time as moving a few cells
+    // Keep the entries if possible: llama.cpp's table contains sets and maps, so writing all entries takes as much time
+    // as moving a few cells. Only the last cell needs an exact position; all other cells may have any lower position
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -382,8 +381,8 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end) {
     auto & cells = kv.v_cells[0];
 
-    // Mark recalled tokens only if the context's newest token is visible. Otherwise the recalled tokens would be the
-    // only visible tokens. Their position is 0, and llama.cpp would require position 1 for the next token
+    // Mark recalled tokens only if the context's newest token is visible. Otherwise the only visible tokens would be
+    // recalled tokens, which are at position 0, and llama.cpp would require position 1 for the next token
     const int n_own = n_used(kv, n_recall);
     if (n_own == 0 || !cells.seq_has(n_own - 1, 0)) {
         begin = end = 0;

@@ -36,7 +36,6 @@ struct llama_kvtool_memory {
     // states of recurrent layers; null without such layers
     static llama_memory_recurrent * recurrent(llama_memory_i * memory);
 
-    // The four functions above for the memory of a context
     static llama_kv_cache         * cache        (const llama_context & lctx);
     static llama_kv_cache         * sliding_cache(const llama_context & lctx);
     static llama_kv_cache         * index_cache  (const llama_context & lctx);
@@ -97,9 +96,9 @@ struct llama_kvtool_memory {
     // tables of cells
     //
 
-    // Set two tables of cells: the table of the rows' cache and the table of the index's cache. n cells are in use. The
-    // last of them has position pos_0 + n - 1, and the cells before it have lower positions. The first n_hidden cells
-    // belong to a second sequence, so no query sees them.
+    // Fill the tables of the rows' cache and of the index's cache. The first n cells of each table are in use. The last
+    // of them has position pos_0 + n - 1, and the cells before it have lower positions. The first n_hidden cells belong
+    // to a second sequence, so no query sees them.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already
@@ -119,12 +118,13 @@ struct llama_kvtool_memory {
     // whose keys have to be rotated
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
-    // Number n of tokens that were removed since the last decode, with their recurrent states. A tensor of states has
-    // n_rs_seq + 1 states, the newest first. The next decode therefore begins with state n, counted from 0
+    // Number of tokens that were removed since the last decode, with their recurrent states. A tensor of states has
+    // n_rs_seq + 1 states, the newest first. The next decode begins with the state whose index is the number of removed
+    // tokens
     static int n_dropped(const llama_memory_recurrent & mem);
 
-    // Set the position of the newest token that recurrent layers have read; -1 if they have read no token. The state
-    // after this token is the first state of each tensor
+    // Set the position of the newest token that recurrent layers have read; -1 if they have read no token. The next
+    // decode begins with the first state of each tensor, so this must be the state after that token
     static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
 
 private:

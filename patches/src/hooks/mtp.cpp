@@ -12,7 +12,7 @@
 using namespace kvtool;
 
 bool llama_kvtool_has_mtp(const llama_model * model) {
-    // granite-switch counts its router as an MTP layer
+    // granite-switch counts its router in n_layer_nextn, but the router is not an MTP layer
     if (!model || model->hparams.n_layer_nextn == 0 || model->hparams.router_layer >= 0) {
         return false;
     }

@@ -87,8 +87,7 @@ void llama_kvtool_recall(
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
-    // Limit the number of tokens: a graph that is built only to reserve memory may have more tokens than there is room
-    // for synthetic cells
+    // A graph that is built only to reserve memory may have more tokens than there are synthetic cells for
     const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
@@ -110,11 +109,11 @@ void llama_kvtool_recall(
         std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, logits);
     }
     ggml_tensor * t = input.kvtool.archive->build(ctx, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits);
-    // run it on the host: a device of another machine may wrongly claim that it supports custom operations
+    // run this operation on the host: a device of another machine may wrongly claim that it supports custom operations
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
-    // Copy k keys or values to the k cells from `first` on. In the result t, they begin at element `at`
+    // copy the k keys or values that begin at element `at` of t to the cells first .. first + k - 1
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {

@@ -85,8 +85,8 @@ ggml_tensor * llama_kvtool_resident(
 //
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
-    // Only steps of one token (plus draft tokens) use residents. Longer steps read prompts. If a cluster is missing,
-    // reading a prompt suffers more than generating tokens
+    // Only steps of one token (plus draft tokens) use residents. Longer steps read prompts, and there a cluster that is
+    // not resident does more harm
     return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
         n_hidden == 0 && archive->n_traced == 0;
 }

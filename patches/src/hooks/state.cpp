@@ -152,7 +152,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // with ragged rows the table keeps its size, because it holds only the newest tokens
+        // with ragged rows the table keeps its size, because it holds only the tokens since the last edit
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -381,9 +381,9 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
     } else {
-        // If the step's attention is already in the signals, no token can be removed. With residents, all tokens of the
-        // step can be removed, because the recurrent state before the step is kept. Otherwise only draft tokens can be
-        // removed. Tokens of earlier steps cannot be removed, because llama.cpp keeps recurrent states only for the
+        // No token can be removed if the step's attention is already in the signals. Otherwise draft tokens can be
+        // removed. With residents, all tokens of the step can be removed, because the recurrent state before the step
+        // is kept. Tokens of earlier steps cannot be removed, because llama.cpp keeps recurrent states only for the
         // last step
         const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
         n_removable = is_in_signals ? 0 : graph.is_resident ? n_tokens : std::min(n_marked, n_tokens - 1);
@@ -457,7 +457,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     if (const std::string why = staging::unsupported(archive->tokens, layers); !why.empty()) {
         return fail(why);
     }
-    // the numbers of tokens are rounded up, because flash attention reads keys in groups of 256
+    // archived tokens and cells are each rounded up, because flash attention reads keys in groups of 256
     const int64_t n_row = GGML_PAD(n, 256) + GGML_PAD(layers[0].n_cell, 256) + 256;
     staging = std::make_unique<kvtool::staging>(archive->tokens, layers, v_trans, n_row, std::max(lctx.n_threads(), 1u));
     archive->tokens.defer_seal(true, 1);

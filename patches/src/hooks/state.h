@@ -54,7 +54,7 @@ struct llama_kvtool {
 
     int64_t n_seen = 0; // number of tokens that come before the next query
 
-    bool is_watching = true; // decodes compute the signals
+    bool is_watching = true; // true if decodes compute the signals
 
     std::vector<int32_t> live; // number of cells in use of each row; only if rows are ragged
 
@@ -99,14 +99,13 @@ struct llama_kvtool {
     // contents of the context
     //
 
-    // number of tokens in the archive
     int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
 
     // True if the next step attends to all archived tokens on the device. If the archive is empty, this is false,
     // because llama.cpp's own attention sees all tokens
     bool is_staging() const { return staging && n_archived() > 0; }
 
-    // cells that a step fills from the archive
+    // number of cells that a step fills from the archive
     int n_filled() const { return params.n_recall - n_resident; }
 
     // true if a step of n_tokens tokens attends to residents
@@ -129,8 +128,8 @@ struct llama_kvtool {
     bool place_residents(llama_context & lctx, int n_tokens);
     bool keep_states(llama_context & lctx, int n_tokens) const;
 
-    // Drop the residents. This is called if the archive's tokens or the cells change and the residents cannot be
-    // updated accordingly
+    // drop the residents; call this if layers are resized, or if archived tokens change in any other way than by
+    // llama_kvtool_archive
     void drop_residents();
 
     // see llama_kvtool_stage
@@ -142,7 +141,7 @@ struct llama_kvtool {
     // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // Return the layers of the model that attend to rows. The tensor asker::t for their queries is null
+    // layers of the model that attend to rows; asker::t is null, because no memory for queries is allocated
     std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
@@ -154,7 +153,8 @@ struct llama_kvtool {
     int most_cells() const;
     int most_live(const kvtool::layer & l) const;
 
-    // true if all rows of a layer hold the same number of tokens: their queries then see the same cells
+    // true if all rows of a layer hold the same number of tokens; a query then sees the same cells in each of these
+    // rows
     bool is_even(const kvtool::layer & l) const;
 
     std::vector<int> layer_cells() const;
