@@ -78,9 +78,9 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
 def attended_record(held: Holdings) -> dict[str, Any] | None:
     """Return columns for --json about the attention to archived tokens. None if there is no archive.
 
-    Each column has one value per token. `attention` is the token's share of all attention. `layer` and
-    `head` name the row that attends to the token most, and `row_attention` is the token's share of that row's
-    attention. `query` and `query_attention`: see `Attended`.
+    Each column has one value per token. "attention" is the token's share of all attention. "layer" and "head"
+    name the row that attends to the token most, and "row_attention" is the token's share of that row's
+    attention. "query" and "query_attention": see `Attended`.
     """
     attended = held.attended
     if not attended:
