@@ -6,16 +6,17 @@ probability of a merge is the token's attention divided by the mean attention of
 most 1. Each KV head draws once for each token, with a hash of (seed, row, token, step) as random number.
 
 The authors have published three programs (github.com/zyxxmu/cam). The defaults follow the first program,
-which uses the attention of the last query. The second program uses the attention summed over all queries, and
-divides it by the mean over the target tokens (score=sum, merge=16, denominator=targets). The third program
-divides the sum by the steps that the token has lived, and by the maximum over the kept tokens (score=average,
-denominator=max, merge as large as the window). The denominator matters: with score=sum and merge=16, the
-perplexity is 27.7 for "targets" and 30.6 for "mean" (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
+which uses the attention of the last query. The second program sums the attention over all queries, and
+divides the sum by the mean sum of the tokens to which the value is added (score=sum, merge=16,
+denominator=targets). The third program divides the sum by the steps that the token has lived, and then by the
+highest such average of the kept tokens (score=average, denominator=max, merge as large as the window). The
+denominator matters: with score=sum and merge=16, the perplexity is 27.7 for "targets" and 30.6 for "mean"
+(wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
 
-Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
-1). Tokens that are evicted together are not merged into each other. If fewer than `merge` tokens follow an
-evicted token, each of them still gets 1 / `merge` of the value. A group of query heads draws once, for the
-sum of its attention.
+Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
+--evict-every 1 does. Tokens that are evicted together are not merged into each other. If fewer than `merge`
+tokens follow an evicted token, each of them still gets 1 / `merge` of the value. The draw of a KV head uses
+the attention summed over its group of query heads.
 """
 
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ class CaM(Policy):
     merge
         Number of tokens that share an evicted value.
     score
-        A token's attention that decides about a merge: "last" (of the newest query), "sum" (over all queries)
-        or "average" (the sum divided by the steps that the token has lived).
+        A token's score: its attention from the newest query ("last"), the sum over all queries ("sum") or
+        this sum divided by the steps that the token has lived ("average").
     denominator
         Number that the score is divided by: "mean" (mean score of the kept tokens after the token), "targets"
         (mean score of the tokens that the value is added to) or "max" (highest score of all kept tokens).
@@ -75,12 +76,11 @@ class CaM(Policy):
         return True
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the attention sum f32; no array if score="last"."""
         return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
     def plan(self, view: View, state: State) -> Plan:
-        # all rows hold the same tokens, because the choice depends only on positions. The cells of a token
-        # may differ
+        # all rows hold the same tokens, because the choice depends only on positions; but a token's cell may
+        # differ from row to row
         order = np.argsort(view.pos, axis=1)
         begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - self.n_keep, 0)
@@ -91,7 +91,7 @@ class CaM(Policy):
         return Plan(keep, _merge(order[:, begin:end], target, sampled, 1 / self.merge))
 
     def _sampled(self, view: View, state: State, order: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Draw b1[row, n_evict]: True if an evicted token's value is added to others."""
+        """Draw which evicted values are merged: b1[row, n_evict]."""
         score = state[0][:, : view.n_kv] if state else view.last
         if self.score == "average":
             score = score / (view.next - view.pos)
@@ -109,10 +109,10 @@ class CaM(Policy):
 
 
 def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
-    """Return the merge that adds weight * value to all targets, for each evicted value that was sampled.
+    """Return the merge that adds `weight` times each sampled value to the values of all target cells.
 
-    evicted i64[row, n_evict], target i64[row, n_target]: the cells. sampled b1[row, n_evict]: True for the
-    evicted cells whose values are merged.
+    evicted i64[row, n_evict]: the evicted cells. sampled b1[row, n_evict]: True if the cell's value is
+    merged. target i64[row, n_target]: the kept cells that get the values.
     """
     n_drawn = sampled.sum(axis=1)
     # the first term of each target is the target's own value
@@ -126,7 +126,7 @@ def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight:
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
 def _add_sampled(evicted, target, sampled, weight, row_of, dst_of, src_of, weight_of):
-    """Write the terms of a `Merge`. `_merge` explains evicted, target, sampled and weight."""
+    """Write the terms of a `Merge`. `_merge` explains the first four arguments."""
     n_term = 0
     for row in range(len(evicted)):
         if not sampled[row].any():

@@ -11,10 +11,11 @@ With grouped query heads, a key is important if it is important to any head of t
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
 
 Differs from the paper: the budget limits the number of tokens in a row; the paper has no limit. A row with
-too many tokens keeps the tokens that were important most recently, the newest among equals. An eviction comes
-every `slack` tokens; in the paper, at every token (--evict-every 1). Sinks are an option. Another option is
-`-o t=cells`: t is then the number of live tokens in the longest row. Otherwise the threshold 1 / t keeps
-falling in an endless stream.
+too many tokens keeps the tokens that were important most recently, the newest among equals. kvtool evicts
+every `slack` tokens; the paper evicts at every token, as --evict-every 1 does. Sinks are an option.
+
+In an endless stream the threshold 1 / t keeps falling. With `-o t=cells` it does not: t is then the number of
+live tokens in the longest row.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class CORM(Policy):
         return cls(budget, slack, **{"window": window, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the last step i32 at which each token was important; 0 if there was no such step."""
+        """Return zeros: the last step at which each token was important, 0 for none."""
         return (np.zeros((n_row, n_cell), np.int32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -90,7 +91,10 @@ class CORM(Policy):
 
 @kernel("i8(i4, i4, i8, i8)")
 def _rank(pos, step, first, recent):
-    """Sort key of a token. Sinks rank highest, then the window, then later steps, then newer tokens."""
+    """Rank of a token: highest for sinks, then the window, then the latest `step`, then the newest token.
+
+    step: the last step at which the token was important.
+    """
     rank = np.int64(step)
     if pos >= recent:
         rank = np.int64(1) << 30
@@ -101,12 +105,14 @@ def _rank(pos, step, first, recent):
 
 @kernel("void(i4[:,::1], i4[::1], i4[:,::1], i8, i8, i8, i8, b1[:,::1])")
 def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
-    """Choose the cells to keep: pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
+    """Choose the cells to keep.
 
-    Tokens at positions before `first` (sinks) and from `recent` on (window) stay. Other tokens stay if their
-    step is `oldest` or later. If more than n_max tokens would stay, the tokens with the latest steps stay,
-    and among equal steps the newest tokens. If sinks and window alone are more than n_max tokens, the oldest
-    tokens of the window are evicted.
+    Tokens at positions before `first` (sinks) and from `recent` on (window) stay. Other tokens stay if they
+    were important at step `oldest` or later. If more than `n_max` tokens would stay, those with the highest
+    `_rank` stay. Tokens of the window are evicted only if sinks and window alone are more than `n_max`.
+
+    pos i32[row, n], live i32[row], keep b1[row, n]. step i32[row, n or more]: the last step at which each
+    token was important.
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)

@@ -11,11 +11,12 @@ Two details follow the authors' kvpress (expected_attention_press.py): the queri
 out, and the covariance is computed before RoPE.
 
 Differs from the paper: the paper uses the queries of the whole prompt, and kvpress uses the last queries
-while it generates. Here the last queries are always used. Their number is one to a few times a key's
-dimension, so they take about as much memory as their covariances. The newest tokens stay (`window`), but the
-paper does not protect them. The paper's `epsilon` of 0.02 is larger than most shares if there are a few
-hundred tokens. With our default of 0.001, SmolLM2's perplexity in 256 cells was lower on ten of ten texts, by
-7 % on average. The paper compresses a prompt once; kvtool does the same whenever the cache is full.
+during generation. kvtool always uses the last queries. It stores the queries themselves: `queries` is one to
+a few times a key's dimension, so a covariance matrix would take about as much memory. The newest tokens stay
+(`window`), but the paper does not protect them. The paper's `epsilon` of 0.02 is larger than most shares if
+there are a few hundred tokens. With our default of 0.001, SmolLM2's perplexity in 256 cells was lower on ten
+of ten texts, by 7 % on average. The paper compresses a prompt once; kvtool compresses whenever the cache is
+full.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -109,11 +110,11 @@ class Expected(Ranked):
 
 @kernel("void(i8[:,::1], i4[:,::1], i4[::1], f4[:,:,::1], f4[:,:,::1], f8, f4[:,::1], i8, f8, f4[:,::1])")
 def _expect(order, pos, n_head, mean, variance, spread, norms, first, epsilon, score):
-    """Compute score f32[row, n] for tokens from position `first` on.
+    """Score the tokens from position `first` on.
 
-    order i64[row, n]: cells, oldest first. pos i32[row, n], n_head i32[row], mean and variance f32[row,
-    n_head or more, n], norms f32[row, n]. spread: factor of the variance. Sums start at the oldest token, so
-    they do not depend on the order of cells.
+    Sums start at the oldest token, so they do not depend on the order of cells. order i64[row, n]: cells,
+    oldest token first. pos i32[row, n], n_head i32[row], mean and variance f32[row, n_head or more, n], norms
+    and score f32[row, n]. spread: 0.5 to use the variance, 0 to ignore it.
     """
     n_row, n = order.shape
     weight, share = np.empty(n, np.float64), np.empty(n, np.float64)

@@ -41,8 +41,8 @@ class H2O(Ranked):
         Reduction of attention over a group's heads: "sum", "mean", "max" or "first". "mean" gives the same
         order as "sum", and is stored as "sum".
     decay
-        Factor by which the sums are multiplied for every token since the last plan, before the new attention
-        is added.
+        Factor by which the sums are multiplied, once for every token since the last plan, before the new
+        attention is added.
     decay_beyond
         Upper limit of `decay` once the stream is longer than the context. Not used with score=mean.
     """

@@ -28,9 +28,10 @@ class KeyDiff(RankedKeys):
     paper: ClassVar[str] = "arXiv:2504.15364"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return keys scaled to norm 127, i8[row, n_cell, n_dim]: half the bytes of a key in an f16 cache.
+        """Return an array for the keys, which are scaled to norm 127 and rounded to integers.
 
-        Keys are stored as integers, because integer sums do not depend on the order of the cells.
+        Sums of integers do not depend on the order of the cells. A key takes half as many bytes as in an f16
+        cache.
         """
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
@@ -45,9 +46,9 @@ class KeyDiff(RankedKeys):
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """Compute score f32[row, n]: minus the dot product of each key with the sum of all keys.
+    """Score each key: minus its dot product with the sum of the row's keys.
 
-    unit i8[row, n or more, n_dim]: the scaled keys.
+    unit i8[row, n or more, n_dim]: the scaled keys. score f32[row, n].
     """
     n_row, n = score.shape
     n_dim = unit.shape[2]

@@ -4,7 +4,7 @@ The score is -||k||: keys with a small L2 norm receive the most attention. Keys 
 does not change their norm.
 
 Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
-kvtool does the same whenever the cache is full.
+kvtool compresses whenever the cache is full.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -28,7 +28,7 @@ class Knorm(RankedKeys):
     paper: ClassVar[str] = "arXiv:2406.11430"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return a score f32 for each cell: -||k||^2, which gives the same ranking of keys as -||k||."""
+        """Return an array for the scores: -||k||^2, which ranks keys in the same order as -||k||."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -40,9 +40,9 @@ class Knorm(RankedKeys):
 
 @kernel("void(f4[:,:,::1], i8[::1], f4[:,::1])")
 def _shortness(keys, first, score):
-    """Score the new keys: keys f32[row, n_new, n_dim] -> score f32[row, n or more].
+    """Score the new keys of each row. They belong to consecutive cells, from cell `first` on.
 
-    A row's new keys belong to n_new consecutive cells. first i64[row]: the index of the first of these cells.
+    keys f32[row, n_new, n_dim], first i64[row], score f32[row, n or more].
     """
     n_row, n_new, _ = keys.shape
     for row in range(n_row):

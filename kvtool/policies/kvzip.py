@@ -6,10 +6,10 @@ tokens. A token's score is the highest attention that it gets from any query of 
 head of the group. The prompt is compressed once, by these scores. The scores do not depend on later questions
 about the prompt.
 
-Tokens after the prompt have no score. As in the paper, they are not evicted: when the budget is full again,
-the prompt's tokens with the lowest scores are evicted. Tokens after the prompt are evicted only when no token
-of the prompt is left, the oldest first. A prompt that fits into the budget is not repeated, and its tokens
-have no scores.
+Tokens after the prompt have no score. When the budget is full again, the prompt's tokens with the lowest
+scores are evicted, and the tokens after the prompt stay, as in the paper. Tokens after the prompt are evicted
+only when no token of the prompt is left, the oldest first. A prompt that fits into the budget is not
+repeated, and its tokens have no scores.
 
 The wording of the request and the 4 sinks come from kvpress.
 
@@ -29,7 +29,7 @@ import numpy as np
 from kvtool.policy import FLOOR, Plan, Ranked, ReconstructionPass, Signal, State, View
 
 _TINY = np.float32(1e-30)
-"""Smallest score, because 0 marks a token without a score."""
+"""Minimum score of a repeated token. A score of 0 marks a token without a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class KVzip(Ranked):
         )
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return scores f32, with 0 for a token without a score."""
+        """Return an array for the scores, in which 0 marks a token without a score."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:

@@ -2,24 +2,24 @@
 
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
 queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
-redundancy R is the softmax of a mean: the mean cosine of the token's key with all keys of the row.
+redundancy R is the softmax of a mean: the mean cosine of the token's key with all keys of the row, where its
+cosine with itself counts as 0.
 
 If several tokens are similar, the newest of them must not count as redundant. Therefore some cosines are
-replaced by 0 before the means are computed. For each key k, the code finds the tokens whose cosine with k
-exceeds `threshold`. The newest `similar` of these tokens get 0 instead of their cosine with k. The paper's
-lambda, alpha, beta and T are our mixture, window, similar and threshold.
+replaced by 0 before the means are computed. For each key k, the code finds the keys whose cosine with k
+exceeds `threshold`. In the means of the newest `similar` of these keys, the cosine with k is replaced by 0.
+The paper's lambda, alpha, beta and T are our `mixture`, `window`, `similar` and `threshold`.
 
-The paper leaves some details open. Here these details follow the authors' code. `kernel` and `similar` have
-the same defaults. A group's attention is the maximum over its heads. The window's tokens are not ranked and
-not pooled, but they are included in the means for redundancy.
+The paper leaves some details open. They follow the authors' code: the defaults of `kernel` and `similar` are
+the same, and a group's attention is the maximum over its heads. The window's tokens are not ranked and not
+pooled, but their keys are included in the mean cosines.
 
 Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128). kvtool compresses
 whenever the cache is full, also while it reads a prompt. Keys are rounded to eight bits, and compared before
 RoPE; the authors' code compares them after RoPE. The attention of the window's queries is added up, then
 divided by its sum over the tokens before the window. The authors' code instead takes the highest logit of a
 group, then normalises the attention of each query separately. If no key is similar to a key k, the authors'
-code still replaces one cosine of k by 0: its cosine with the first token, in the first token's mean. kvtool
-does not replace it.
+code still replaces a cosine by 0: the cosine with k in the mean of the first key. kvtool does not.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -51,7 +51,7 @@ class RKV(Ranked):
     threshold
         Cosine above which two keys are similar.
     similar
-        Number of newest similar tokens whose cosines are replaced by 0.
+        Number of the newest keys, among those similar to a key k, whose cosine with k is replaced by 0.
     """
 
     budget: int
@@ -87,9 +87,9 @@ class RKV(Ranked):
         return self.window
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return i8[row, n_cell, n_dim]: keys scaled to norm 127.
+        """Return an array for the keys, which are scaled to norm 127 and rounded to integers.
 
-        Keys are stored as integers, because integer sums do not depend on the order of the cells.
+        Sums of integers do not depend on the order of the cells.
         """
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
@@ -111,14 +111,15 @@ class RKV(Ranked):
 
 @kernel("void(i8[:,::1], i8[::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
-    """Compute likeness f64[row, n]: the mean cosine of each key with every other key of the row.
+    """Compute the mean cosine of each key with all keys of its row; the cosine with itself counts as 0.
 
-    order i64[row, n]: the dead cells, then the live cells with the oldest token first. dead i64[row]: number
-    of dead cells. likeness is in the order of `order`. unit i8[row, n or more, n_dim]: keys by cell.
+    Two keys are similar if their dot product exceeds the threshold. For each key k, the `n_spared` newest of
+    the keys similar to k count their cosine with k as 0. Dot products are integers up to about 127 * 127, so
+    float32 holds them exactly.
 
-    Two keys are similar if their dot product exceeds the threshold. Some cosines are replaced by 0: for each
-    key k, the n_spared newest keys that are similar to k use 0 instead of their cosine with k. Dot products
-    are integers up to about 127 * 127, so float32 holds them exactly.
+    order i64[row, n]: a row's dead cells, then its live cells with the oldest token first. dead i64[row]:
+    number of dead cells. unit i8[row, n or more, n_dim]: the scaled keys. likeness f64[row, n]: the result,
+    in the same order of cells as `order`.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]
@@ -152,10 +153,11 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
 
 @kernel("void(i8[:,::1], i8[::1], i4[:,::1], f4[:,::1], f8[:,::1], i8, i8, f8, f4[:,::1])")
 def _score(order, dead, pos, votes, likeness, recent, reach, mixture, score):
-    """Compute score f32[row, n] for tokens before position `recent`.
+    """Score the tokens before position `recent`.
 
-    `_likeness` explains order, dead and likeness. pos i32[row, n] and votes f32[row, n] are by cell. Sums
-    start at the oldest token, so they do not depend on the order of cells.
+    Sums start at the oldest token, so they do not depend on the order of cells. order, dead and likeness: see
+    `_likeness`. pos i32[row, n]. votes f32[row, n]: attention of the window's queries. reach: number of
+    neighbours on each side that are pooled. score f32[row, n].
     """
     n_row, n = order.shape
     for row in range(n_row):

@@ -5,8 +5,8 @@ standard deviation are kept. Among the other tokens, the lowest scores are evict
 
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
 heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. The number of tokens
-that are kept for their high deviation is three tenths of the kept tokens, minus the window. EasyKV uses this
-number while it generates. EasyKV does not evict from the prompt while it generates, but kvtool does.
+that are kept for their high deviation is three tenths of the kept tokens, minus the window, as in EasyKV
+during generation. Unlike kvtool, EasyKV does not evict tokens of the prompt during generation.
 """
 
 from __future__ import annotations

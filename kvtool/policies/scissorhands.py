@@ -58,7 +58,7 @@ class Scissorhands(Ranked):
             raise ValueError(f"history must be 1 or more, got {self.history}")
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the number of low scores, u2, in each part of the history: at most 16 bytes per cell."""
+        """Return counts of low scores, for each cell and part of the history: at most 16 bytes per cell."""
         return (np.zeros((n_row, n_cell, self._parts()[0]), np.uint16),)
 
     def observe(self, view: View, state: State) -> None:
@@ -76,7 +76,7 @@ class Scissorhands(Ranked):
     def _parts(self) -> tuple[int, int]:
         """Return the number of parts of the history, and the number of queries in each part.
 
-        There are at most as many parts as plans within the history, because each plan adds to one part.
+        Each plan adds to one part, so more parts than plans within the history would be useless.
         """
         n_part = min(_MAX_PARTS, -(-self.history // self.slack))
         return n_part, -(-self.history // n_part)
@@ -84,14 +84,14 @@ class Scissorhands(Ranked):
 
 @kernel("void(i4[:,::1], f4[:,::1], i4[::1], i8, i8, i8, i8, u2[:,:,::1])")
 def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
-    """Count the low scores of the last n_new queries. The newest of them is at position next_pos - 1.
+    """Add the low scores of the last `n_new` queries to the newest part of the history.
 
-    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part].
+    low u2[row, n or more, n_part]: a ring buffer of counts. Part i of the history is stored at i modulo
+    n_part. `part` is the newest part. `n_begun` parts have begun since the last plan; they are first set
+    to 0. Counts are at most 65,535. If the new queries can give more low scores than that, their counts are
+    scaled down.
 
-    Part i of the history has the index i modulo n_part, and so replaces part i - n_part. First, the parts
-    that have begun since the last plan are set to 0: the n_begun parts up to `part`. Then the low scores of
-    the new queries are added to `part`. Counts are at most 65,535. If the new queries can give more low
-    scores than that, their counts are scaled down.
+    The newest query is at position next_pos - 1. pos i32[row, n], hits f32[row, n], n_head i32[row].
     """
     n_row, n = pos.shape
     n_part = low.shape[2]
@@ -107,7 +107,6 @@ def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
 
 @kernel("void(u2[:,:,::1], f4[:,::1])")
 def _minus_sum(low, score):
-    """Compute score f32[row, n], minus the sum of the parts, from low u2[row, n or more, n_part]."""
     n_row, n = score.shape
     for row in range(n_row):
         for cell in range(n):

@@ -2,12 +2,12 @@
 
 Algorithm 1. The window's queries vote for the tokens before the window: their attention is their vote. The
 votes for a token are summed, then pooled over `kernel` neighbours in the order of the stream, so that a token
-is kept together with its neighbours. As in the authors' code, the window's tokens are not pooled, and missing
-neighbours have a vote of zero in an average.
+is kept together with its neighbours. As in the authors' code, the window's tokens are not pooled, and an
+average counts missing neighbours as tokens with zero votes.
 
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
-heads; the authors' code has a cache for every query head. The paper compresses a prompt once; kvtool does the
-same whenever the cache is full.
+heads; the authors' code has a cache for every query head. The paper compresses a prompt once; kvtool
+compresses whenever the cache is full.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -74,10 +74,10 @@ class SnapKV(Ranked):
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, b1, f4[:,::1])")
 def _pool(order, pos, votes, recent, reach, by_max, pooled):
-    """Pool the votes of tokens before position `recent`: votes f32[row, n] -> pooled f32[row, n].
+    """Pool the votes for the tokens before position `recent`, with `reach` tokens on each side.
 
-    order i64[row, n]: cells, oldest first. pos i32[row, n]. A token's result is the sum or the maximum of its
-    vote and the votes of `reach` tokens on each side. The sum ranks tokens in the same order as the average.
+    The result is the maximum or the sum. The sum ranks tokens in the same order as the average. order
+    i64[row, n]: cells, oldest token first. pos i32[row, n], votes and pooled f32[row, n].
     """
     n_row, n = order.shape
     for row in range(n_row):

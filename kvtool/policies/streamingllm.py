@@ -3,8 +3,8 @@
 The paper's attention sinks are our sinks, and its rolling KV cache is our window. `--positions in-cache`
 gives the paper's positions within the cache.
 
-Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
-1).
+Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
+--evict-every 1 does.
 """
 
 from dataclasses import dataclass

@@ -3,11 +3,12 @@
 The score is the newest query's attention, summed over all heads of a layer. This is the paper's mean times a
 constant. Every KV head of the layer keeps the same tokens.
 
-Differs from the paper: the newest token always stays. In the paper it competes like any other token (`-o
-window=0`). An eviction makes room for `slack` tokens; in the paper, for one token (--evict-every 1).
+Differs from the paper: the newest token always stays. In the paper it competes like any other token, as with
+`-o window=0`. An eviction makes room for `slack` tokens. The paper makes room for one token, as --evict-every
+1 does.
 
-Options: with `-o per=row`, every KV head decides separately, on the attention of its group of query heads.
-With `-o heads=adaptive` in addition, the rows of a layer share its budget as in Ada-KV (see
+Options: with `-o per=row`, every KV head decides separately, based on the attention of its group of query
+heads. With `-o per=row -o heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
 """
 

@@ -5,10 +5,10 @@ n). The token with the smallest average is evicted. Its key is lost, but its val
 the next live token in the row. The merged value is the mean of both values, weighted by the averages of the
 two tokens. The average of the token that stays does not change.
 
-Differs from the paper: an eviction makes room for `slack` tokens; in the paper, for one token (--evict-every
-1). All averages are computed before the eviction. Then the evicted tokens are merged one at a time, the token
-with the smallest average first, so a value may be merged several times. Each KV head makes one decision,
-based on the attention summed over its group of query heads.
+Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
+--evict-every 1 does. All averages are computed before the eviction. Then the evicted tokens are merged one at
+a time, the token with the smallest average first, so a value may be merged several times. Each KV head makes
+one decision, based on the attention summed over its group of query heads.
 
 On a model with grouped queries, merging gives worse results: lab/papers/merging.md.
 """
@@ -77,7 +77,6 @@ class WeightedKV(Ranked):
 
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
-    """Merge evicted values into newer tokens. pos i32, average f32 and keep b1 are [row, n]."""
     n_most = 2 * (keep.size - np.count_nonzero(keep))
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
@@ -87,11 +86,11 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 @kernel("i8(i4[::1], b1[::1], i8[::1])")
 def _line_up(pos, keep, line):
-    """List a row's evicted cells, oldest first, and after each run of evicted cells the next kept cell.
+    """Write a row's evicted cells to `line`, oldest token first, and return the number of entries.
 
-    The values of a run merge into that kept cell. pos i32[n], keep b1[n] -> line i64[n + 1]: the list.
-    Returns the length of the list. After a run that ends with the newest token, there is no kept cell. The
-    list then has the value n, which is not a cell, and the values of this run are lost.
+    Evicted tokens that follow each other form a run. After each run, `line` also has the cell of the next
+    kept token, into which the run's values merge. If no kept token follows, `line` has n instead, and the
+    run's values are lost. pos i32[n], keep b1[n], line i64[n + 1].
     """
     n = len(pos)
     # put the position into the upper 32 bits of each entry, and the cell into the lower 32 bits, so that the
@@ -107,8 +106,8 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # Find the next kept token after each evicted token. If it comes before the next evicted token, a run of
-    # evicted tokens ends there
+    # Find the next kept token after each evicted token. A run of evicted tokens ends where the kept token
+    # comes before the next evicted token
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):
@@ -133,10 +132,9 @@ def _line_up(pos, keep, line):
 
 @kernel("i8(i4[:,::1], f4[:,::1], b1[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
 def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
-    """Merge the evicted tokens one by one, and write the terms of each kept token's final value.
+    """Merge the evicted tokens one by one. Write the terms of a `Merge`, and return the number of terms.
 
-    pos i32[row, n], average f32[row, n], keep b1[row, n] -> row_of, dst_of, src_of i32 and weight_of f32: the
-    terms of a Merge, at most two for each evicted token. Returns their number.
+    There are at most two terms for each evicted token. pos i32[row, n], average f32[row, n], keep b1[row, n].
     """
     n_row, n = pos.shape
     bits = average.view(np.int32)

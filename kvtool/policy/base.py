@@ -40,8 +40,8 @@ class Policy:
     reads
         Signals that the policy needs.
     n_query
-        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, the library
-        stores this many floats for each row and cell. For FUTURE, it stores the queries.
+        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, llama.cpp stores
+        this many floats for each row and cell. For FUTURE, it stores the queries.
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
@@ -60,15 +60,15 @@ class Policy:
         How to read a prompt: "stream" (in batches, with a plan after each batch) or "whole" (decoded whole,
         then compressed once).
     sums
-        Fields of the view to add up in the state. Used by policies that do not define `start` and `observe`.
+        Fields of `View` whose sums over all plans are the state. The default `start` and `observe` use them.
     merges
         True if plans merge values.
     ragged
         True if rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
     capped
-        True if the policy works without a budget: rows keep as many cells as they need. Such a policy is
-        ragged.
+        True if the user need not set a budget: rows keep as many cells as they need, and a budget is only a
+        cap. Such a policy is ragged.
     has_rest
         True if the policy chooses among tokens that are not in sinks or window. False if the window has all
         tokens except the sinks.
@@ -149,8 +149,9 @@ class Policy:
     def n_asked(self) -> int:
         """Budget that the user requested.
 
-        A prompt that is read whole is compressed if it has more tokens than this. The number is less than
-        `budget` if the user requests an average over rows, or the number of cells that an eviction leaves.
+        A prompt that is read whole is compressed if it has more tokens than this budget. The user may request
+        the average budget of the rows, or the number of cells that an eviction leaves. Both are less than
+        `budget`, which is the maximum number of cells.
         """
         return self.budget
 
@@ -213,7 +214,7 @@ class Policy:
 
     @classmethod
     def may_merge(cls) -> bool:
-        """True if plans merge values for some parameters."""
+        """True if the policy has parameters with which plans merge values."""
         return cls.merges is not Policy.merges
 
     @classmethod

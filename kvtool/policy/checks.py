@@ -47,10 +47,10 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
 
 
 def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise TypeError or ValueError unless the array is dtype[row, n_cell or more], contiguous and writeable.
+    """Raise TypeError or ValueError unless a kernel can use the array.
 
-    shape: (rows, n_cell). Kernels do not check their arguments, and with too few columns they would read out
-    of bounds.
+    The array must have this type and shape, and be C-contiguous and writeable. It may have more columns.
+    Kernels do not check their arguments, and with too few columns they would read out of bounds.
     """
     n_row, n_cell = shape
     if not isinstance(array, np.ndarray):

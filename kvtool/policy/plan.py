@@ -44,6 +44,6 @@ class Plan:
 
 
 def true_cells(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and cell of each True in b1[row, cell], in order. Five times as fast as np.nonzero."""
+    """Return the same as np.nonzero(mask), for mask b1[row, cell], five times as fast."""
     row, cell = np.divmod(np.flatnonzero(mask), mask.shape[1])
     return row, cell

@@ -13,7 +13,7 @@ Differs from the papers: the floor is a share of all kept cells, including prote
 same, and an author of Ada-KV has reviewed its code. The code of Ada-KV's authors gives each row `floor` times
 an equal share, plus (1 - `floor`) times the row's share by need. LAVa's scores are attention times the
 largest value norm of a row; here they are the policy's scores. A row never holds more than twice the budget.
-The papers compress a prompt once; kvtool does the same every `slack` tokens of a stream.
+The papers compress a prompt once; kvtool compresses every `slack` tokens of a stream.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ranked(Policy):
         return Plan(self.highest(view, self.scores(view, state)))
 
     def highest(self, view: View, scores: np.ndarray) -> np.ndarray:
-        """Return keep b1[row, n_kv]: the cells that an eviction leaves if these scores decide."""
+        """Return b1[row, n_kv]: True for the cells that stay if tokens are ranked by these scores."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
         check_cells("the score", scores, view.pos.shape, _F32)
@@ -132,9 +132,9 @@ class Ranked(Policy):
         return keep
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
-        """Return n_keep i64[row]: tokens that each row keeps.
+        """Return the number of tokens that each row keeps: i64[row].
 
-        If the rows of a layer share their budgets, this is the average of these rows.
+        If the rows of a layer share their budgets, each row of the layer gets the layer's average.
         """
         if self.layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
@@ -173,10 +173,10 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
 
 
 def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:
-    """Return keep b1[row, n_kv] of n_keep cells: the protected tokens, and the highest scores of the rest.
+    """Choose `n_keep` cells of each row: the protected tokens, and the highest scores of the rest.
 
-    score: f32[row, n_kv or more]. Among equal scores the newer token stays. Raises TypeError or ValueError if
-    the score has another type or shape.
+    Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more]. Among equal scores the
+    newer token stays. Raises TypeError or ValueError if the score has another type or shape.
     """
     check_cells("the score", score, view.pos.shape, _F32)
     first, recent = protected(view, n_keep, sinks, window)

@@ -96,7 +96,7 @@ SIGNALS = {
 """The table of all signals. The patch's probes.cpp has the same reductions."""
 
 PER_CELL = {signal: spec.fields[0] for signal, spec in SIGNALS.items() if spec.reduction}
-"""Field of the view for each signal that llama.cpp's graph stores as f32[row, cell]."""
+"""Signals that llama.cpp's graph computes, as f32[row, cell], mapped to their fields of `View`."""
 
 
 def signals_where(condition: Callable[[SignalSpec], bool]) -> Signal:
@@ -182,8 +182,8 @@ class SignalRequest:
     signals
         Signals that the engine reads after a step.
     n_query
-        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, the library
-        stores this many floats for each row and cell. For FUTURE, it stores the queries.
+        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, llama.cpp stores
+        this many floats for each row and cell. For FUTURE, it stores the queries.
     group
         Reduction of attention over a group's query heads: "sum", "max" or "first".
     t
@@ -230,7 +230,7 @@ class SignalRequest:
 
 
 _ABSENT = cast("np.ndarray", None)
-"""None, the value of a signal that the policy does not read. Type checkers take it for an array."""
+"""Value of a signal that the policy does not read. It is None, but declared as an array to type checkers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class View:
 
     @property
     def new_cells(self) -> np.ndarray:
-        """i64[row]: index of the first cell whose key is in `keys`. The cells of the next keys follow it."""
+        """i64[row]: cell of the first key in `keys`. The other keys belong to the cells after it."""
         live = np.full(len(self.pos), self.n_kv) if self.live is None else self.live
         first: np.ndarray = np.maximum(live.astype(np.int64) - self.keys.shape[1], 0)
         return first

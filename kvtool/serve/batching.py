@@ -45,7 +45,7 @@ class ComputeLock:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        # locks of members that wait to continue after a joint step
+        # locks of members that can continue, because their joint step is decoded
         self._resumed: deque[threading.Lock] = deque()
         self._is_shared = False
         self._n_step, self._since, self._is_first = 0, 0.0, False
@@ -201,7 +201,10 @@ class StepBatcher:
             raise mine.error
 
     def _decode_all(self, mine: _DueStep | None = None) -> None:
-        """Decode the steps of all waiting members. Let all members except `mine` continue."""
+        """Decode the steps of all waiting members, and let these members continue.
+
+        mine: the step of the calling member, which does not wait.
+        """
         waiting, self._waiting = self._waiting, []
         self._thread.submit(self._decode, waiting).result()
         self._lock.resume([step.lock for step in waiting if step is not mine])

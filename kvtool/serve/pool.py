@@ -109,9 +109,9 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # From now on, `_room` must give one permit for each existing slot, so take the other permits
-                # away. All slots are busy, and each of their jobs has a permit. This job has one more permit
-                # than there are slots. Therefore the last `acquire` waits until a slot is free
+                # Reduce the permits of `_room` to one for each existing slot. All slots are busy. The job of
+                # each slot holds a permit, and so does this job: one too many. Therefore the last `acquire`
+                # waits until a job has ended and its slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

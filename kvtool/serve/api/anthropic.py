@@ -93,7 +93,7 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
         raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
     content = messages[-1]["content"]
     if messages[-1]["role"] == "assistant" and content != content.rstrip():
-        # models continue such a text badly; Anthropic's server refuses it, and kvtool does the same
+        # models continue badly after white space; Anthropic's server refuses it too
         raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
 
 
@@ -241,12 +241,11 @@ def has_cache_control(body: Body) -> bool:
 
 
 def status_of(error: ApiError) -> int:
-    """Return the HTTP status of an error."""
+    """Return the HTTP status of an error. Anthropic's API has 529 where OpenAI's API has 503."""
     return 529 if error.status == 503 else error.status
 
 
 def error_body(error: ApiError, request_id: str) -> Body:
-    """Return the body of an error."""
     status, message = status_of(error), error.message
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
@@ -354,11 +353,11 @@ class AnthropicBodies(AnswerBodies):
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
     def _usage(self, counts: Body) -> Body:
-        """Return the numbers of tokens. A token of the prompt is counted in only one of the input numbers."""
+        """Return the usage. Each token of the prompt is counted in exactly one of the first three numbers."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
-        # every token that is read is written to the cache; report this only to clients that use
-        # "cache_control"
+        # every token that is read is also written to the cache; count it as written only for clients that
+        # use "cache_control"
         n_created = n_read if self._reports_writes else 0
         return {
             "input_tokens": n_read - n_created,

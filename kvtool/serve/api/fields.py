@@ -121,7 +121,7 @@ _ESCAPE = re.compile(
         "XX", "[0-9a-fA-F]{2}"
     )
 )
-"""An escape in JSON. If it is a lone surrogate (half of a character), group 1 matches nothing."""
+"""Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
 
 
 def parsed(data: bytes) -> Any:
@@ -187,7 +187,7 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that are left."""
+        """Names of the fields that no method has removed yet."""
         return list(self._left)
 
     def pop(self, name: str) -> Any:
@@ -195,15 +195,12 @@ class Fields:
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """Return a string."""
         return optional(self.pop(name), str, name)
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """Return an object."""
         return optional(self.pop(name), dict, name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
         value = optional(self.pop(name), bool, name)
         return default if value is None else value
 
@@ -290,7 +287,6 @@ def optional(value: object, kind: type[_T], where: str) -> _T | None:
 
 
 def wrong(name: str, needed: str, value: object) -> ApiError:
-    """Return the error for a value that has the wrong type."""
     return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
 
 

@@ -40,7 +40,7 @@ def check(value: object) -> list[Message]:
 def drop_header(messages: list[Message]) -> None:
     """Remove Claude Code's header before the system prompt.
 
-    The header is different in each request, so that a chat with the header would never match a stored chat.
+    The header differs from request to request, so a chat with the header would never match a stored chat.
     """
     if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
         content = messages[0]["content"].partition("\n")[2].lstrip("\n")
@@ -76,7 +76,10 @@ def _thought(given: Message) -> str:
 
 
 def _name_calls(messages: list[Message]) -> None:
-    """Give ids to calls and results without an id. Raises ApiError if a result has no id and no call."""
+    """Give ids to calls and results without an id.
+
+    Raises ApiError for a result without an id if no call waits for a result.
+    """
     waiting: list[Message] = []
     n = 0
     for i, message in enumerate(messages):

@@ -64,7 +64,7 @@ class OutputFormat:
 
 
 def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
-    """Return the part of a schema that can be enforced, as `enforced` does.
+    """Return the part of a schema that can be enforced: see `enforced`.
 
     where: the request's field that has the schema. Raises ApiError, which names the keyword that is wrong.
     """

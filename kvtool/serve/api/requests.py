@@ -154,7 +154,7 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends thoughts back. If there are no replies yet, this is a guess."""
+        """True if the client sends thoughts back. Before the first reply, guess: True if it sends tools."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
@@ -310,7 +310,10 @@ def _n_max(fields: Fields, default: int | None) -> int | None:
 
 
 def check_model(name: str | None, defaults: Defaults) -> None:
-    """Raise ApiError if the server accepts only one model name and this is another name."""
+    """Raise ApiError if the server accepts only one model name and this is another name.
+
+    The names "default" and "kvtool" are always accepted.
+    """
     if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
         raise ApiError(
             f"this server runs {defaults.model}, and not {shown(name)}",
@@ -354,7 +357,7 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """Convert the error of an option for a client. Names of options become names of fields."""
+    """Convert the error of an option to an ApiError: names of options become names of fields."""
     message = str(error)
     for name, parameter in _NUMBERS.items():
         message = message.replace(f"--{parameter.replace('_', '-')} ", f"{name} ")

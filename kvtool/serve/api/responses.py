@@ -119,7 +119,7 @@ def _thought(item: Body) -> str:
 
 
 def _tools(value: object, places: dict[str, str]) -> object:
-    """Convert tools to tools of a chat. There, the fields of a function are one level deeper."""
+    """Convert tools to tools of a chat, in which the fields of a function are one level deeper."""
     tools: list[object] = []
     for where, group, tool in _functions(value):
         at = f"tools[{len(tools)}]"
@@ -159,7 +159,7 @@ def _status(end: Body) -> str:
 
 
 def _response_format(given: Any) -> Any:
-    """Convert text.format to the response_format of a chat. There, a schema is one level deeper."""
+    """Convert text.format to the response_format of a chat, in which a schema is one level deeper."""
     is_schema = isinstance(given, dict) and given.get("type") == "json_schema"
     return {"type": "json_schema", "json_schema": given} if is_schema else given
 
@@ -308,7 +308,7 @@ class ResponseBodies(AnswerBodies):
                 "input_tokens": n_prompt,
                 "input_tokens_details": {
                     "cached_tokens": end["n_cached"],
-                    # every token that is read is written to the cache
+                    # every token that is read is also written to the cache
                     "cache_write_tokens": n_prompt - end["n_cached"],
                 },
                 "output_tokens": n,

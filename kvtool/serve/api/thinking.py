@@ -107,7 +107,10 @@ def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
 
 
 def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, int | None]:
-    """Return switch, level and budget in `reasoning`, such as {"effort": "high", "max_tokens": 1024}."""
+    """Return switch, level and budget of {"enabled": true, "effort": "high", "max_tokens": 1024}.
+
+    The switch is ON, OFF or None.
+    """
     if value is None:
         return None, None, None
     enabled = optional(value.get("enabled"), bool, "reasoning.enabled")

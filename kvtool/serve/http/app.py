@@ -99,8 +99,6 @@ class Site:
 
 
 def make(site: Site) -> Starlette:
-    """Return the application."""
-
     def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
             request.state.id = f"req_{secrets.token_hex(12)}"

@@ -87,8 +87,8 @@ def check_host(limits: Limits, http: Request) -> None:
     CORS does not prevent such requests, because browsers send a request even if the page may not read the
     answer.
 
-    If only this machine may be the host, also raise ApiError if the request names another host: a web page
-    can let its own host name resolve to this machine's address.
+    With `local_only`, also raise ApiError if the host in the request is not this machine: a web page can let
+    its own host name resolve to this machine's address.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")

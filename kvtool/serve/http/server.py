@@ -21,7 +21,7 @@ _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
 
 _GRACE_S = 1
-"""When the server stops, HTTP gets this many seconds to end. Then the engine gets the same time."""
+"""When the server stops, it waits this many seconds for HTTP to end, then as long for the engine."""
 
 
 def serve(
