@@ -17,13 +17,13 @@ these types, values have fewer bits than keys.
 """
 
 FEW_BITS = tuple(name for name in ARCHIVE_TYPES if "q5" in name or "q4" in name)
-"""Archive types in which keys, values or both have few bits.
+"""Archive types in which keys, values or both have 4 or 5 bits.
 
-Keys or values of few bits are multiplied by a Hadamard matrix before they are rounded.
+Keys and values of 4 or 5 bits are multiplied by a Hadamard matrix before they are rounded.
 """
 
 PLAIN = "plain "
-"""Prefix of an archive type of few bits that is used without the Hadamard matrix, such as "plain q4_1".
+"""Prefix of a type in `FEW_BITS` that is used without the Hadamard matrix, such as "plain q4_1".
 
 Old sessions have such archives.
 """
@@ -32,7 +32,7 @@ MOST_THREADS = 512
 """Maximum number of CPU threads. With more threads, ggml ends the process."""
 
 MOST_RESIDENT = 2**20
-"""Largest value of --resident: the number of archived tokens of a row that the device also holds.
+"""Largest value of --resident, the number of archived tokens of each row that are also on the device.
 
 The function llama_kvtool_reside of the patch has the same limit.
 """

@@ -126,7 +126,7 @@ class JobQueue:
                 if self._by_client:
                     client, jobs = self._by_client.popitem(last=False)
                     job = jobs.popleft()
-                    # put the client's other jobs at the end, so that each other client has a turn first
+                    # the client's next job waits until each other client has had a turn
                     if jobs:
                         self._by_client[client] = jobs
                     if not job.is_cancelled:
@@ -137,7 +137,6 @@ class JobQueue:
         return None
 
     def done(self, job: Job) -> None:
-        """Note that a running job has ended."""
         with self._changed:
             self.running.remove(job)
 

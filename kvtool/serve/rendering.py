@@ -45,7 +45,7 @@ class Renderings:
         return Efforts.of(self._template)
 
     def of(self, options: ThinkingOptions) -> tuple[Rendering, list[str]]:
-        """Return the rendering for these options. Also return a remark on each option without effect.
+        """Return the rendering for a request's options, and a remark on each option that has no effect.
 
         Raises ApiError. See `template_for`.
         """
@@ -71,9 +71,9 @@ class Renderings:
 
 
 def _earlier_turns(template: Template) -> list[str | None]:
-    """Render small chats whose earlier turns have a thought, or a tool call with its result.
+    """Return the texts of small chats whose earlier turns have a thought, or a tool call with its result.
 
-    If the template cannot render a chat, None is returned instead of its text.
+    A text is None if the template cannot render the chat.
     """
     user: Message = {"role": "user", "content": "."}
     reply = {"content": "Hm.", "reasoning_content": "Hm?"}
@@ -100,7 +100,7 @@ class EarlierReply(NamedTuple):
     message
         The message to add to `History`.
     start
-        The text between `Header.kept` and the reply. None if this text is unknown.
+        The text between `Header.kept` and the answer, such as the thought. None if this text is unknown.
     """
 
     message: Message
@@ -115,7 +115,8 @@ class Rendering:
     template
         The template, with the variables of a request.
     past
-        Key of these variables. A stored chat is continued only by requests with the same key.
+        Key of the variables, or "" if they do not change how earlier turns are rendered. Only requests with
+        the same key continue a stored chat.
     format
         The syntax in which the model writes tool calls.
     """
@@ -156,8 +157,8 @@ class Rendering:
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of a whole chat, and how many of them are the system prompt and tools.
 
-        If the last call had the same list and the same tools, its result is returned again. This works
-        because callers never change a list. Raises ApiError if the template cannot render a message.
+        If the last call had the same `messages` object and equal tools, its result is returned again, because
+        callers never change a list of messages. Raises ApiError if the template cannot render a message.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -165,7 +166,7 @@ class Rendering:
         return last[2]
 
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
-        """Return the `History` of a chat. It has digests of the beginnings of the chat, after rendering."""
+        """Return the `History` of a chat, with thoughts in the form in which the template renders them."""
         return History(name, tools, self._with_starts(messages, tools), self.past)
 
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
@@ -185,15 +186,14 @@ class Rendering:
         return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Apply `_with_start` to each reply that the template shows. Return all messages."""
+        """Return all messages. `_with_start` is applied to each reply that the template shows."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with the text before its answer, such as the thought, in the field START.
+        """Return the reply with a field START: the text before the answer, such as the thought.
 
-        The reply does not get the field if the text is equal to `_usual_start`, the text that the template
-        writes before an answer without a thought.
+        The field is omitted if this text is `_usual_start`, which the template writes if there is no thought.
 
         region: the text between the previous reply and this reply.
         """
@@ -212,10 +212,10 @@ class Rendering:
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the part of a region that belongs to a reply: a thought, or other text before the answer.
+        """Return the text at the end of a region that belongs to the reply, such as the thought.
 
-        This is the part after the last `Header.kept`. If the region does not have `Header.kept`, return the
-        thought at the end of the region, or "" if the region does not end with a thought.
+        It begins after the last `Header.kept`. If the region does not have `Header.kept`, return the thought
+        at the end of the region, or "" if the region does not end with a thought.
 
         region: see `_with_start`.
         """
@@ -265,9 +265,12 @@ class Rendering:
         return self._bare.render(prepared, tools=shown_tools)
 
     def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Return the beginning of the text that is the same for equal system prompts and tools."""
+        """Return the common beginning of all chats with this system prompt and these tools.
+
+        Return "" if the beginning is not known.
+        """
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
-        # if a template shows tools after the first message, chats share only the system prompt
+        # some templates write the tools after the first message: then only the system prompt is common
         for listed in (shown_tools, None) if shown_tools else (None,):
             if system or listed:
                 prefix = system_prefix(self._bare, system, listed)
@@ -305,10 +308,10 @@ class Rendering:
         return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
-        """Return the text of a chat after the calls of the reply messages[i - 1].
+        """Return the text of a chat after the tool calls of the reply `messages[i - 1]`.
 
-        Used if a template writes the results of calls inside the reply. To find the text, a call with a
-        random name is added after the reply's calls. Return the text after this call in the rendered chat.
+        Used if a template writes the results of calls inside the reply. A call with a random name is added
+        to the reply. The result is the text after this call in the rendered chat.
         """
         name = f"kvtool_{secrets.token_hex(8)}"
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -335,16 +338,16 @@ class Rendering:
         if not output_format:
             return None, []
         rules, remarks = output_format.rules()
-        # a grammar applies to the whole reply, including calls
+        # a client's grammar describes the whole reply, including calls, so it needs no rules for calls
         if request.choice.kind == "none" or output_format.kind == "grammar":
             return rules, remarks
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Return the arguments of `_text`: marked messages, and the marked tools that the template shows.
+        """Return the arguments of `_text`: messages, and the tools that the template shows, all marked.
 
-        The tools are None if there are no tools, or if the template has no native format for tools. In the
-        second case, the tools are listed in the system prompt instead.
+        See `chats.marks` for marks. The tools are None if there are no tools, or if the system prompt lists
+        them because the template has no native format for tools.
         """
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):

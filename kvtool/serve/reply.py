@@ -26,8 +26,8 @@ class Reply:
     message
         The whole message, in the form in which a client gets it.
     n_thought
-        Number of tokens of the thought, without its tags. A token is also counted if it has a part of a tag
-        in addition to text of the thought.
+        Number of tokens of the thought, without its tags. A token that has both text of the thought and a
+        part of a tag is counted.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
@@ -49,7 +49,7 @@ class Reply:
         parts = [*self._splitter.feed(piece)]
         self._count(parts, n_written)
         if not (had_thought or self.n_thought):
-            # the text of the thought has not begun, so all tokens up to the end of this piece are before it
+            # the text of the thought has not begun, so it comes after all tokens so far
             self._n_before = n_written
         return list(self._deltas(parts))
 
@@ -63,7 +63,7 @@ class Reply:
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:
-        """Return the deltas of the prompt if the reply has to repeat it."""
+        """Add a prompt that the reply must repeat to the message. Return its deltas."""
         return [self._add("content", text)] if text else []
 
     def finish(self, is_cut: bool) -> str:
@@ -71,10 +71,10 @@ class Reply:
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"
 
     def _count(self, parts: Iterable[tuple[bool, str]], n_written: int) -> None:
-        """If the parts have text of the thought, set `n_thought` to the number of tokens after the start tag.
+        """Update `n_thought` if any part belongs to the thought.
 
-        Text that may be the beginning of the end tag is held back. Its tokens are counted only after it
-        turned out to be part of the thought.
+        Text that may begin the end tag is held back. Its tokens are counted only after it has turned out to
+        be text of the thought.
         """
         if any(is_thought for is_thought, _ in parts):
             self.n_thought = n_written - self._n_before

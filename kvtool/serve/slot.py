@@ -55,7 +55,8 @@ class Slot:
     overflow
         "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
     meta
-        Returns values that are saved in a session's JSON, in addition to the values of `Conversation.save`.
+        Function that returns values for a session's JSON. They are saved in addition to the values of
+        `Conversation.save`.
     pins
         True to pin the system prompt and the tools of a chat even if an archive keeps them.
     batcher
@@ -104,7 +105,7 @@ class Slot:
                 self._text(job, job.request)
 
     def n_shared(self, request: Request) -> int:
-        """Return how many tokens at the start of a request the engine holds and does not have to read."""
+        """Return how many tokens at the start of a request need not be read, because the engine has them."""
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
@@ -147,7 +148,6 @@ class Slot:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
     def _chat(self, job: Job, request: ChatRequest) -> None:
-        """Answer a chat."""
         resumer = self._chats_resumer()
         conversation, tools = resumer.conversation, _offered(request)
         rendering, remarks = self._rendering(request)
@@ -160,8 +160,8 @@ class Slot:
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._start(job, request, conversation.shown | marks, rules)
         if request.begun:
-            # do this before the prompt is read: `start_sampling` raises an error if a grammar forbids the
-            # given beginning
+            # call this before the prompt is read: it raises an error if a grammar forbids the text with which
+            # the client begins the reply
             conversation.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
@@ -232,7 +232,7 @@ class Slot:
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Return a function that is called after each step and lists log-probabilities of the step's tokens.
+        """Return a function that lists the log-probabilities of a step's tokens. Call it after each step.
 
         tokens: i32[n], the tokens of the prompt. text: the prompt's text.
         """
@@ -252,12 +252,12 @@ class Slot:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # also list the end token: programs that score a prompt drop the last entry, because they expect
-            # it to be the only token of the answer
+            # also list the end token: programs that score a prompt expect an answer of one token, and
+            # therefore drop the last entry
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
-        """Add a token's log-probability to the list. special: True if control tokens are part of the text."""
+        """Append a token's entry to `_logprobs`. special: True if control tokens are part of the text."""
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
@@ -332,7 +332,7 @@ class Slot:
         stop_if_cancelled()
 
     def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Return the log-probabilities that were added to the list since the last call."""
+        """Return the entries that were appended to `_logprobs` since the last call."""
         records, self._logprobs = self._logprobs, []
         return records
 
@@ -348,7 +348,7 @@ class Slot:
 
     @property
     def _is_bounded(self) -> bool:
-        """True if a chat cannot be longer than the context."""
+        """True if a request and its answer must fit in the context."""
         return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
@@ -409,10 +409,10 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 
 
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
-    """Return how many tokens of a stream are in the cache, are in the archive, and are forgotten.
+    """Return numbers about the cache, such as the tokens in the cache, in the archive and in neither.
 
-    If n_share is not 0, also return, for each of the last n_share tokens, the share of rows (KV heads of a
-    layer) whose cache has the token, and whether the archive has the token.
+    If n_share is not 0, the last n_share tokens are also listed. Each has two values: the share of rows (one
+    row for each KV head of each layer) that hold the token, and whether the archive has the token.
     """
     engine = writer.engine
     held: dict[str, Any] = {

@@ -26,8 +26,8 @@ def cpu_features() -> str:
         )
         features.append(sysctl.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        # read only the text of the first core, because Linux generates the text during reading, and the text
-        # of hundreds of cores takes long
+        # read only the first core's lines: Linux generates the file during reading, and that takes long for
+        # hundreds of cores
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
         features += sorted(set(flags.partition(":")[2].split()))
@@ -55,7 +55,7 @@ def cpu_name() -> str:
 def default_threads() -> int:
     """Return the number of cores that this process may use.
 
-    There is one thread per core, because two threads on one core slow each other down.
+    More threads would be slower, because two threads on one core slow each other down.
     """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 from kvtool.system.paths import cache_dir
 
 LOCK = ".lock"
-"""Suffix of the lock file of a file. The lock file of a folder is inside the folder, and this is its name."""
+"""Suffix of a file's lock file, and name of a folder's lock file, which is inside the folder."""
 
 
 PART = ".kvtool.part"
@@ -143,13 +143,13 @@ class Log:
 
 
 def set_aside(path: Path, *suffixes: str) -> Path:
-    """Give second names to the file PATH (`path`) and to files that belong to it. Return the path PATH.n.
+    """Give second names to files whose paths begin with PATH (`path`). Return the path PATH.n.
 
-    suffixes: for each suffix, the file PATH + suffix gets the second name PATH.n + suffix, if the file
-    exists. With the suffix "", which is the default, PATH itself gets the second name PATH.n.
+    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. The default is "",
+    the suffix of PATH itself.
 
-    n is the smallest number from 1 on for which no file PATH.n and no file PATH.n + suffix exists. If OSError
-    is raised, no file has a second name.
+    n is the smallest number from 1 on for which PATH.n and all paths PATH.n + suffix are free. If OSError is
+    raised, no file has a second name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)

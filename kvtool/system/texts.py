@@ -31,7 +31,7 @@ def utf8(flag: str, text: str | None) -> str | None:
     if text is None:
         return None
     try:
-        # decode again: in an ASCII locale, Python leaves characters that are not ASCII as undecoded bytes
+        # in an ASCII locale, Python has replaced each byte that is not ASCII by a surrogate
         return with_lf(text.encode("utf-8", "surrogateescape").decode())
     except UnicodeDecodeError:
         raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
@@ -143,7 +143,8 @@ class TextSource:
 def is_stdin(file: str) -> bool:
     """Return True if `file` is one of the names of stdin.
 
-    All these names must be read from the same buffer, because the buffer may already hold the first bytes.
+    Read stdin from `sys.stdin.buffer` and not by its name, because the buffer may already hold the first
+    bytes.
     """
     return file in ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 

@@ -1,7 +1,7 @@
 """longbench: the 21 tasks of LongBench with its prompts and metrics.
 
-LongBench is by Bai et al. 2023 (arXiv:2308.14508). Prompts, maximum lengths of answers and metrics are taken
-from its code, THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py), and also these rules:
+LongBench is by Bai et al. 2023 (arXiv:2308.14508). Prompts, maximum lengths of answers, metrics and the
+following rules are taken from its code, THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py):
 
 - Few-shot and code tasks are plain text, even with a chat model.
 - If a prompt is too long, its middle is cut out.

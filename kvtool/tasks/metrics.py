@@ -106,8 +106,8 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
 
     It is 1 / n if the output names n classes and one of them is the right class, otherwise 0.
 
-    A class whose name is part of the right class's name is not counted. But if two such classes follow each
-    other in the list, the second is counted, because LongBench does so.
+    A class whose name is part of the right class's name is not counted. As in LongBench, there is an
+    exception: if two such classes follow each other among the n named classes, the second is counted.
     """
     named = [name for name in classes if name in output]
     at = 0

@@ -55,9 +55,10 @@ def n_held(model: Model, template: Template | None) -> int:
 
 
 class Reader:
-    """Read prompts with one engine at a time.
+    """Reads prompts, and writes or scores answers.
 
-    Budgets may depend on the prompt. If a prompt needs another policy or budget, a new engine is created.
+    Budgets may depend on the prompt. If a prompt needs another policy or budget, a new engine replaces the
+    old one.
 
     Parameters
     ----------
@@ -71,8 +72,8 @@ class Reader:
         the trained context. If the policy never evicts, the maximum cannot be larger than the trained
         context.
     full_for
-        Function with the same arguments that returns the policy that keeps everything. None if `policy_for`
-        already returns this policy.
+        Function that returns the policy that keeps everything. It has the arguments of `policy_for`. None if
+        `policy_for` already returns this policy.
     sampling, seed
         Settings and seed of the sampler for answers. By default, the most likely token is always chosen.
 
@@ -147,10 +148,11 @@ class Reader:
     def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
         """Read a prompt without cutting it, and then the beginning of its answer.
 
-        Return the number of tokens that were read first. Raises the errors of `read`.
+        Return the number of tokens that were read before the question. Raises the errors of `read`.
 
         question: the end of the prompt, which is read after the rest. With `--prefill whole`, an eviction
-        then happens before the question is known. If the question is "", the whole prompt is read at once.
+        then happens before the question is known. If the question is "", everything is read at once, and the
+        number of all tokens is returned.
 
         opening: the beginning of the answer. If the prompt is plain text, a space is put before it.
         """
@@ -166,7 +168,7 @@ class Reader:
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # evictions need not keep the newest tokens yet: the first part does not end with a reply header
+            # hold no tokens yet, because the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
             self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
@@ -209,14 +211,14 @@ class Reader:
         return text.strip() if self.template else f" {text.strip()}"
 
     def write(self, n_max: int, stop: Sequence[str] = ()) -> str:
-        """Write an answer. It ends with the model's turn, before a stop string, or after n_max tokens.
+        """Write until the model ends its turn, n_max tokens are written, or a stop string comes.
 
-        Stop strings in the white space at the start of the text are ignored.
+        The stop string is left out. Stop strings in the white space at the start of the text are ignored.
         """
         return self._write(Sampler(self.model, self._sampling, seed=self._seed), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
-        """Sample a text. It ends with the model's turn or after n_max tokens."""
+        """Sample until the model ends its turn or n_max tokens are written."""
         return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:

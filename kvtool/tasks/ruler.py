@@ -11,7 +11,7 @@ With question=known, the prompt is read at once. With question=after, the text i
 question, as in kvpress's benchmark. The answer's beginning (RULER's answer prefix) is read after that, as the
 start of the reply.
 
-Differences to RULER:
+Differences from RULER:
 
 - The length of the text is fitted for each sample. RULER fits it once for all samples.
 - Random numbers come from Python, so samples differ from RULER's.

@@ -33,8 +33,8 @@ class _Watch(Policy):
 class Shared:
     """Cache of the last prompt that was read.
 
-    settings: the settings of all readers. Because the settings are the same, each reader gets the cells that
-    it would have computed itself.
+    settings: settings that all readers must have. Each reader then gets the cells that it would have computed
+    itself.
     """
 
     def __init__(self, model: Model, settings: Settings) -> None:

@@ -76,7 +76,7 @@ class Task(ABC):
     needs_files
         True if the task reads files that the user names.
     chat
-        True if the prompt is a user's turn unless the user says otherwise. False if it is plain text.
+        True if, by default, a prompt is a user's turn in the chat template. False if it is plain text.
     by
         Names of fields in an item's `about`. The summary has means for each value of these fields. Two fields
         make a heat map.

@@ -46,13 +46,13 @@ class StoredChat:
     n_bytes
         Number of bytes of the session file.
     is_start
-        True if the chat has only a system prompt, with which several chats may begin.
+        True if the chat has only a system prompt. Several chats may begin with it.
     marks
         Marks at the ends of the replies that the server wrote.
     places
-        For each checkpoint in the archive file: the number of tokens before it.
+        Number of tokens before each checkpoint in the archive file.
     used
-        Time of the last use, in seconds of the monotonic clock.
+        Time of the last use, in seconds of `time.monotonic`.
     tokens
         Tokens of the stream, i32[n]. None until `ChatStore.tokens` reads them.
     """
@@ -78,7 +78,8 @@ class ChatStore:
     most_bytes
         Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
-        The server continues only sessions that have these values. It does not change other sessions.
+        Values that a session must have to be continued, for example the model's digest. Other sessions are
+        not changed.
 
     Attributes
     ----------
@@ -155,9 +156,8 @@ class ChatStore:
         Parameters
         ----------
         before
-            The stored chat that this chat continues, or None. The new chat replaces the stored chat, except
-            in two cases: the stored chat has only a system prompt, or another request has already continued
-            it.
+            The stored chat that this chat continues, or None. The new chat replaces it, unless `before` has
+            only a system prompt or is no longer stored.
         digest
             Digest of the chat's messages.
         conversation
@@ -230,7 +230,7 @@ class ChatStore:
         self._tidy(names, earlier)
 
     def _tidy(self, names: list[str], keys: Collection[str]) -> None:
-        """Remove files that a killed server has not finished. keys: names of chats that have a session file.
+        """Remove unfinished files of a killed server. keys: names of chats that have a session file.
 
         An archive without a session is not removed, because the user may have moved the session.
         """
@@ -253,7 +253,7 @@ class ChatStore:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
-            # sessions of earlier versions have no checkpoints, or do not list the checkpoints here
+            # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
             if meta.get("fixed") != self.fixed:
                 raise ValueError

@@ -9,9 +9,9 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""Field that `Rendering` adds to a reply. It has the text before the answer, such as the reply's thought.
+"""Field that `Rendering` adds to a reply: the text before the answer, such as the thought.
 
-Replies before which the template writes only its usual text do not get this field.
+The field is omitted if the template writes the same text before an answer without a thought.
 """
 
 
@@ -38,7 +38,6 @@ class History:
             self.add(message)
 
     def add(self, message: Message) -> None:
-        """Add a message."""
         # the digest of the system prompt does not depend on the name: agents give each chat a name, but begin
         # all chats with the same long system prompt
         is_start = len(self.digests) == 1 and message["role"] == "system"

@@ -1,4 +1,4 @@
-"""Continue the chat of a request after its longest stored beginning, and store the chat after the answer."""
+"""Continue a chat after its longest stored beginning, and store the chat with the answer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum number of tokens before a checkpoint. Small checkpoints need only one token.
+"""Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception.
 
-The number has a second use: loading a stored chat is assumed to take as long as reading this many tokens.
+Loading a stored chat is assumed to take as long as reading this many tokens.
 """
 
 _GAPS, _FAR_GAP = 32, 8192
-"""Divisors in two limits for the distance between neighboring stops of `Resumer._stops`.
+"""Divisors in the limits for the distance between neighboring stops of `Resumer._stops`.
 
-The first limit is spacing / 32 tokens, with `Checkpoints.spacing`. The second limit is spacing / 8192 times
-the number of tokens from the earlier stop to the end of the prompt. The distance must be above both limits.
-With the smallest spacing, 1024 tokens, they are 32 tokens and an eighth of the way to the end.
+Let `spacing` be `Checkpoints.spacing`, and n the number of tokens from the earlier stop to the end of the
+prompt. The distance must be above spacing / 32 tokens and above n * spacing / 8192 tokens. With the smallest
+spacing, 1024, these limits are 32 and n / 8 tokens.
 """
 
 
@@ -41,17 +41,18 @@ class _Candidate(NamedTuple):
     Attributes
     ----------
     n
-        Number of tokens of the chat that need not be read if the stream is continued. `_LEAST_START` is
-        subtracted if the stream must be loaded and has no reply of the chat.
+        Number of tokens of the chat that need not be read if the stream is continued, minus the cost of
+        loading the stream. The cost is `_LEAST_START` tokens. It is 0 for the engine's stream, and for
+        streams that have replies of the chat.
     n_stream
         Number of tokens of the stream.
     chat
         The stored chat to which the stream belongs. None for the engine's stream if it is not stored.
     tokens, n_pinned
-        Tokens of the chat after the replies that the stream already has, and number of pinned tokens: see
+        Tokens of the chat after its last reply that the stream has, and number of pinned tokens. See
         `Resumer._after`.
     first
-        Number of tokens of the stream before the place where `tokens` begin.
+        Index in the stream at which `tokens` begins.
     marks
         Marks at the ends of those replies of the chat that are in the stream.
     """
@@ -77,7 +78,8 @@ class Resumer:
     chats
         The stored chats.
     meta
-        Returns values that are saved in a session's JSON, in addition to the values of `Conversation.save`.
+        Function that returns values for a session's JSON. They are saved in addition to the values of
+        `Conversation.save`.
     pins
         True to pin the system prompt and the tools of a chat.
 
@@ -119,18 +121,17 @@ class Resumer:
         self._at = None
 
     def use(self, rendering: Rendering) -> None:
-        """Use another rendering from now on."""
         if rendering is not self.rendering:
             self.rendering = rendering
             self.conversation.use_template(rendering.template, rendering.header)
 
     def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
-        """Return how many tokens at the start of a chat the engine holds and does not have to read."""
+        """Return how many tokens at the start of a chat need not be read, because the engine has them."""
         n = n_equal(self._stream, self._whole(messages, tools)[0])
         return self._engine.n_kept(min(n, self._engine.n_past))
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
-        """Bring the engine to the longest stored beginning of a chat. Return the other tokens, i32[n]."""
+        """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n]."""
         at, self._at = self._at, None
         for candidate in self._candidates(at, messages, tools, history):
             if (tokens := self._rewind(candidate, at, history)) is not None:
@@ -154,7 +155,7 @@ class Resumer:
         start = self.chats.find(history.digests[1])
         if not start or not start.is_start:
             return None
-        # use the request's seed instead of the stored one
+        # use the request's seed instead of the stored seed
         writer = self.conversation.writer
         try:
             self.conversation.restore(*self.chats.load(start), seed=writer.sampler.seed)
@@ -196,7 +197,7 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            # subtract the cost of loading a chat, because loading takes longer than reading a few tokens
+            # loading a chat takes longer than reading a few tokens
             less = 0 if is_here or marks else _LEAST_START
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
@@ -235,12 +236,11 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # If the chat has another system prompt than the stream, other tokens must be pinned. In two cases, do
-        # not rewind then: after an eviction, because pins can no longer change, and if the chat's system
-        # prompt is stored, because it can be loaded instead
+        # `is_start`: the system prompts of chat and stream differ, so pins must change. This is impossible
+        # after an eviction. If the chat's system prompt is stored, load it instead of rewinding
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the new chat replaces the stored chat if all marks of the stored chat stay
+        # the new chat replaces the stored chat if the rewind keeps all marks of the stored chat
         is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
         self._before = chat if is_kept else None
         if n < len(stream):
@@ -253,8 +253,7 @@ class Resumer:
         if chat:
             chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
-        # if an earlier request was stopped, some tokens of the stream before `first` may be unread: return
-        # these tokens also
+        # if an earlier request was stopped, some tokens of the stream before `first` may still be unread
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -267,8 +266,8 @@ class Resumer:
     ) -> tuple[np.ndarray, int | None]:
         """Return the tokens of a chat after its first n_message messages, i32[n], and None.
 
-        These messages end with a reply. If n_message is 0, or if the template cannot render the other
-        messages alone, return the tokens of the whole chat and the number of pinned tokens.
+        The first n_message messages must end with a reply. If n_message is 0, or if `following` fails, return
+        the tokens of the whole chat and the number of pinned tokens.
         """
         if n_message:
             with suppress(ModelError):
@@ -276,13 +275,13 @@ class Resumer:
         return self._whole(messages, tools)
 
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
-        """Read the system prompt and the tools of a new chat, and store them. Return the other tokens.
+        """Read the system prompt and the tools of a new chat, and store them. Return the unread tokens.
 
-        If checkpoints are not small, only full batches are read here. Then the batches are the same as if the
-        whole prompt was read at once, and therefore the cache is also the same.
+        Unless checkpoints are small, only full batches are read here. Then the batches, and therefore the
+        cache, are the same as if the whole prompt was read at once.
         """
-        # If the cache can be rewound to any token, a later chat with the same start can rewind this chat.
-        # Then only pinned tokens are stored here, because pins cannot change after an eviction
+        # If the cache can be rewound to any token, a later chat with the same start rewinds this chat and
+        # needs no stored start. Pinned tokens are stored anyway, because pins cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.rewinds_anywhere else self._n_start
         if not self._engine.checkpoints.are_small:
@@ -295,7 +294,7 @@ class Resumer:
             return tokens[:0]
         self._engine.checkpoints.take()
         # If a checkpoint is a copy of the whole cache, also store the start as a chat. The engine has room
-        # for only a few such checkpoints, and may drop the checkpoint after the start during a long chat
+        # for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
@@ -304,13 +303,13 @@ class Resumer:
     def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
         """Read a prompt up to the header of the reply, and make checkpoints. Return the unread tokens.
 
-        If the client repeats a request or changes the reply, the next request continues after the last
-        checkpoint. If a checkpoint is a copy of the whole cache, short prompts get no checkpoint. If the
-        engine makes no checkpoints, nothing is read.
+        If the client repeats the request or changes the reply, its next request continues after the last
+        checkpoint. Prompts of fewer than `_least` tokens get no checkpoint. Nothing is read if no checkpoint
+        is made.
 
-        keeps_thought: True if the thought of the reply stays in the prompts of later requests until the
-        user's next message. From then on, the template leaves the thought out. The chat must then go back to
-        a checkpoint before the thought. Therefore short prompts also get a checkpoint.
+        keeps_thought: True if the template renders the reply's thought until the user's next message, and
+        then leaves it out. The cache must then be rewound to a checkpoint before the thought. Therefore a
+        prompt that ends with a user's message gets a checkpoint, even if it is short.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
         # also count the tokens that an earlier request has left unread because it was stopped
@@ -329,12 +328,11 @@ class Resumer:
         return tokens[n:]
 
     def _stops(self, tokens: np.ndarray) -> list[int]:
-        """Return the places for checkpoints in the tokens of a prompt, i32[n].
+        """Return the stops of a prompt i32[n]: the numbers of tokens after which checkpoints are made.
 
-        Places are between messages and at the end of the prompt.
-
-        Places between messages are useful, because a client that edits a chat replaces whole messages. The
-        newest messages change most often, and therefore stops are closer together near the end of the prompt.
+        Stops are at the end of the prompt and between messages, because a client that edits a chat replaces
+        whole messages. The newest messages change most often. Therefore stops are closer together near the
+        end of the prompt.
         """
         piece, spacing = self._engine.model.piece, self._engine.checkpoints.spacing
         markers = [token for token in self.conversation.header.tokens.tolist() if not piece(token)]
@@ -346,7 +344,7 @@ class Resumer:
 
     @property
     def _least(self) -> int:
-        """Minimum number of tokens for a checkpoint. It is 1 for small checkpoints, which take less time."""
+        """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
         return 1 if self._engine.checkpoints.are_small else _LEAST_START
 
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:

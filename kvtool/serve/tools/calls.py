@@ -57,8 +57,8 @@ class Parser:
 
     Each parser also accepts Hermes's tags, because a grammar may force a model to write them. If the calls of
     a format are JSON objects, models often write other tags or no tags. For such formats, the parser also
-    accepts calls in Markdown code blocks, calls in the tags around the list of tools, and a reply that has
-    only calls without tags.
+    accepts calls in Markdown code blocks, calls in <tools> tags, and a reply that has only calls without
+    tags.
 
     The input is the part of a reply after its thought, which `Splitter` separates. It includes the texts of
     the format's control tokens. See `shown_tokens`.
@@ -173,7 +173,7 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # begin to read after the tag; a brace is part of the call, so begin to read at the brace
+        # skip the tag, but not a brace, because the brace is part of the call
         self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
@@ -200,9 +200,9 @@ class _GrowingText:
         self.has_ended = False
 
     def accept(self, *options: str) -> _Text:
-        """If one of the options comes next, skip it and return it. Otherwise return "".
+        """If one of the texts `options` comes next, skip it and return it. Otherwise return "".
 
-        An option must not begin with another option.
+        No option may be a prefix of another option.
         """
         while True:
             for option in options:
@@ -215,7 +215,7 @@ class _GrowingText:
             yield
 
     def expect(self, *options: str) -> _Text:
-        """Skip the option that comes next, and return it. Raises NoCall if something else comes next."""
+        """Skip the option that comes next, and return it. Raises NoCall if no option comes next."""
         return (yield from self.accept(*options)) or _no_call()
 
     def skip_space(self) -> _Text:
@@ -228,12 +228,10 @@ class _GrowingText:
             yield
 
     def accept_spaced(self, *options: str) -> _Text:
-        """Skip white space, and then call `accept`."""
         yield from self.skip_space()
         return (yield from self.accept(*options))
 
     def expect_spaced(self, *options: str) -> _Text:
-        """Skip white space, and then call `expect`."""
         yield from self.skip_space()
         return (yield from self.expect(*options))
 
@@ -301,9 +299,10 @@ def _json(source: _GrowingText, tools: Tools) -> _Read:
 
 
 def _objects(source: _GrowingText, tools: Tools) -> _Read:
-    """Read calls in JSON, or lists of calls, until something else comes.
+    """Read JSON objects and lists of JSON objects, which must be calls. Stop before other text.
 
-    A call must begin with its name. In this way, other JSON is soon recognized as text.
+    The first member of a call must be its name, so that other JSON is soon recognized as text. In a list,
+    only the first call is checked for this.
     """
     calls: Calls = []
     while (yield from source.skip_space()) in ("{", "["):
@@ -435,7 +434,7 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     mark, end = '<|"|>', "<tool_call|>"
     arguments = "{" + (yield from source.until(end))
     while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
-        # this end tag was in a string, so read up to the next end tag
+        # the number of marks is odd, so this end tag is inside a string: read up to the next end tag
         arguments += end + (yield from source.until(end))
     return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
 
@@ -454,4 +453,4 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
-"""For each format: the tags that open a call, and their readers. All formats also have <tool_call>."""
+"""For each format, the reader of each opening tag. <tool_call>, which all formats have, is not listed."""

@@ -27,10 +27,9 @@ _PLAIN_OBJECT = {
 
 _PARTS = {"properties", "items", "prefixItems"}
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-"""A reference in a tool's schema that does not point to a definition.
+"""A reference that cannot be resolved, because it does not point to a definition.
 
-The rules of a parameter are made only from the parameter's schema and the definitions. Therefore such a
-reference cannot be resolved.
+The rules of a parameter are made only from the parameter's schema and the definitions.
 """
 
 
@@ -88,8 +87,7 @@ class CallRules:
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
         """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
         if self._format is LLAMA:
-            # require Llama's tag: it is optional elsewhere, but here, JSON without the tag could also be an
-            # answer
+            # the tag is usually optional, but JSON without the tag could also be an answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
         call = self.call(tools)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
@@ -120,12 +118,12 @@ class CallRules:
         return self._add(name, f"{start} {arguments} {self._literal(format.end + format.close)}")
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return the name of the rule."""
+        """Add a rule, and return its name."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 
     def _parameters(self, name: str, syntax: Parameters, schema: Mapping[str, Any]) -> str:
-        """Add the rules of arguments in the order of the schema, and return the name of the first rule."""
+        """Add rules for arguments, and return the first rule's name. Arguments have the schema's order."""
         names = schema.get("properties")
         if (
             not isinstance(names, Mapping)
@@ -142,8 +140,7 @@ class CallRules:
             item = self._add(
                 f"{name}_item{n}", f"{self._literal(syntax.start + key + syntax.middle)} {value}"
             )
-            # rules "first" apply before the first argument of a call, and rules "next" after it, where
-            # `between` separates the arguments
+            # rules "first" apply while the call has no argument; rules "next" begin with a separator
             for rule, before in (("first", ""), ("next", self._literal(syntax.between))):
                 skip = "" if key in required else f" | {name}_{rule}{n + 1}"
                 self._add(f"{name}_{rule}{n}", f"{before} {item} {name}_next{n + 1}{skip}")
@@ -152,9 +149,9 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of a value, followed by the text that ends the value.
+        """Return the expression of a value and of the text `syntax.end` after the value.
 
-        name: name of the rule, if the expression needs an additional rule.
+        name: name for an additional rule, if the expression needs one.
         """
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
@@ -178,7 +175,7 @@ class CallRules:
         return f"({' | '.join(self._literal(text + syntax.end) for text in texts)})"
 
     def _free_text(self, name: str, syntax: Parameters, may_be_null: bool) -> str:
-        """Return the expression of any text, followed by the mark or the tag that ends the text."""
+        """Return the expression of any text, including the mark or the tag that ends the text."""
         tag = syntax.mark or syntax.tag
         _, _, after = syntax.end.rpartition(tag) if not syntax.mark else ("", "", syntax.end)
         if tag in self._control:

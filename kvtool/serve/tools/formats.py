@@ -130,10 +130,9 @@ class Format:
 
 
 def shown_tokens(model: Model, format: Format) -> frozenset[int]:
-    """Return the tokens of a format's tags, which may be control tokens.
+    """Return the ids of a format's tags that are single tokens.
 
-    The text of a reply must include them, because `Parser` needs their text. Other control tokens are not in
-    the text of a reply.
+    The text of a reply includes these tokens even if they are control tokens, because `Parser` needs them.
     """
     tags = [model.tokenize(tag, special=True).tolist() for tag in (*HERMES.tags, *format.tags)]
     return frozenset(tokens[0] for tokens in tags if len(tokens) == 1)
@@ -245,8 +244,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # A template with one of these two texts has a format that kvtool does not know. Such a template also has
-    # some of the texts below, so the two texts must come before these
+    # kvtool does not know the format of a template with one of these two texts. Such a template also has
+    # texts of the entries below, so this entry must be the first of them
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
@@ -258,4 +257,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<TOOLCALL>",), NEMOTRON),
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
-"""Texts in the source of a template, and the format that the template then uses. None for unknown formats."""
+"""Pairs (texts, format). A template has the format if one of the texts is in its source.
+
+The format is None if kvtool does not know it.
+"""

@@ -41,15 +41,14 @@ def for_template(
     Ids of calls become nine letters and digits, because Mistral's templates accept only such ids. Equal ids
     stay equal.
 
-    If there is a template, the messages are also marked, as the template's `of_marked` expects. Calls and
-    results that the template does not show become text: calls in the content of the reply, results in a
-    message of the user. For Llama's template, which accepts only one call in a reply, each call becomes a
-    reply.
+    If there is a template, the messages also get marks: see `chats.marks`. Calls and results that the
+    template does not show become text: calls in the content of the reply, results in a message of the user.
+    Llama's template accepts only one call in a reply, so each call becomes a reply.
     """
     converted = [_for_template(message) for message in messages]
     if template is None:
         return converted
-    # mark the messages before tags are added to calls and results: a marked tag is not a control token
+    # mark the messages before tags are added to calls and results, because marked tags are plain text
     converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:

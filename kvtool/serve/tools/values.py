@@ -100,7 +100,6 @@ class _Source:
 
     @property
     def next(self) -> str:
-        """Next character."""
         return self.text[self.at]
 
     def accept(self, character: str) -> bool:
@@ -219,11 +218,10 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
-    """Convert a text without quotes to the value of an argument, in a type that the tool's schema allows.
+    """Convert the text of an argument, in which a string has no quotes, to a value.
 
-    If the schema allows strings, the text is a string. But if the text is null, an object or a list, and the
-    schema also allows this type, the text is parsed as JSON. If the schema does not allow strings, the text
-    is parsed as JSON if it is JSON.
+    The text is parsed as JSON, or stays a string if it is not JSON. If the schema allows strings, only null,
+    objects and lists are parsed, and only if the schema also allows their type.
 
     key: name of the argument. parameters: schema of the tool's parameters.
     """

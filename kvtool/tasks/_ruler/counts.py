@@ -100,7 +100,7 @@ class FrequentWords(Subtask):
     n_max: ClassVar[int] = 50
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        # in a text of this many words, the rarest word to find (rank 4) appears once
+        # the rarest word to find has rank 4, and must appear at least once
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:

@@ -34,7 +34,7 @@ class Needles(Subtask):
     Attributes
     ----------
     haystack
-        Text around the needles. "noise" repeats a line of passkey's five sentences; a piece is a line.
+        Text around the needles. "noise" repeats one line, passkey's five sentences; a piece is a line.
         "essay" is made of Paul Graham's essays; a piece is a word. "needle" is made of other needles; a piece
         is a needle.
     keys
@@ -42,7 +42,7 @@ class Needles(Subtask):
     values
         Kind of values: "numbers" of seven digits, or "uuids".
     n_key
-        Number of hidden keys, without the keys in a haystack of needles.
+        Number of hidden keys. Needles of the haystack are not counted.
     n_value
         Number of values of each key.
     n_query

@@ -120,9 +120,9 @@ class Subtask(ABC):
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return a number in least..most that fits. The next larger number does not fit.
+    """Return a number n in least..most for which fits(n) is true and fits(n + 1) is false.
 
-    If there is no such number, return `most`. `least` must fit.
+    If the search finds no such number, return `most`. fits(least) must be true.
     """
     low, high = least, least + 1
     while high <= most and fits(high):

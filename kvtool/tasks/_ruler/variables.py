@@ -69,7 +69,7 @@ class Variables(Subtask):
         # as in RULER, each of these lines ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
-        # `place` is a line number in the text before any line was inserted
+        # `place` counts only lines of filler, so add the number of lines that were inserted before
         for i, place in enumerate(sorted(rng.sample(range(n), len(lines)))):
             text.insert(place + i, lines[i])
         return Sample(
