@@ -8,7 +8,7 @@ from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# Some libraries start more threads anyway. Waiting threads must not occupy a core.
+# Some libraries start more threads in spite of these limits. Waiting threads must not occupy a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 
 def _cases(items, sizes):
-    """Group items into lists. The items of a list differ only in the parameters that sizes(item) returns."""
+    """Group items into lists. The items of a list differ only in the parameters `sizes(item)`."""
     cases = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -61,9 +61,9 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all unmarked items, and some items that have a `share` mark.
 
-    Items that differ only in the parameters `names` (default: SIZES) form a case. The mark share(n, *names)
-    chooses n items of each case. Each case starts its choice at a different item, so that the cases together
-    try all sizes.
+    The mark share(n, *names) chooses n items of each case. A case consists of the items that differ only in
+    the parameters `names` (default: SIZES). The choice starts at a different item in each case, so that the
+    cases together try all sizes.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)
@@ -89,9 +89,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def share_of(request):
-    """A function: share_of(n, n_all) returns n_all with --long, else n.
+    """Return share_of(n, n_all), which returns n_all with --long, else n.
 
-    Checks use it if they are slow and rarely fail.
+    It is for checks that are slow and rarely fail.
     """
     return lambda n, n_all: n_all if request.config.getoption("--long") else n
 
@@ -105,7 +105,7 @@ def smollm2():
 
 
 def _for_all_workers(tmp_path_factory, name, write):
-    """Return the path of a file that the first pytest worker writes."""
+    """Return the path of a file that all pytest workers share. The first worker writes it."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -125,7 +125,7 @@ def smol(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The real SmolLM2 in F32, so that the order of sums hardly matters.
+    """The real SmolLM2 in F32, so that the order of sums changes results very little.
 
     All workers share this 540 MB file.
     """
@@ -170,7 +170,7 @@ def talker(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hybrid_talker(tmp_path_factory):
-    """A small random model with recurrent layers that chats."""
+    """A small random chat model with recurrent layers."""
     path = tmp_path_factory.mktemp("hybrid") / "hybrid.gguf"
     tiny_kinds.write_lfm2(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
     return path

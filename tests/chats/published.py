@@ -1,4 +1,4 @@
-"""Published chat templates of models, from the sources of llama.cpp that kvtool is built from."""
+"""Chat templates of published models, from the llama.cpp sources that kvtool's build uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
 
 @cache
 def templates() -> dict[str, str]:
-    """Return {file name without its ending: Jinja text}, or {} if llama.cpp's sources are not stored here."""
+    """Return {file name without its ending: Jinja text}. Return {} if llama.cpp's sources are missing."""
     archive_path = sources.place(sources.Upstream.read(sources.patches_dir()))
     texts: dict[str, str] = {}
     if archive_path.is_file():

@@ -1,4 +1,4 @@
-"""Constraints that begin after a thought, for different ways to open and close the thought."""
+"""Constraints of an answer that follows a thought, for several formats of thoughts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ KINDS = {
     "Gemma 4": (GEMMA, "<|turn>model\n", ("<|channel>", "<channel|>", "<|turn>"), ("thought\n",)),
     "Mistral": (tags_in("[THINK]"), "", ("[THINK]", "[/THINK]"), ()),
 }
-"""For each kind of template: the tags of thoughts, the reply header, control tokens, and other tokens."""
+"""Kinds of templates. Each has the tags of thoughts, the reply header, control tokens, and other tokens."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """make(kind): a model with the tokens of this kind of template.
+    """Return make(kind), which returns a model with the tokens of this kind of template.
 
-    In some of its tokens, text follows the ">" that ends a tag.
+    Some tokens begin with the ">" that ends a tag, and have text after it.
     """
     folder, models_by_kind = tmp_path_factory.mktemp("vocabularies"), {}
 
@@ -68,7 +68,10 @@ def fitting(constraint, model):
 
 
 def wander(constraint, model, rng, n=400, likes=()):
-    """Return random tokens that a constraint allows, until the turn ends. likes: tokens to draw often."""
+    """Draw random tokens that the constraint allows, until the turn ends.
+
+    likes: tokens to draw more often.
+    """
     tokens = []
     while len(tokens) < n:
         allowed = fitting(constraint, model)
@@ -108,7 +111,8 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
         n_thoughts += had_thought
         n_tags = sum(len(Vocabulary.of(model).tokens_of(tag.encode())) for tag in (tags.start, tags.end))
         n_answer = len(Vocabulary.of(model).tokens_of(answer.encode()))
-        # a model may write a tag in more tokens than the tokenizer would, at most one token per character
+        # the model may write a tag with one token per character, although the tokenizer would use fewer
+        # tokens
         assert len(tokens) <= budget + n_answer + len(tags.start + tags.end) + n_tags, (thought, answer)
     assert n_thoughts or (budget == 0 and tags.plain)
 
@@ -172,7 +176,7 @@ def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
         tokens = model.tokenize(text, special=True).tolist()
         assert all(map(constraint.accept, tokens))
         assert fitting(constraint, model).tolist() == [*Vocabulary.of(model).ends]
-    # a reply whose first characters match the tag may still become a thought
+    # after "<t", both the answer "<t>" and the tag "<think>" are possible
     constraint = AfterThought(
         Matcher(Vocabulary.of(model), gbnf.rules_of('root ::= "<t>" | "a"')), model, THINK, ""
     )
@@ -223,7 +227,7 @@ def test_guesses_are_checked_ahead(models):
     constraint.accept(close)
     answer = Vocabulary.of(model).tokens_of(b'{"city": "Nice"}')
     assert constraint.n_fitting([*answer, answer[0]]) == len(answer)
-    # `n_fitting` must not have changed the constraint
+    # `n_fitting` has not changed the constraint
     assert all(map(constraint.accept, answer))
     constraint.restart()
     assert constraint.n_fitting(guesses) == 4

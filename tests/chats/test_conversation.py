@@ -128,7 +128,7 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
     assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    # the last token of the last reply, and its end marker, enter the stream only with the next turn
+    # the last token of a reply and its end marker are decoded only with the next turn
     assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
     assert len(writer.tokens) == writer.engine.n_past
     assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
@@ -233,7 +233,7 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     reply = "".join(talk.reply("And a colour.", 12))
     assert talk.undo()
     assert (talk.writer.engine.n_past, talk.messages) == before
-    # sampling is greedy, so a second try gives the same reply
+    # sampling is greedy, so the same question gets the same reply
     assert "".join(talk.reply("And a colour.", 12)) == reply
     assert talk.undo() == 'the turn "And a colour."'
     assert talk.messages == before[1]
@@ -262,12 +262,13 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
 
     turn("Name a fruit.")
     before, messages = everything(talk), list(talk.messages)
-    # `undo` needs a copy of the chat. The session file can serve as this copy, so no temporary file is made.
+    # `undo` restores a copy of the chat. Here the session file serves as the copy, so no temporary file is
+    # made.
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", None)
         reset()
     assert (everything(talk), talk.messages) == (before, messages)
-    # Here saving fails, so the session file lacks the last turn. The file must not be used as the copy.
+    # If saving fails, the session file lacks the last turn, so it cannot serve as the copy.
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
     before, messages = everything(talk), list(talk.messages)
@@ -326,7 +327,7 @@ def everything(talk):
 def check_alike(talk, other):
     """Check that two chats hold and archive the same tokens.
 
-    The tokens may be in different cells. Sums may then differ by rounding errors.
+    Tokens may be in different cells. The archived keys and values may therefore differ by rounding errors.
     """
     saved, others = (dict(each.writer.engine.save()) for each in (talk, other))
     for name in ("engine", "live", "archive"):
@@ -351,8 +352,8 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for question in (text, "Of whom?"):
             say(talk, files, question)
-    # If several copies share an archive, its bytes are counted once. If a session uses the archive, its bytes
-    # are not counted.
+    # The bytes of an archive are counted once, even if several copies share it. They are not counted if a
+    # session uses the archive.
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")
@@ -368,7 +369,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         for each in (again, again_files), (plain, plain_files):
             say(*each, "Why?")
         assert again.messages == plain.messages
-        # the turns of the earlier run can also be undone
+        # turns from before the session was resumed can be undone
         assert again.undo() == 'the turn "Why?"'
         assert again.undo() == 'the turn "Of whom?"'
         again_files.keep_session(undone=True)
@@ -398,7 +399,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
     )
-    # undo until `turn` turns are left, and then ask the question of the next turn again
+    # undo until `turn` turns are left, and then ask the next question again
     for turn in (12, 11, 5, 4, 1):
         while len(talk.undo_stack) > turn:
             assert talk.undo()
@@ -440,7 +441,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
         for messages, text, reply in reversed(history):
             assert each.undo_turn() == text
             assert each.messages == messages
-            # the stream and the seed are the same again, so the reply is the same
+            # the same stream and the same seed give the same reply
             each.n_reply = len(messages) // 2
             assert say(each, text) == reply
             assert each.undo_turn() == text
@@ -480,7 +481,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
         say(talk, files, text)
     first = everything(talk)
-    # saving under another name gives the session its own archive file
+    # the session under the new name gets its own archive file
     assert files.save(tmp_path / "b")
     assert names() == ["a", "a.archive", "b", "b.archive"]
     for path in tmp_path.glob("a*"):
@@ -489,7 +490,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     say(other, other_files, "Name as many fruits as you can think of, and then their colours, in a list.")
     say(other, other_files, "And animals.")
     second = everything(other)
-    # after /load, the next reply moves the old session to a.1
+    # the first turn after /load moves the old session to a.1
     assert other.remember("/load")
     other.restore(*other_files.read(tmp_path / "b"))
     assert everything(other) == first
@@ -501,15 +502,14 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # Undo the last turn and then /load. The chat is then the session that was moved to a.1, and the file of
-    # this session gets the name a again.
+    # Undo the turn and the /load. The chat is `second` again, and its file is renamed from a.1 to a.
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)
         other_files.check()
     assert everything(other) == second
     rest = ["b", "b.archive", "moved", "moved.archive"]
-    # the loaded chat does not belong to this session, so it is kept as a.2
+    # the chat that began with /load moves from a to a.2
     assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
     # start a new stream that has different tokens at the same positions
     other.remember("/reset")
@@ -553,7 +553,7 @@ def test_what_copies_share_drops_none_of_them():
         for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
-            # a session uses this archive, so its bytes are not counted
+            # a session uses `named`, so its bytes are not counted
             (named, 10, 1),
             (older, 20 + 90, 2),
         ):
@@ -585,7 +585,6 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        # writing a copy fails if more than n_free copies exist
         if len(talk.undo_stack) > n_free:
             raise OSError("no space left")
         plain(file, *what)
@@ -718,7 +717,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
-    # A closed terminal also stops the reply. At the end, the chat raises the signal again.
+    # A closed terminal stops the reply. Then the chat raises SIGHUP again, which these handlers ignore.
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64), tmp_path / "chat.kvs"
     talk.undoable = True
@@ -744,7 +743,7 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     # if all rows hold the same tokens, the shares add up to 100 %
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
-    # here rows hold different tokens, so the shares do not add up to 100 %
+    # if rows hold different tokens, the shares do not add up to 100 %
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 

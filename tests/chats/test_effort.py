@@ -82,7 +82,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
     assert off.reply_start().endswith("[assistant] <think></think>")
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
-    # variables may have any name and any JSON value, but they cannot replace the chat
+    # a variable may have any JSON value, but it cannot override `messages` or `add_generation_prompt`
     other = template_of(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
     assert other.render(USER).startswith("a b 4 [user] Hello")
     assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
@@ -91,7 +91,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
 def test_a_template_names_the_variables_that_it_reads():
     assert "enable_thinking" in SWITCHED.reads
     assert "thinking" not in SWITCHED.reads
-    # `Efforts.of` must find the same levels if `reads` has been computed before
+    # `Efforts.of` finds the same levels after `reads` was computed
     assert TAKES_THREE.reads
     assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
 
@@ -112,9 +112,9 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""For each variable that switches thinking, the templates that have it.
+"""Names of templates for each variable that switches thinking on and off.
 
-They were found by reading the sources.
+They were found by reading the templates.
 """
 
 LEVELED = {
@@ -126,11 +126,11 @@ LEVELED = {
     "tencent-Hy3": ("reasoning_effort", ("low", "high")),
     "upstage-Solar-Open-100B": ("reasoning_effort", ("minimal", "low", "high")),
 }
-"""For each template that accepts levels, the variable and the levels."""
+"""Templates that accept levels of effort: the name of the variable, and its levels."""
 
 
 def with_jinja_alone(source):
-    """with_jinja_alone(source)(**variables): the chat as plain Jinja renders it, without kvtool."""
+    """Return a function that renders the chat with Jinja alone. Its arguments are template variables."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -178,7 +178,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
             assert under.render(USER) == rendered(**variables), (name, effort)
             if effort == OFF and why is None:
                 assert not under.opens_thought, name
-                # with thinking off, a header that opens a thought must also close it
+                # with thinking off, the header must close a thought that it opens
                 start, end, _ = under.tags
                 after = under.reply_start().rpartition(start)[2] if start in under.reply_start() else end
                 assert re.search(re.escape(end), after), name

@@ -26,10 +26,10 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (tokens read until a loop is found, length of the loop's block, number of repetitions).
+    """Return (number of tokens until a loop is found, tokens per repeated block, number of repetitions).
 
     Return None if there is no loop.
-    letters: the tokens whose text has letters.
+    letters: the tokens that `Loop` gets as text with letters.
     """
     loop = Loop()
     for n, token in enumerate(tokens, 1):
@@ -39,7 +39,7 @@ def looped(tokens, letters=range(1_000_000)):
 
 
 def by_definition(tokens, letters):
-    """Return the same as `looped`, computed from the definition of a loop."""
+    """Compute the result of `looped` from the definition of a loop."""
     for n in range(1, len(tokens) + 1):
         for block in range(1, min(MOST_BLOCK, n) + 1):
             has_letters = any(token in letters for token in tokens[n - block : n])
@@ -101,7 +101,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # run the slow detector only on texts in which a long enough part repeats itself after `block` tokens
+        # `Loop` is slow, so check only texts in which a long enough part repeats every `block` tokens
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):
@@ -113,7 +113,7 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
 
 
 LOOPING = ("-t", 1, "--temp", 0, "--logit-bias", "70+100")
-"""With these options, the model writes only token 70."""
+"""Options with which the model writes only token 70."""
 
 LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets it go on\n"
 

@@ -107,7 +107,7 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # one pinned token fewer would not be enough for the first n_pinned characters of TEXT
+    # with one pinned token fewer, some of the first n_pinned characters of TEXT would not be pinned
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 
@@ -152,7 +152,7 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
             next(writer.write(2))
         writer.read(engine.model.tokenize("ab cd"))
         assert "".join(writer.write(2))
-        # the context still has the logits of the earlier text, but they must not be used for sampling
+        # the context still has the logits after "ab cd", but the writer must not sample from them
         writer.reset()
 
 
@@ -162,7 +162,7 @@ def test_nothing_can_be_generated_from_nothing(engine):
     with pytest.raises(UsageError, match="there is nothing to continue"):
         "".join(api.generate(engine, "", 4))
     assert "".join(api.generate(engine, "ab cd", 4))
-    # now an empty prompt continues the written text
+    # now an empty prompt continues the text above
     assert "".join(api.generate(engine, "", 4))
 
 

@@ -1,4 +1,4 @@
-"""Chats whose roles, or the order of their roles, are not supported by a template."""
+"""Chats with roles, or with orders of roles, that a template does not support."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # a template that asks whether `tools` is None must get True
+    # `tools` must still be None, although the templates above can loop over it
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 
@@ -164,7 +164,7 @@ def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
         assert text_of(model, tokens[:n]) == start
         assert text_of(model, tokens).count("Be brief.") == 1
     if source is MISTRAL3:
-        # this template shows tools before the newest message
+        # MISTRAL3 shows the tools before the newest message, so they are not in the pinned part
         chat = check([{"role": "system", "content": "Be brief."}, *chat_of("uau")])
         tokens, n = renderer.whole(chat, TOOLS)
         assert text_of(model, tokens[:n]) == start
@@ -211,7 +211,7 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
         renderer = rendering(model, source)
         assert text_of(model, renderer.whole(turns, TOOLS)[0]) == text
         assert text_of(model, renderer.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
-        # the tool's result and the user's next message become one message
+        # kvtool merges the tool's result and the user's next message
         more = text_of(model, renderer.whole(check([*chat_of("u"), CALL, RESULT, *chat_of("u")]), TOOLS)[0])
         assert f"{answer}\n\n0" in more
     # this template has tools, but no role for their results
@@ -227,7 +227,7 @@ def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
         text = text_of(model, renderer.whole(check([*chat_of("u"), CALL, *results, *chat_of("u")]), TOOLS)[0])
         assert text.startswith('[INST]0[/INST][TOOL_CALLS][{"name": "now", "arguments": {}}]</s>')
         assert text.endswith("[INST]0[/INST]")
-    # a reply and the call after it become one message
+    # kvtool merges a reply and the tool call that follows it
     text = text_of(model, renderer.whole(check([*chat_of("ua"), CALL, RESULT, *chat_of("a")]), TOOLS)[0])
     assert text.count("</s>") == 2
 

@@ -38,7 +38,7 @@ TEMPLATES = {
     "LFM2": ("<|im_start|>%s\n", "<|im_end|>\n", "<|tool_call_start|>%s<|tool_call_end|>"),
     "Kimi K2": ("<|im_%s|>%s<|im_middle|>", "<|im_end|>", "<|tool_call_begin|>%s<|tool_call_end|>"),
 }
-"""For each template: the text before a message, the text after a message, and a call.
+"""Parts of each template: the text before a message, the text after a message, and a tool call.
 
 %s is replaced by the message's role, or by the contents of the call.
 """
@@ -134,7 +134,7 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
     for marker in model.markers:
-        # a marker, two markers, the start of a marker, and a marker next to the characters that `marks` adds
+        # `marks` inserts JOINT and CUT into texts
         for text in (marker, f"{marker}{marker}", marker[:-1], f"{JOINT}{marker}{CUT}{CUT}"):
             tokens, _ = rendering.whole(*chat(text))
             assert special(model, tokens) == harmless
@@ -152,7 +152,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # all markers, except the markers that llama.cpp also finds in plain texts (gpt-oss has one)
+    # is_word: llama.cpp finds the marker even in plain text (gpt-oss has one), so it is left out
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([message("user", "stand-in")]).split("stand-in")
@@ -233,7 +233,7 @@ def real(smol):
 
 
 def count(model, messages):
-    """Return the tokens of a chat up to the header of a reply. The messages are plain texts."""
+    """Tokenize a chat and the header of the next reply. Markers in messages are plain text."""
     start, end = (model.tokenize(text, special=True).tolist() for text in ("<|im_start|>", "<|im_end|>"))
     tokens = []
     for each in [*messages, message("assistant", "")]:
@@ -264,7 +264,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [message("system", EVIL), message("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
-    # kvtool pins a prompt up to the end of its system prompt, or of a request that precedes a text
+    # kvtool pins one of two prefixes: a system prompt, or a request that precedes a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))
@@ -282,7 +282,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # with -n 1, a reply is one token, so the last reply adds 1 to the tokens of the prompt
+    # with -n 1, one token of the last reply is decoded
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

@@ -63,7 +63,7 @@ def test_a_thought_that_the_reply_header_opened():
 HEADERS = Tags(
     "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
 )
-"""Tags as in gpt-oss, but made of SmolLM2's control tokens."""
+"""Tags with the structure of gpt-oss's tags, but made of SmolLM2's control tokens."""
 
 HEADED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}"
@@ -219,14 +219,14 @@ SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n
 OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
-# this template shows an empty thought in earlier replies, and the effort in the prompt
+# this template renders an empty thought in earlier replies, and puts the effort into the prompt
 TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")
 
 
-# The thought is in its own field. SHOWS renders the thoughts of all replies. HIDES renders only the thought
-# of the last message.
+# These templates get the thought as `reasoning_content`. SHOWS renders the thoughts of all replies. HIDES
+# renders only the thought of the last message.
 SHOWS, HIDES = (
     KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
     for thought in (
@@ -237,7 +237,7 @@ SHOWS, HIDES = (
 
 
 def read(talk):
-    """Return the text of all tokens that were read, without markers."""
+    """Return the text of the stream, without markers."""
     return b"".join(map(talk.writer.engine.model.piece, talk.writer.tokens.tolist())).decode()
 
 
@@ -288,7 +288,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.rereads("low")
     assert ours.remember("/think low")
     ours.set_effort("low")
-    # `set_effort` clears the cache, but the chat is read again only with the next message
+    # `set_effort` empties the cache, and the next message reads the chat again
     assert ours.writer.engine.n_past == 0
     says(ours, "Hm.</think>Yes.")
     "".join(ours.reply("Sure?"))

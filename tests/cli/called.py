@@ -19,7 +19,7 @@ KEEPS = (
 def one_line(done, exit_code, words="", prints=False):
     """Check the exit code of a command, and check that its stderr is one line that contains `words`.
 
-    prints: True if the command may have written to stdout before the error.
+    prints: True to allow text on stdout.
     """
     assert done.returncode == exit_code, done.stderr[-2000:]
     assert prints or not done.stdout

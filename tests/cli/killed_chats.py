@@ -1,11 +1,12 @@
-"""Kill a chat before each of the calls that change its files, one call per run.
+"""Kill a chat before each call that changes its files, in a separate run for each call.
 
     python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
 
-STEP: with 1, there is a run for each call; with 4, for every fourth call. In each run a child process makes
-the same turns, resets, retries and undoes, and exits just before the call that the run tests. Then each chat
-that was saved before the call must be in the session file or in a file that was set aside, and another child
-must be able to continue the session.
+STEP: test every STEP-th call.
+
+Each run starts a child process. All children make the same turns, resets, retries and undoes. A child exits
+just before the call that its run tests. Then each chat that was saved before must be in the session file or
+in a file that was set aside. Another child must be able to continue the session.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ LONG = "Tell me a story of the sea, and of a storm. " * 2
 
 
 def open_chat(model, policy, folder):
-    """Return a chat that can be undone, and its files."""
     params = ["search=all"] if policy == "recall" else []
     settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
     engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
@@ -46,9 +46,9 @@ def open_chat(model, policy, folder):
 
 
 class User:
-    """A user who takes turns and undoes them, like the commands of `kvtool chat`.
+    """Simulated user who takes turns and undoes them, like the commands of `kvtool chat`.
 
-    saved: the messages of each chat that is on disk, in the order in which the chats began.
+    saved: {id of a chat: its saved messages}, oldest chat first.
     """
 
     def __init__(self, chat, files):
@@ -82,16 +82,15 @@ def turns(user):
     for text in (LONG, f"0: {LONG}"):
         yield user.say(text)
     yield user.say(f"1: {LONG}", again=True)
-    # This begins a second chat. Once all turns of the second chat are undone, the first chat is in the file
-    # again.
+    # `reset` begins a second chat. The three undoes take back its two turns and the reset. Then the session
+    # file holds the first chat again.
     user.reset()
     for text in ("What is a stone?", LONG):
         yield user.say(text)
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # `reset` begins a second chat. The first `undo(2)` below takes back two steps: the turn of the second
-    # chat and the reset. Then the file holds the first chat again.
+    # The first `undo(2)` takes back the next turn and this reset.
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)
@@ -100,11 +99,10 @@ def turns(user):
 
 
 def live(model, policy, folder, n_call):
-    """Take turns until the n_call-th call that changes a file.
+    """Take turns in a child process, which exits before its n_call-th call that changes a file.
 
-    Return (exit code, list of the saved chats after each turn).
-    If the turns make fewer calls than n_call, all of them are taken. The last item of the list is then the
-    number of calls.
+    Return (exit code, list). For each turn, the list has the messages of the saved chats. If there are fewer
+    than n_call calls, the last item of the list is the number of calls.
     """
 
     def work(write):
@@ -144,13 +142,13 @@ def stored(folder):
 def check(folder, before, after):
     """Check that each chat is in a session file of the folder.
 
-    before, after: the messages of each chat before and after the turn that was interrupted. A session file
-    may have either.
+    before, after: the messages of each chat before and after the interrupted turn. Either version is
+    accepted.
     """
     sessions = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]
-        # a chat whose turns were all undone has no messages, so any session matches it
+        # a chat whose turns were all undone has no messages, so every session matches it
         assert any(messages[: len(each)] == each for messages in sessions.values() for each in wanted), (
             i,
             sessions,
@@ -158,7 +156,7 @@ def check(folder, before, after):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
+    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls without a kill."""
     model = Model(model_path)
     # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)

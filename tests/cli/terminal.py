@@ -28,11 +28,10 @@ PROMPT = "\n> "
 class Terminal:
     """`kvtool chat` in a terminal.
 
-    The screen has far more rows than the size that the program gets, so that no line scrolls off the screen.
+    The screen has far more rows than the size that the program gets, so no line scrolls off the screen.
 
     model: name or path; None for the default model.
-    own: True if this is the controlling terminal of the process. The process then gets a SIGHUP when the
-    terminal ends.
+    own: True to make this the controlling terminal. The process then gets a SIGHUP when the terminal closes.
     raw: bytes that the program has written.
     """
 
@@ -79,15 +78,14 @@ class Terminal:
         return self.text[self._at :]
 
     def resize(self, columns, rows):
-        """Tell the program a new size."""
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, words, pressing=""):
         """Read until these words appear. Return the text before them.
 
         pressing: keys to type after each half second without output.
-        PROMPT is accepted only at the end of the text: when a chat continues, it prints the same characters
-        before its last turn.
+        PROMPT must be at the end of the text, because a continued chat prints the same characters before its
+        last turn.
         """
         self._read_until(
             lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
@@ -97,7 +95,7 @@ class Terminal:
         return before
 
     def until(self, *words):
-        """Read until the text has one of these words. The text includes lines that were drawn again."""
+        """Read until one of these words is on the screen, even in a line that was drawn again."""
         self._read_until(lambda: any(word in self.text for word in words))
         self._at = len(self.text)
 
@@ -139,7 +137,7 @@ class Terminal:
     def ended(self, pressing):
         """Type a key every half second until the program has ended. Return the program's exit code.
 
-        The key is typed repeatedly because keys are lost if they arrive before the prompt reads the keyboard.
+        One key is not enough, because it is lost if it arrives before the prompt reads the keyboard.
         """
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
@@ -160,14 +158,13 @@ class Terminal:
         self.process.wait()
 
     def close(self):
-        """End the program, and close the terminal."""
         self.kill()
         os.close(self.master)
 
 
 @contextmanager
 def terminals(model, *options, env=None):
-    """Yield a function that starts a chat with further options, and waits for its prompt."""
+    """Yield a function that starts a chat and waits for its prompt. The function accepts more options."""
     with ExitStack() as stack:
 
         def start(*more, **how):

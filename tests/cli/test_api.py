@@ -108,7 +108,8 @@ def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
         engine.reset()
         assert list(kvtool.generate(engine, f"One, two, three,{first} and", n_max=0)) == []
         assert engine.n_past == n + 1
-        # the two runs read these tokens in batches of different lengths, so their rounding errors differ
+        # both runs decode the same tokens, but in batches of different lengths, so their rounding errors
+        # differ
         assert np.abs(engine.context.logits()[-1] - after).mean() < 0.25
         # only a text that starts a stream gets a BOS
         assert starts == [True, False, True]

@@ -1,4 +1,4 @@
-"""kvtool bench: its rows, the streams that it measures, the ratios to an earlier run, and how it ends."""
+"""kvtool bench: rows, measured streams, ratios to an earlier run, errors and interruption."""
 
 from __future__ import annotations
 
@@ -83,13 +83,14 @@ def test_bytes_are_those_of_the_caches(whole):
     assert quantized == full * 34 // 64
     for row in rows.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
-    # h2o also stores 4 numbers of 4 bytes (position, rotation, sum, signal) for each of 256 cells. The model
-    # has 2 layers with 2 KV heads.
+    # h2o also stores 16 bytes per cell: position, rotation, sum and signal. There are 256 cells for each of 2
+    # KV heads in 2 layers.
     h2o = rows["h2o, 64", 64]
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (rows["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
-    # evicted tokens are in the archive, where 32 numbers take 22 bytes in keys and 18 in values
+    # the archive has the evicted tokens; it stores 32 numbers of a key in 22 bytes, and of a value in 18
+    # bytes
     token_bytes = full * (22 + 18) // 128 // 256
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 

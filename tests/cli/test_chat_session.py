@@ -1,4 +1,4 @@
-"""Sessions of `kvtool chat` that are killed, resumed, used by another process, or short of disk space."""
+"""Sessions of `kvtool chat`: kills, resuming, use by two processes, and full disks."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # Stdin is a file, because writing to a full pipe would block. The file has only a few turns, so that
-        # the chat reaches its end on fast machines.
+        # Stdin is a file, because writing to a full pipe would block. The file is short, so a fast machine
+        # can finish it.
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -118,7 +118,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # unbuffered, because a buffer would read ahead
+                # a buffer would read more output than the test asks for
                 bufsize=0,
             )
         output = b""
@@ -134,14 +134,14 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         output += chat.communicate()[0]
-        # this also reads the archive, if there is one
+        # `session.read` also reads the archive, if there is one
         now = session.read(path)[0]["messages"] if path.exists() else []
         assert now[: len(saved)] == saved
         runs.append((first, len(now) // 2, output))
         saved = now
     assert len(saved) > 0.8 * n
-    # Let another chat take these turns without a kill. It takes one turn more than was saved, because the
-    # last kill may have interrupted the reply of this turn.
+    # Let another chat take the same turns without a kill. It takes one turn more than was saved, because the
+    # last kill may have interrupted a reply.
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
@@ -370,7 +370,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
-    # under this limit the whole session can be written, but only a part of the archive's new segment
+    # the limit has room for the whole session file, but only for a part of the new archive segment
     assert len(before[0]) < len(before[1])
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
     done = talk(TURNS[6:8], preexec_fn=full)

@@ -167,11 +167,11 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
         chat.type(answer if answer == "\x03" else f"{answer}\n")
         assert message in chat.wait_for("\n> ")
         assert turns(chat_kv) == (FOUR if message == "not saved" else ["hello"])
-    # a later state of the same chat is saved without a question
+    # /save replaces an earlier state of the same chat without a question
     chat.say("more")
     assert "saved to" in chat.say(f"/save {chat_kv}")
     assert turns(chat_kv) == ["hello", "more"]
-    # an earlier state of the same chat is saved only after a question
+    # /save asks before it replaces a later state of the same chat
     chat.say("/undo")
     chat.type(f"/save {chat_kv}\n")
     assert "holds more of this chat (2 turns" in chat.wait_for("Replace it? [y/N] ")

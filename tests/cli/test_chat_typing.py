@@ -60,8 +60,8 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         # quoted input is a text for the model
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # A single line that begins with a slash is read as a command first. (The chat then asks whether the
-        # line is for the model.) Several lines are a command only if the command takes a text.
+        # A single line with a slash at its start is first tried as a command. If it is not one, the chat asks
+        # whether to send it as text. Several lines are a command only if the command takes a text.
         ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
         ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
@@ -73,7 +73,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # if the prompt offers this message for editing, Enter must send the same message
+        # if the prompt offers this message for editing, Enter must send it unchanged
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -225,7 +225,7 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
     path, held = tmp_path / "chat.kv", Held(tmp_path)
     chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
     before = chat.say("hello").split("\n")[-1]
-    # the words are so many that most of them are read after the first eviction
+    # the text is so long that most of it is read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
     held.wait()
@@ -357,7 +357,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # The next prompts start without a text. Lines that were typed ahead are then read and not dropped.
+    # The next prompts are empty, so lines that were typed ahead are read and not dropped.
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert user_messages(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
@@ -409,7 +409,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
         before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
-            # set the terminal as a shell does after a stop and before `fg`
+            # restore the terminal's settings, as a shell does between a stop and `fg`
             termios.tcsetattr(theirs, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
             return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)

@@ -62,7 +62,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def loaded_by_help():
-    """Map each command to its help, and to the heavy modules that are loaded after the help was printed.
+    """Map each command to (its help, the heavy modules that are loaded after printing it).
 
     One process prints the help of all commands, one after the other.
     """
@@ -242,8 +242,8 @@ def test_a_policy_shows_what_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
-    # Theorem 3.1 of BUZZ gives this ratio of threshold to window for stride 5. It holds only approximately,
-    # because both numbers are rounded to whole cells.
+    # Theorem 3.1 of BUZZ gives this ratio of threshold to window for stride 5. Rounding both to whole cells
+    # changes it a little.
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
@@ -251,7 +251,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
     # An eviction leaves 512 - 32 tokens, and half of them is the default window. group=mean is stored as
-    # "sum", because both give the same ranks.
+    # "sum", because sums and means rank tokens in the same order.
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -414,8 +414,7 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # "whole" reads the prompt into a large cache and then frees that cache, so llama.cpp reserves its buffers
-    # again
+    # "whole" frees its large cache after the prompt, so llama.cpp reserves its buffers again
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
@@ -427,11 +426,10 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # `cells` is a mean over 90 rows. If rows differ, the mean may happen to be a whole number in one of the
-    # two runs, but hardly in both.
+    # `cells` is a mean over 90 rows. If rows differ, it is unlikely to be a whole number in both runs.
     assert any(mean % 1 for mean in means)
-    # Not much more is allocated than the cells need. The model has 30 layers, each with K and V of 3 heads
-    # with 64 numbers in f16.
+    # At most 1.6 times the bytes of the cells are allocated. The model has 30 layers, each with K and V of 3
+    # heads with 64 numbers in f16.
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 
@@ -457,7 +455,6 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     )
     assert writer.stdout.readline().strip()
     writer.stdout.close()
-    # this is the exit code of a program that a closed pipe has ended
     assert writer.wait(PATIENCE_S) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()

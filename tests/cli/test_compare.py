@@ -37,7 +37,6 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a text in it."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "tide.txt").write_text(TEXT)
     return folder
@@ -45,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment variables that name a new cache. It has only links to the usual kernels and models."""
+    """Environment variables with a new cache folder, which has links to the usual kernels and models."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
@@ -70,7 +69,7 @@ def read(path):
 
 
 def lasting(records):
-    """Return the records without the fields that differ each time."""
+    """Return the records without the fields that differ from run to run."""
     return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
 
 
@@ -102,7 +101,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert records[2]["params"]["window"] == 20
     assert [record["best_other"] for record in records[2:]] == ["local", "h2o:window=20"]
     assert records[2]["nll_minus_best"] == pytest.approx(-records[3]["nll_minus_best"])
-    # one line about all runs, then one line per run
+    # stderr has one line about all runs, then one line per run
     lines = stderr.splitlines()
     assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
     assert len(lines) == 4
@@ -177,8 +176,8 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [record["kl"] for record in results.of_run.values()] == [None]
-    # In the second round, only `full` runs, and it fails again. `local` does not run: only its KL is missing,
-    # and measuring the KL needs the results of `full`.
+    # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not run,
+    # because the KL needs the results of `full`.
     assert calls == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
@@ -388,7 +387,7 @@ def test_the_best_of_a_budget_is_marked():
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
-    # this is the only run with its budget, so it is not marked as the best
+    # this run is the only run with its budget, so it is not marked as the best
     assert "*" not in line_of(out, "h2o  ")
     # equal values of a column are not marked
     assert "64.0 MiB*" not in out
@@ -428,7 +427,7 @@ def test_the_table_fits_its_terminal(width):
     assert ("(28.00-32.00)" in out) == (width > 100)
     assert "*: best of its budget" in out
     assert ("; in parentheses: 95 % interval of the perplexity" in out) == (width > 100)
-    # only a wide table shows the bytes of the budget's cells next to the allocated bytes
+    # a narrow table shows the allocated bytes, but not the bytes of the budget's cells
     assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 
@@ -460,11 +459,10 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     monkeypatch.setattr(Axes, "plot", record)
     data = output.png(compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2"))
     assert data.startswith(b"\x89PNG")
-    # the full cache has a KL of 0, which a logarithmic axis cannot show, so only quantized full caches are
-    # drawn
+    # a logarithmic axis cannot show the full cache's KL of 0, so only quantized full caches are drawn
     assert lines["full, quantized"] == [(0.25, 0.04)]
     assert lines["h2o"] == [(2.0, 0.5)]
-    # a line connects the bytes of the budget's cells with the allocated bytes
+    # for each run, a line connects the bytes of the budget's cells with the allocated bytes
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}

@@ -53,8 +53,8 @@ def test_there_is_no_other_console_and_no_column_with_markup():
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # If rich's `status` gets a string, it reads the string as markup, even if the console's markup is
-        # off. It does not do this with a Text.
+        # `status` of rich reads a string as markup, even if the console's markup is off. It prints a Text
+        # literally.
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 
@@ -91,7 +91,7 @@ def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
         step(20)
         (task,) = bars[0].tasks
         assert task.time_remaining > 0
-        # This step takes 40 seconds. By default, rich would drop the earlier sample, because it is older than
-        # 30 seconds. Rich could then not estimate the remaining time.
+        # Each step takes 40 seconds. By default, rich drops samples that are older than 30 seconds, and could
+        # then not estimate the remaining time.
         step(30)
         assert task.time_remaining > 0

@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list to which each check of an eviction plan appends the number of tokens read so far."""
+    """Return a list. Each check of an eviction plan appends to it the number of tokens read so far."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):
@@ -209,7 +209,7 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 14 window + ")
         assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
-        # a prompt of 40 tokens fits into the real budget, but not into the requested budget of 32
+        # 40 tokens fit into the policy's real budget, but not into the requested budget of 32
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
         assert policy.budget > 40
         engine.read(text(40))

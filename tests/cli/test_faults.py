@@ -1,4 +1,4 @@
-"""Faults of a process: a crash of compiled code, Ctrl-C, no memory, a closed terminal.
+"""Faults: a crash of compiled code, Ctrl-C, lack of memory, or a closed terminal.
 
 After each fault, the process writes at most one line and ends with the right exit code.
 """
@@ -139,21 +139,20 @@ main()
 
 
 def limited(megabytes, *options):
-    """Run `kvtool generate`. Its address space may grow by so many MB after the library is loaded."""
+    """Run `kvtool generate`. After the library is loaded, its address space may grow by `megabytes`."""
     done = python(LIMITED, megabytes, *WRITE, *options, popen=subprocess.Popen)
     # on CPUs with AMX, ggml writes a line to stderr directly and not to its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
     return done
 
 
-# With 40 MB, memory is too small for the file. With 130 MB, it is too small for the weights or for the cells
-# and buffers. With 160 MB, it is too small for the weights or for the graph. llama.cpp returns an error,
-# throws or aborts.
+# The CPU decides where memory runs out: at the file (40 MB); at the weights, or at the cells and buffers (130
+# MB); at the weights or at the graph (160 MB). llama.cpp returns an error, throws or aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
     done = limited(megabytes, "-m", smollm2)
-    # the CPU decides whether 130 MB are enough for the weights; 40 MB never are
+    # on some CPUs, 130 MB are enough for the weights; 40 MB never are
     for_weights = smollm2.name in done.stderr
     one_line(done, 8, "; choose a smaller model\n" if for_weights else "; choose a smaller --budget, ")
     assert for_weights or megabytes > 40
@@ -162,7 +161,7 @@ def test_no_memory_is_one_line(megabytes, smollm2):
 @linux
 def test_no_memory_for_so_many_cells_is_one_line(smollm2):
     lines = []
-    # the CPU decides how much memory is enough for the weights, but too little for the cells
+    # on each CPU, another amount is enough for the weights, but too small for the cells
     for megabytes in range(250, 400, 25):
         done = limited(megabytes, "-m", smollm2, "--policy", "full")
         one_line(done, 8)
@@ -223,7 +222,7 @@ def test_a_pipe_that_nobody_reads_is_quiet(command):
     assert done.stderr == ""
 
 
-# tests of Ctrl-C: a hook in the process sends SIGINT at a given stage
+# tests of Ctrl-C: PRESS sends SIGINT at a given stage of the process
 
 PRESS = """
 import os, signal, sys
@@ -287,7 +286,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
-    # The first eviction imports numba if there is no library of compiled kernels. These options cause an
+    # An eviction imports numba if there is no library of compiled kernels. The small budget causes an
     # eviction.
     options = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
@@ -297,7 +296,8 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert done.stderr.endswith("kvtool: stopped\n")
     if stage != "load":
         assert done.stderr == "kvtool: stopped\n"
-    # the first Ctrl-C lets the current step finish and prints its result, and a second Ctrl-C ends the step
+    # after one Ctrl-C in a reply, the current step ends and the text so far is printed; a second Ctrl-C
+    # interrupts the step, and nothing is printed
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
@@ -359,9 +359,9 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """A policy that waits in its first eviction.
+    """Policy that waits in its first eviction.
 
-    Prompts fit into the cache, so the eviction happens during a reply.
+    Prompts fit into the cache, so this eviction happens during a reply.
     """
     return Held(tmp_path)
 
@@ -382,8 +382,8 @@ def terminal(talker, held):
 def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
-    # Python's readline misses a signal that arrives between the prompt and the first read, so the test
-    # repeats Ctrl-C
+    # Python's readline loses a signal that arrives after the prompt is shown and before the first read, so
+    # the test repeats Ctrl-C
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
     held.wait()
@@ -414,7 +414,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
     os.close(terminal.master)
-    # the process is ended by the signal or by the end of its input (a shell shows 129 for both)
+    # either SIGHUP ends the process, or the process finds the end of its input and exits with 129
     assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
 
 

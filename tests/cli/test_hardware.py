@@ -1,4 +1,4 @@
-"""Options of weights on the command line: where the weights are stored, and LoRA adapters."""
+"""Options about weights: their place in memory, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_records_tell_the_adapters(default_talker, lora, tmp_path):
     scales = [record["lora"] and record["lora"][0]["scale"] for record in of]
     assert sorted(scales, key=str) == [1.0, 1.0, 2.0, 2.0, None, None]
     assert len({record["nll"] for record in of}) == 6
-    # the reference is the full cache with the same adapters
+    # the reference of the KL is the full cache with the same adapters
     assert all(record["kl"] < 1e-9 for record in of if record["policy"] == "full")
 
 
@@ -170,7 +170,7 @@ class FakeGpu:
         self._cache_bytes = info.plain_layers.cell_bytes() * n_cell // self._weights.n_layer
 
     def has_room_for(self, n_layer, n_expert=0):
-        """Give the GPU room for the output, the last n_layer layers, and the experts of n_expert layers."""
+        """Give the GPU memory for the output, the last n_layer layers, and the experts of n_expert layers."""
         weights = self._weights
         n_bytes = (
             weights.output + sum(weights.dense[weights.n_layer - n_layer :]) + n_layer * self._cache_bytes
@@ -212,8 +212,6 @@ def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model,
 
 def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):
     class Full(Model):
-        """A model that raises OutOfMemory if more than `most` layers are on the GPU."""
-
         most, tried = 1, []
 
         def __init__(self, path, *, n_gpu_layers=None, **how):
@@ -228,7 +226,7 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert done.returncode == 0
     assert Full.tried == [None, 0]
     assert "the GPU has room for 0 of 3 layers" in done.stderr
-    # now the second try, without layers on the GPU, also fails, so kvtool prints one line
+    # now the second try also fails, although it puts no layers on the GPU
     Full.most = -1
     one_line(generate("--raw"), 8, "the GPU is full")
     assert Full.tried[2:] == [None, 0]
@@ -240,8 +238,8 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
 def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
     FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
     assert "room" not in generate("--raw").stderr
-    # With --resident 1024, each row gets cells for 1,024 resident tokens, for 384 tokens that have no cluster
-    # yet, and for 256 means of clusters, and one more cell. Rounded up to a multiple of 256, these are 1,792.
+    # With --resident 1024, each row has cells for 1,024 resident tokens, 384 tokens that have no cluster yet,
+    # 256 means of clusters, and one more cell. The sum is rounded up to 1,792, a multiple of 256.
     FakeGpu(monkeypatch, talker, n_cell=1000 + 1792).has_room_for(1)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr

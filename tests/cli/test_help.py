@@ -50,7 +50,7 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
-    # help names a value in capitals, not by its type, and describes ranges in words
+    # the placeholder of a value is a name in capitals, not a type; ranges are described in words
     shown = first.split("\nExamples:")[0]
     assert not re.search(
         r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
@@ -232,7 +232,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command that has kvtool's option must not accept other programs' names of this option
+        # a command with kvtool's option must not accept the names that other programs use for it
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
@@ -249,7 +249,7 @@ def test_what_is_suggested_exists():
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
-        # the wrong names in this table must not be names of commands
+        # kvtool suggests other commands for these names, so the names must not be commands
         assert not set(names) & set(at.commands)
     assert not set(near.NOT_HERE) & set(COMMANDS)
 
@@ -258,7 +258,7 @@ def test_what_is_suggested_exists():
     ("words", "said"),
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
-        # ggml would end the process if it had more threads
+        # ggml ends the process if it is asked for more threads
         (["-t", "513"], "--threads must be in 1..512, got 513"),
         (["--resident", "4294967360"], "--resident must be in 0..1048576, got 4294967360"),
         (["--temp", "-1"], "--temp must be in 0.."),
@@ -439,7 +439,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     master, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # The command may have written nothing. `os.read` would then wait, so the test itself writes a byte.
+    # `os.read` would wait if the command wrote nothing, so the test itself writes a byte.
     os.write(theirs, b".")
     os.close(theirs)
     written = os.read(master, 4096).decode()

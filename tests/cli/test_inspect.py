@@ -92,7 +92,7 @@ def test_with_256_colours_tokens_are_shaded():
     assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
     assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
     assert "\x1b[38;5;244m gone\x1b[0m" in out
-    # colours replace the marks, and nothing else is added to the text
+    # with colours, the text has no marks, and nothing else is added to it
     assert "\nOne and two or three gone\n" in Text.from_ansi(out).plain
 
 
@@ -128,7 +128,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """Run a policy. Return (its Holdings, the positions in each row at each snapshot, the tokens' texts)."""
+    """Run a policy. Return (its Holdings, {tokens read: positions in each row}, the tokens' texts)."""
     seen = {}
 
     def record(n):
@@ -154,9 +154,9 @@ def data_of(page):
 
 
 def run_script(page, driver):
-    """Run the script `driver` after the page's own script. Return the JSON that it prints.
+    """Run the page's own script and then the script `driver`. Return the JSON that `driver` prints.
 
-    The script gets the page's data on stdin.
+    The scripts get the page's data on stdin.
     """
     script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     done = subprocess.run(
@@ -224,8 +224,8 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # a row's colour depends on two shares of the tokens in view: the share that the row holds, and the share
-    # that is only archived
+    # a row's colour depends on two shares of the visible tokens: tokens that the row holds, and tokens that
+    # are only in the archive
     held = snapshots.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -253,7 +253,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           console.log(JSON.stringify([of, levels]));
         });"""
     share = snapshots.attended.row_share()[:, 30:]
-    # no weights are needed for this mean, because all rows have the same number of query heads
+    # all rows have the same number of query heads, so this mean needs no weights
     want = [share.mean(axis=0), share[snapshots.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
@@ -272,7 +272,7 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), snapshots, texts)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines[3:])) <= width
-    # the record has rounded numbers
+    # the record stores rounded numbers
     share, rows = snapshots.attended.share().round(6), snapshots.attended.row_share().round(6)
     whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
     assert lines[1] == whole
@@ -314,8 +314,8 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # Find the rows of pixels in which the two colours fill more than half of the width. These rows belong to
-    # the plot, because the colours fill less of the legend below it.
+    # The plot consists of the rows of pixels in which the two colours fill more than half of the width. In
+    # the legend below it, they fill less.
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]

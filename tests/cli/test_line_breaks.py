@@ -23,7 +23,7 @@ every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
 """Modules that decode input without `kvtool.system.texts.decoded`, which converts line ends to LF.
 
-The conversion is not needed if a module parses the input as TOML or JSON, or if Python opens it as text.
+They parse TOML or JSON, or let Python open a text file, so they need no conversion.
 """
 
 

@@ -81,7 +81,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 def called(*arguments):
     """Call a command with these arguments. Return the values that it gets: (options, flag, typed options).
 
-    If Typer refuses the arguments, return Typer's result.
+    Return Typer's result if Typer refuses the arguments.
     """
     got = []
 
@@ -143,7 +143,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         assert (record["policy"], record["budget"], record["archive_limit"]) == ("h2o", 512, None)
         assert report.line(record).startswith("0/512 cells per row, cache ")
     with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
-        # every token of a batch gets logits, because it is scored; and no batch may exceed the budget
+        # each token of a batch is scored, so it needs logits; no batch may exceed the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
         assert not opened.engine.settings.over_budget
     with open_run(RunOptions(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
@@ -155,7 +155,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     [
         ({}, "recall", 512),
         ({"policy": "tova"}, "tova", 1024),
-        # recall does not work with these positions. The policy that replaces it has its own default budget.
+        # recall does not support in-cache positions. h2o replaces it, with its own default budget.
         ({"positions": "in-cache"}, "h2o", 1024),
         ({"positions": "in-cache", "budget": "96"}, "h2o", 96),
         ({"policy": "corm"}, "corm", 2048),
@@ -177,7 +177,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
-    # recall keeps the session's budget, even if its default budget has changed since
+    # the session's budget stays, even if recall's default budget has changed since
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
     assert resumed(RunOptions(), "recall", "10%").budget == "10%"
     typed = RunOptions(budget="96", typed=frozenset({"budget"}))

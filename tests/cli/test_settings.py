@@ -183,7 +183,7 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
     [
         ("budge = 5", "config.toml: budge is not an option. Did you mean budget"),
         ("[chat]\nbudge = 5", "[chat] budge is not an option. Did you mean budget"),
-        # `raw` is an option of another command
+        # `raw` is an option of `generate`, but not of `chat`
         ("[chat]\nraw = true", "[chat] raw is not an option"),
         ("[chta]\ntemp = 1", "[chta] is not a command. Did you mean chat"),
         ("[chat.more]\ntemp = 1", "[chat.more] is not a command"),
@@ -298,8 +298,8 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
 )
 def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkeypatch, name, instead):
     monkeypatch.setenv(name, "4")
-    # These two variables cause no message. KVTOOL_JSON belongs to an option of the commands below, and
-    # KVTOOL_SERVE_PORT to an option of another command.
+    # These two variables cause no message, because they belong to options: --json of the commands below, and
+    # --port of `serve`.
     monkeypatch.setenv("KVTOOL_JSON", "true")
     monkeypatch.setenv("KVTOOL_SERVE_PORT", "8000")
     for command in (["models", "list"], ["config"], ["config", "chat"]):

@@ -71,8 +71,7 @@ def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
         open_engine(path, policies.fit(name, 40)) as engine,
         pytest.raises(UsageError, match="choose a budget of") as refused,
     ):
-        # The test calls `hold`, because with recall `pin` would refuse nothing: it would only pin a part of
-        # the text.
+        # With recall, `pin` would not fail, but pin only a part of the text. Therefore the test calls `hold`.
         engine.hold(100)
     n = int(re.search(r"choose a budget of (\d+)", str(refused.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:

@@ -38,7 +38,7 @@ STREAMS = {
     "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
-"""Fields that depend only on the text."""
+"""Fields of a result that depend only on the text."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def models(smollm2, talker):
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
-    # Read blocks of one byte. With blocks of the usual size, each of these short texts would be read whole.
+    # Read one byte at a time. A block of the usual size would hold any of these short texts.
     monkeypatch.setattr(system_texts, "_BLOCK", 1)
     monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
     model, file = models[vocabulary], tmp_path / "text"
@@ -125,7 +125,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
         (b" \n \t", "is empty"),
         (b"a\0b", "is binary"),
         (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
-        # these faults are after the part of the file that is read first
+        # these faults come after the part of the file that is read first
         (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),
         ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
     ],

@@ -158,7 +158,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert len(chat.say("/show thought")) <= 5 * len("aB")
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
-        # the test has set no system prompt, so the command says that the template brings its own
+        # the test has set no system prompt, and the model's template has its own
         line = "none was given; the model's chat template brings its own"
         assert chat.say("/show system") == chat.say("/system") == line
         chat.say("/system Be brief.")

@@ -25,9 +25,9 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Let the device move and merge cells, by computing a graph. Without this, the CPU may edit host memory.
+    """Make the device move and merge cells by computing a graph. Otherwise the CPU may edit host memory.
 
-    The fixture's value is a list: for each edit of the cache, the number of its moves.
+    The fixture's value is a list with the number of moves of each edit.
     """
     apply, n_moves = Context.apply, []
 

@@ -6,7 +6,7 @@
 
 static thread_local long n_left = 0;
 
-// The nth allocation that this thread makes from now on will fail. With n = 0, no allocation fails.
+// Makes the nth allocation of this thread fail, counted from this call. With n = 0, no allocation fails.
 extern "C" void fail_new(long n) {
     n_left = n;
 }

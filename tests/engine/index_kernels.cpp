@@ -1,5 +1,5 @@
-// Calls a kernel of patches/src/archive/index.cpp or softmax.cpp by its number. Number 0 is the plain kernel. Number -1
-// is the kernel that kvtool chooses for this CPU.
+// Calls the kernels of patches/src/archive/index.cpp and softmax.cpp by their numbers. Kernel 0 is the plain kernel.
+// Kernel -1 is the kernel that kvtool chooses for this CPU.
 
 #include "../../patches/src/archive/index.cpp"
 #include "../../patches/src/archive/softmax.cpp"
@@ -12,8 +12,8 @@ int n_kernel() {
     return vectors() + 1;
 }
 
-// Computes e[i] = exp(scale*x[i] - most) for n numbers x. `most` is the maximum of scale*x, and `sum` is the sum of e.
-// x and e need room for n numbers, rounded up to a multiple of 16.
+// Computes e[i] = exp(scale*x[i] - most) for i < n, with most = max(scale*x[i]) and sum = sum(e[i]). `x` and `e` need
+// room for n elements, rounded up to a multiple of 16.
 void powers(int kernel, float * x, int n, float scale, float * e, float * most, float * sum) {
     softmax_part res;
     if (kernel < 0) {
@@ -30,8 +30,8 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
     *sum  = res.sum;
 }
 
-// Multiplies the keys [n*n_side][n_embd] by a query [n_embd] and writes the products to out[n*n_side]. The kernels read
-// keys in blocks of n_side keys. Keys and query are rounded to 8 bits.
+// Multiplies keys [n*n_side][n_embd] by a query [n_embd]. The products are out[n*n_side]. The kernels read n blocks of
+// n_side keys. Keys and query are rounded to 8 bits.
 void products(int kernel, const float * keys, int n, const float * query, int n_embd, float * out) {
     std::vector<uint8_t> sides(n*side_bytes(n_embd));
     for (int i = 0; i < n*n_side; ++i) {

@@ -2,10 +2,12 @@
 
     python tests/engine/kinds_table.py DIR
 
-DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For each entry of
-the table, an engine scores a text that is three times as long as the trained context. The entry is "yes" if
-the engine has evicted tokens and all scores are finite. In the column "sessions", the text has 400 tokens,
-and "yes" means that a restored session continues bit for bit. An entry "no" is followed by the reason.
+DIR has small random models, one per architecture; `make check-archs DIR=...` writes them.
+
+For each entry of the table, an engine scores a text that is three times as long as the trained context. "yes"
+means that the engine has evicted tokens and that all scores are finite. In the column "sessions", the text
+has 400 tokens, and "yes" means that a restored session continues bit for bit. After "no", the entry gives the
+reason.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ KINDS = {
     "ALiBi": "bloom-dense",
     "learned positions": "gpt2-dense",
 }
-"""For each kind, an example: the name of a model file in DIR."""
+"""Example of each kind: the name of a model file in DIR."""
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off"}
 FLASH = {"flash": "on"}

@@ -1,10 +1,13 @@
-"""Run ggml's RPC server on loopback, with the library that kvtool loads. Its device is in another process.
+"""Run ggml's RPC server on loopback, with the library that kvtool loads.
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 
-Without ENDPOINT, the server offers the CPU. With ENDPOINT, the server runs the code of `kvtool worker`, and
-offers the device of the server at that endpoint. `kvtool worker` then cannot access the device's memory
-directly, as if the device were a GPU. The server ends after TIME_LIMIT seconds, or earlier if it is killed.
+The server's clients use a device in another process. Without ENDPOINT, this device is the CPU.
+
+With ENDPOINT, the server runs the code of `kvtool worker`, and offers the device of the server at that
+endpoint. `kvtool worker` then cannot access the device's memory directly, just as with a GPU.
+
+The server ends after TIME_LIMIT seconds, or earlier if it is killed.
 """
 
 from __future__ import annotations
@@ -69,8 +72,7 @@ class Endpoint(str):
 def running(*behind):
     """Start a server in another process and yield its Endpoint. Kill the server at the end of the block.
 
-    behind: the endpoint of another server, whose device this server offers. Without it, this server offers
-    the CPU.
+    behind: the endpoint of another server, whose device this server offers. By default it offers the CPU.
     """
     with reserved_port() as port:
         server = forked.Popen(
@@ -97,9 +99,9 @@ def _listens(server, port):
 
 
 def client(module, *arguments):
-    """Run a test module as a program. Return (its JSON output, its stderr in pieces).
+    """Run a test module as a program. Return (its JSON output, list of parts of its stderr).
 
-    A piece of stderr begins where the program writes a line "run ...".
+    A new part begins at each line "run ...".
 
     The module runs in another process, because devices are registered for a whole process.
     """

@@ -22,11 +22,11 @@ transformer.half_precision = any(each["name"].startswith("Vulkan") for each in d
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
 """True if there is a CUDA device.
 
-On CUDA the order of half-precision sums depends on load and batch length, so results vary.
+CUDA's order of half-precision sums depends on load and batch length, so results vary.
 """
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
-"""Largest accepted difference from the reference in tests/reference; a GPU rounds differently."""
+"""Largest accepted difference from the reference in tests/reference. A GPU rounds in another way."""
 
 LOGITS = max(TOLERANCE, 1e-3)
 """Largest accepted difference of logits from the reference."""
@@ -35,13 +35,13 @@ LOGITS = max(TOLERANCE, 1e-3)
 N_UNTIED = 64
 """Number of tokens that tests of `tova` compare on CUDA.
 
-After these tokens, two tokens of a row have scores that are nearly equal: 2.78574e-3 and 2.78573e-3. CUDA
-adds numbers in another order than the definition. This can change the scores by more than their difference,
-so CUDA may evict the other token.
+Later, two tokens of a row have nearly equal scores: 2.78574e-3 and 2.78573e-3. CUDA adds numbers in another
+order than the definition. Its rounding errors may exceed the difference of the scores. Then it evicts the
+other token.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
-"""One policy of each kind: one ranks tokens, one works by segments, one has ragged rows, and one merges.
+"""One policy of each kind: h2o ranks tokens, buzz works by segments, corm has ragged rows, weightedkv merges.
 
 Tests that run with every policy are in tests/policies/test_contract.py.
 """
@@ -51,8 +51,8 @@ Tests that run with every policy are in tests/policies/test_contract.py.
 def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
-    A policy that recalls reads prompts with prefill=stream. Otherwise kvtool might read a prompt whole if a
-    GPU has room for it. `settings` replace these defaults.
+    A policy with recall gets prefill=stream, because kvtool might read a prompt whole if a GPU has room for
+    it. `settings` override these defaults.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
@@ -91,7 +91,7 @@ def stepped_logits(engine, batches):
 
 
 def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32", type_v="f32"):
-    """Return the logits f32[n, n_vocab] that llama.cpp computes when its API is called without kvtool."""
+    """Return the logits f32[n, n_vocab] that llama.cpp computes without kvtool."""
     start_backends()
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     params = api.llama_context_default_params()
@@ -126,9 +126,9 @@ def positions_of(stream):
 def assert_continues_as_defined(engine, stream, tokens, evict):
     """Decode tokens one by one with engine and reference stream; assert that their logits and rows agree.
 
-    Both must have evicted just before the call. The function `evict` makes the stream evict. It is called
-    when the engine evicts: with a ragged policy every `slack` tokens, with other policies whenever the rows
-    hold `budget` entries.
+    Both must have evicted just before the call. evict() makes the stream evict. It is called every `slack`
+    tokens if the policy is ragged, else whenever the rows hold `budget` entries. The engine evicts at the
+    same tokens.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy

@@ -14,10 +14,11 @@ import numpy as np
 
 @dataclass
 class Saved:
-    """Cells of one cache, as saved.
+    """Saved cells of one cache.
 
-    pos i64[n]: the position of each cell. k, v: for each layer the bytes of its cells, u1[n, bytes of a
-    cell]. k_type, v_type: ggml's numbers of the types, or -1 if there are no cells.
+    pos: i64[n], the position of each cell.
+    k, v: for each layer, the bytes of its cells, u1[n, bytes of a cell].
+    k_type, v_type: ggml's numbers of the types, or -1 if there are no cells.
     """
 
     pos: np.ndarray
@@ -28,15 +29,18 @@ class Saved:
     v_type: int
 
     def keys(self, layer, n_head_kv):
-        """Keys f32[n, n_head_kv, head_dim] as stored: after RoPE, and perhaps a Hadamard rotation."""
+        """Return the stored keys f32[n, n_head_kv, head_dim].
+
+        They are rotated by RoPE, and in some caches also by a Hadamard matrix.
+        """
         return _floats(self.k[layer], self.k_type).reshape(len(self.pos), n_head_kv, -1)
 
     def values(self, layer, n_head_kv):
-        """Values f32[n, n_head_kv, head_dim] as stored."""
+        """Return the stored values f32[n, n_head_kv, head_dim]."""
         return _floats(self.v[layer], self.v_type).reshape(len(self.pos), n_head_kv, -1)
 
     def rows(self, tensor, layer, n_head_kv):
-        """Stored bytes u1[n, n_head_kv, bytes of a head]. `tensor` is "k" or "v"."""
+        """Return the stored bytes u1[n, n_head_kv, bytes of a head]. `tensor` is "k" or "v"."""
         return getattr(self, tensor)[layer].reshape(len(self.pos), n_head_kv, -1)
 
 

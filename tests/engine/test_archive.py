@@ -52,7 +52,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # a limit in tokens is accepted even if no memory is large enough for so many tokens
+        # a limit in tokens is accepted even if it exceeds any memory
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),
@@ -180,7 +180,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     message = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # if recall or one of its options was requested, kvtool refuses instead of using another policy
+    # if the user asks for recall or for one of its options, kvtool refuses and does not choose another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         refused = called(*command, *typed, stdin="word " * 150)
         assert (refused.returncode, refused.stdout) == (2, "")
@@ -200,8 +200,8 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(pattern, first)
-    # both policies have 512 cells here: this is the default budget of recall. The default budget of h2o is
-    # 1,024, but the trained context limits it to 512
+    # both policies have 512 cells. This is the default of recall. For h2o, the trained context limits the
+    # default of 1,024 to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -275,8 +275,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
-        # a new system prompt empties the archive. Therefore the prompt is accepted although the archive is
-        # full
+        # a new system prompt empties the archive, so it is accepted even if the archive is full
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 

@@ -50,8 +50,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
             assert not engine.context.has_logits
             fresh.reset()
             fresh.read(tokens[:n_kept])
-            # in each step, the engine evicts, then makes the checkpoint, and then decodes. `fresh` has not
-            # evicted after its last step, so it has to evict here
+            # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
@@ -72,8 +71,8 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
             n_kept = engine.rewind(n)
-            # with a short context, positions may have started over after token n and before the next
-            # checkpoint. A rewind cannot undo this, so the stream goes back to an earlier checkpoint
+            # with a short context, positions may start over between token n and the next checkpoint. A rewind
+            # cannot undo this. The stream then goes back to an earlier checkpoint
             assert n_kept == n or (n_ctx < N_CTX and n - SPACING - 16 < n_kept < n)
             fresh.reset()
             fresh.read(tokens[:n_kept])
@@ -86,8 +85,9 @@ def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, mon
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
         (checkpoint,) = engine.checkpoints
-        # the sliding layers still have the 256 tokens before the checkpoint. The token at `first` needs the
-        # 15 tokens before it, because the window has 16 tokens
+        # a cut to n tokens needs the 15 tokens before them, because the window is 16. The sliding layers
+        # still have only 256 tokens before the checkpoint. Cuts to fewer than `first` tokens therefore go
+        # back to 0
         first = checkpoint.n_past - 256 + 15
         assert [engine.n_kept(n) for n in (first - 1, first, first + 1)] == [0, first, first + 1]
 
@@ -103,7 +103,7 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         assert n >= 2 * SPACING
         assert engine.rewind(440) == n
         engine.read(tokens[n:])
-        # the logits are only similar, because the second reading attends to clusters of the archive
+        # after the rewind, tokens attend to clusters of the archive, so the logits are only similar
         got, wanted = (logits(each, text(20, seed=2)) for each in (engine, fresh))
         assert np.abs(got - wanted).max() < 0.05
 
@@ -184,9 +184,9 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 
 def arrays_of(engine):
-    """Return all arrays that the next step depends on, except for the cells of sliding layers.
+    """Return the saved arrays, without the cells of sliding layers.
 
-    Those cells are left out, because cells of dropped tokens may hold anything.
+    Those cells may differ, because cells of dropped tokens may hold anything.
     """
     return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
 
@@ -205,8 +205,7 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
         places = [each.n_past for each in engine.checkpoints]
         assert len(places) == 3
         for n in (480, 300):
-            # read more text, first in steps of several tokens and then one by one. This makes the policy
-            # forget more
+            # read more tokens one by one, so that the policy forgets more
             logits(engine, text(60, seed=3))
             n_kept = engine.n_kept(n)
             assert n - SPACING - 16 < n_kept <= n
@@ -214,8 +213,7 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
             assert not engine.context.has_logits
             fresh.empty()
             fresh.read(tokens[:n_kept])
-            # in each step, the engine evicts, then makes the checkpoint, and then decodes. `fresh` has not
-            # evicted after its last step, so it has to evict here
+            # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             got, wanted = arrays_of(engine), arrays_of(fresh)

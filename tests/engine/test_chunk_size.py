@@ -10,9 +10,9 @@ from kvtool.engine.chunk_size import ChunkSize
 from tests.engine.running import TOLERANCE, open_engine, text
 
 SLOW = 1e-9
-"""Time in seconds that a part should take.
+"""Target time of a part in seconds.
 
-Every part takes longer, so all parts have the minimum size, 32 tokens.
+Every part takes longer, so all parts have the minimum size of 32 tokens.
 """
 
 
@@ -25,8 +25,7 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # 60 tokens are more than n (32), so their time is noted. One token is less than n, so its short time is
-    # ignored
+    # only steps of at least n = 32 tokens count, so the short time of one token is ignored
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32

@@ -26,5 +26,5 @@ def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
             keys = archive.read(begin, begin + n).view(np.float32).reshape(-1, n, N_HEAD, 2, HEAD_DIM)
             rows = keys[:, :, :, 0].swapaxes(1, 2).reshape(-1, n, HEAD_DIM).astype(float)
             for row_labels, x in zip(labels, rows, strict=True):
-                # a key that is equally near to two means may be in either cluster, depending on rounding
+                # if a key is equally near to two means, rounding decides between their clusters
                 assert (row_labels == kmeans(x)).mean() > 0.98

@@ -46,8 +46,8 @@ def held(engine):
 
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lfm2")
-# refact (ALiBi) cannot recall. With MLA (deepseek), a step recalls the same tokens for all its queries, so
-# wrong draft tokens would change which tokens are recalled for the correct ones
+# recall does not support ALiBi (refact). With MLA (deepseek), all queries of a step recall the same tokens,
+# so wrong draft tokens would change which tokens are recalled for correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
@@ -110,7 +110,7 @@ def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
         engine.drop_drafts(2)
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
             engine.drop_drafts(1)
-        # states were kept in case draft tokens are dropped. The next step overwrites these states
+        # each step overwrites the states that earlier steps kept for dropping their draft tokens
         engine.draft(tokens[4:7])
         engine.step(tokens[7:8])
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):

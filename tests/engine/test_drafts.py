@@ -122,15 +122,14 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # in each step, the first draft token had a support of 3, and it was accepted. The second draft token had
-    # a support of 4, and it was rejected. Therefore tokens with support 3 are still drafted, and tokens with
-    # support 4 are not
+    # in each step, a token with support 3 was accepted, and then a token with support 4 was rejected.
+    # Therefore only tokens with support 3 are still drafted
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
 
 class Told:
-    """A source that drafts one given token again and again."""
+    """Source that always drafts the same token."""
 
     n = 0
 
@@ -163,8 +162,8 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # tokens that the lookup found with support 3 were always rejected, so the draft model is used instead.
-    # The accepted tokens of the draft model must not count as accepted tokens of the lookup
+    # drafts of the lookup with support 3 were always rejected, so the draft model is used. Its accepted
+    # tokens must not count as accepted tokens of the lookup
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -195,10 +194,10 @@ SETTINGS = {
 
 
 def written(path, drafter, settings, n=120, policy="recall"):
-    """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
+    """Return (text, stream, log-probabilities, contents of the rows) of a writer."""
     likely = []
-    # with search=all, a step attends exactly to all tokens, so there is no choice of clusters that rounding
-    # could change
+    # with search=all, a step attends exactly to all tokens, so rounding cannot change which clusters are
+    # chosen
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**settings), seed=3)
@@ -249,8 +248,8 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after these n_piece pieces. It does not contain the draft tokens that
-            # came after them
+            # the next text continues after the n_piece pieces, and without the draft tokens that came after
+            # them
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole
@@ -305,7 +304,7 @@ def test_guesses_are_those_of_a_model_that_has_read_only_the_stream(
             source._engine.checkpoints.max_bytes = 0
         stream = rng.integers(3, 250, 20).astype(np.int32)
         source.add(stream)
-        # in each turn, a new source drafts the same tokens. The stream is so short that nothing is evicted
+        # in each turn, a new source must draft the same tokens; the stream is too short for evictions
         for turn in range(30):
             guess = source.guess(5)
             with closing(ModelDraft(model, 1)) as fresh:

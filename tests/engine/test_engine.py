@@ -37,7 +37,7 @@ UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 @dataclass(frozen=True, slots=True)
 class Given(Policy):
-    """Policy with given functions: `answer` makes the plan, `state` makes the state's arrays."""
+    """Policy made of functions: `answer` returns the plan, `state` returns the state's arrays."""
 
     budget: int
     slack: int
@@ -94,9 +94,9 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(nll[0]) == 255
-    # the steps of `corm` have another length than the steps of `full`. On a GPU, rounding depends on this
-    # length: Vulkan rounds to half precision only in steps of several queries, and CUDA adds up 16 queries in
-    # another order than 64
+    # `corm` has steps of other lengths than `full`, and on a GPU rounding depends on the length. Vulkan
+    # rounds to half precision only in steps of several queries. CUDA adds up 16 queries in another order than
+    # 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
     assert np.abs(nll[0] - nll[1]).max() <= (2e-2 if rounds else 0)
 
@@ -152,7 +152,7 @@ def _saved(engine):
 
 
 def in_order(engine):
-    """Return the positions i32[row, n_kv] to which keys are rotated, with the oldest token first."""
+    """Return the rotary position i32[row, n_kv] of each key, oldest token first."""
     n = engine.n_kv
     return np.take_along_axis(engine.rows.rot[:, :n], engine.rows.pos[:, :n].argsort(axis=1), axis=1)
 
@@ -186,8 +186,8 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # after gaps are closed, at most 48 of 130 positions are in use, so gaps are closed again after 82 or
-        # more tokens
+        # closing the gaps leaves at most 48 of 130 positions in use, so it is needed again after 82 or more
+        # tokens
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 
@@ -200,9 +200,9 @@ def _first_and_newest(view, *merge):
 
 
 def _merging(row, dst, src, weight, kinds=(np.int32, np.int32, np.int32, np.float32)):
-    """Return a function that makes plans: keep the first and the newest tokens, merge cells src into dst.
+    """Return a function that makes plans: keep the first and the newest tokens, merge cells `src` into `dst`.
 
-    dst and src are indices of cells in a row, where 0 is the oldest token.
+    src, dst: indices of cells in a row; 0 is the oldest token.
     """
 
     def plan(view):
@@ -290,7 +290,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 class Summing(Policy):
     """Keep the newest tokens and sum attention.
 
-    Each plan removes the last entry of `fails`. If the entry is a function, the plan returns its result.
+    Each plan pops the last entry of `fails`. If the entry is a function, its result is the plan.
     """
 
     budget: int
@@ -722,13 +722,13 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # there is memory for n_draft additional queries. Otherwise the queries of draft tokens would
-        # overwrite older queries, which are still needed if the draft tokens are rejected
+        # there is memory for n_draft additional queries. Draft tokens use it, because the older queries are
+        # still needed if the draft tokens are rejected
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # the queries of a step are stored until its draft tokens are accepted or rejected, because
-            # attention of rejected tokens must not be counted
+            # a step's queries are stored until its draft tokens are accepted or rejected, because rejected
+            # tokens must not be counted in attention
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
@@ -775,8 +775,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # the difference between q8_0 and f16 (less than 0.1) is small compared with the difference between the
-    # two kinds of positions
+    # q8_0 changes the NLL much less than the kind of positions does
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 

@@ -18,14 +18,14 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 
 def fit(**params):
-    # with search=all, tokens that are decoded one by one after the chunks also attend to each archived token.
-    # Otherwise they would attend to the means of some clusters
+    # with search=all, single tokens after the chunks attend to each archived token, and not to means of
+    # clusters
     params = {"search": "all", **params}
     return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
 
 
 def logits_of(path, policy, parts, **settings):
-    """Return the logits f32[part, n_vocab] after each part, (n_kv, n_archived), and the cache's bytes."""
+    """Return (logits f32[n_part, n_vocab] after each part, (n_kv, n_archived), bytes of the cache)."""
     with open_engine(path, policy, **settings) as engine:
         logits = []
         for part in parts:

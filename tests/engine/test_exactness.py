@@ -61,10 +61,10 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
 def score_errors(
     path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
 ):
-    """Return f64[n - 1]: the error of each token's NLL. Assert that the engine evicts.
+    """Return f64[n - 1]: the absolute error of each token's NLL. Assert that the engine evicts.
 
-    The error is the absolute difference from the definition. model: the reference's model, if it is loaded
-    already. restarts: True if positions must start over, False if they must not, None if they may.
+    model: the reference's model, if it is loaded already.
+    restarts: True if positions must start over, False if they must not, None to accept both.
     """
     given = {} if n_block is None else {"n_block": n_block}
     want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
@@ -94,14 +94,14 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
 def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, name):
-    # evictions come at 48, 64, ... 128 tokens, and positions start over at 142, the trained length
+    # tokens are evicted at 48, 64, ... 128 tokens; positions start over at 142 tokens, the trained length
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
     keep, observe = twin(name, params, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
     with open_engine(path, policy, positions="auto") as engine:
-        # one token is decoded at a time, so that positions start over between two evictions
+        # with steps of one token, positions start over between two evictions
         for at in range(len(tokens)):
             if stream.n >= policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
@@ -111,8 +111,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# positions=auto is not tested here. BUZZ's options change the lengths of steps, and the lengths decide where
-# positions start over
+# positions=auto is left out: BUZZ's options change the lengths of steps, which decide where positions start
+# over
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -189,7 +189,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     # would evict
     tokens = text(112 if positions == "original" else 200)
     if name in ("knorm", "scissorhands"):
-        # no token occurs twice, because rounding would decide between equal key norms or equal low scores
+        # no token occurs twice: repeated tokens would tie in key norms or scores, and rounding would decide
         tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[: len(tokens)].astype(np.int32)
     policy = policies.fit(name, 40, evict_every, [*name_options, *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
@@ -206,15 +206,15 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token occurs twice. Distances above 65, half of the context, are treated as 65. Therefore two distant
-    # copies of a token could have the same score, and rounding would choose between them
+    # no token occurs twice. Distances are limited to 65, half of the context, so two distant copies of a
+    # token could tie. Rounding would then choose between them
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # with made=False, values are a part of the keys, as with MLA. Steps then recall tokens instead of
-    # synthetic cells
+    # with made=False, values are a part of the keys, as with MLA, so steps recall tokens instead of synthetic
+    # cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -229,8 +229,7 @@ def test_recall_scores_like_the_definition(
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# steps of few queries multiply keys in the format in which they are stored. Steps of many queries (chunk=16)
-# do not
+# only steps of few queries multiply keys in their stored format; steps of many queries (chunk=16) do not
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
@@ -238,29 +237,29 @@ def test_recall_scores_like_the_definition(
 def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
-    # some blocks of this archive are more than half of the context (300 tokens) away, so their distance is
-    # limited to 300. Positions start over within some blocks
+    # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
+    # Positions start over inside some blocks
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
     off = score_errors(path, tokens, policy, "recall", made=made, **how)
-    # on a GPU, rounding may change which tokens are recalled, so only the median is compared. The tolerance
-    # is doubled, because keys are rotated and rounded several times
+    # on a GPU, rounding may change which tokens are recalled, so only the median is compared. Keys are
+    # rotated and rounded several times, so the tolerance is doubled
     assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # the distance of some blocks of this archive is limited to 300 tokens, half of the context. The model has
-    # only one layer, so that rounding errors do not grow
+    # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
+    # With only one layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
     given = {"positions": "auto", "n_block": 256}
     off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
-    # means are stored in 8 bits, so rounding may decide between two clusters that nearly tie
+    # means have 8 bits, so rounding may decide between two clusters that nearly tie
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
 
@@ -325,15 +324,15 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_mod
 
 
 # Flash attention adds up in f16. Measured errors of the NLL have a median of 0.002 and a maximum of 0.015.
-# FLASH_MAX is much larger, because larger errors are possible: if two tokens have nearly the same score,
-# rounding may change which token a KV head keeps. Then all later scores change.
+# FLASH_MAX allows for near ties: rounding may change which token a KV head keeps. Then all later scores
+# change.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# Two combinations are left out. With in-cache positions and evict_every=1, f16 keys are rotated at every
-# token and lose precision, even without flash attention. With corm and evict_every=1, some of the 200 choices
-# are near ties.
+# Two combinations are left out. With evict_every=1 and in-cache positions, f16 keys are rotated at every
+# token. They lose precision, even without flash attention. With evict_every=1, corm makes 200 choices, and
+# some of them are near ties.
 FLASH_CASES = [
     (name, positions, evict_every)
     for name in ("h2o", "tova", "buzz", "streamingllm", "corm")

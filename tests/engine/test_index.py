@@ -1,6 +1,6 @@
-"""Kernels of the archive's search give the same results as NumPy.
+"""Kernels of the archive's search: products of mean keys and queries in 8 bits, and exponentials.
 
-They compute products of mean keys and queries in 8 bits, and exponentials.
+They give the same results as NumPy.
 """
 
 from __future__ import annotations

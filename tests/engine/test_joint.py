@@ -41,10 +41,10 @@ def distinct(n, seed):
 
 
 def lives(model, policy, tokens, said, *, make_batcher, **settings):
-    """Return each stream's positions, live cells, signals, logits of its last tokens, and repeated steps.
+    """Return (positions, live cells, signals, logits, number of repeated steps) for each stream.
 
-    Stream i reads all tokens except the last said[i], and then decodes these one by one. make_batcher: a
-    function that makes a StepBatcher.
+    Stream i reads all tokens except the last said[i]. It decodes these one by one, and returns their logits.
+    make_batcher: a function that makes a StepBatcher.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:
@@ -116,11 +116,11 @@ class Counting(StepBatcher):
 def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), rounds=False, **settings):
     """Assert that streams have the same results alone and in joint steps.
 
-    rounds: True if rounding may change which tokens stay. Then only the first logits are compared.
+    rounds: True if rounding may change which tokens stay. Only the first logits are then compared.
     """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    # knorm ranks tokens by their keys, so no token occurs twice: equal tokens would tie, and rounding would
-    # decide
+    # no token occurs twice, because knorm ranks tokens by their keys: equal tokens would tie, and rounding
+    # would decide
     of = distinct if name == "knorm" else text
     tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
     batchers = []
@@ -156,7 +156,7 @@ def test_streams_in_one_step_are_as_they_are_alone(tiny_model, name):
 def test_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) == ("refact", "recall"):
         pytest.skip("refused")
-    # with MLA, a GPU rounds products of several tokens to half precision, which may change which tokens stay
+    # with MLA, a GPU rounds products of several tokens to half precision, so other tokens may stay
     rounds = has_gpu() and arch == "deepseek2" and name != "h2o"
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 

@@ -1,6 +1,6 @@
 """Joint steps that run out of memory: the streams continue as if the failed step had not begun.
 
-This must be true for every allocation that can fail.
+This is tested for every allocation that can fail.
 
 The test runs this file as a module in another process, in which failing_new.cpp is preloaded.
 """
@@ -35,8 +35,8 @@ N_READ, N_MOST = 20, 350
 def client(path):
     """Print the number of joint steps that failed, and the largest difference of logits.
 
-    The logits are compared with a stream that is decoded without joint steps. In the nth joint step, the nth
-    allocation fails. If the step fails, the members decode their tokens one by one.
+    In the nth joint step, the step's nth allocation fails. The members of a failed step decode their tokens
+    one by one. The logits are compared with a stream that is decoded without joint steps.
     """
     process, tokens = ctypes.CDLL(None), text(N_MOST)
     exact = Settings(type_k="f32", type_v="f32", flash="off", n_threads=1, n_batch=32)

@@ -51,7 +51,7 @@ def model(path):
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
-    # positions start over at the trained length, 130. The stored keys are rotated then
+    # at the trained length, 130, positions start over, and the stored keys are rotated
     tokens = text(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
@@ -125,7 +125,7 @@ def test_quantized_keys_turn_as_well(path, model):
 @pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
-    """With a trained length of 130, a prompt of 300 tokens is read in three segments.
+    """With a trained length of 130, a prompt of 300 tokens has three segments.
 
     The state of layers without rows continues from one segment to the next.
     """
@@ -143,8 +143,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # if there are several segments, `join` has set `in_cache`, so the eviction above has closed all gaps
-    # between positions. Later evictions must leave gaps
+    # after `join`, the eviction above has closed all gaps between positions (`in_cache`). Later evictions
+    # must leave gaps
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])

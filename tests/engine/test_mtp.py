@@ -27,8 +27,6 @@ MEMORY = 64 * 2**20
 
 
 class Nothing(Lookup):
-    """A lookup that finds nothing."""
-
     def look(self):
         return 0
 
@@ -83,8 +81,7 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
         writer.read(text(100))
         saved, n = writer.save(), writer.engine.n_past
         expected = "".join(writer.write(60))
-        # another text is read in between. If its cells or hidden states were used later, the result would be
-        # wrong
+        # read another text in between; its cells and hidden states must not be used later
         assert writer.rewind(n - 30, saved)
         writer.read(text(90, seed=5))
         "".join(writer.write(20))
@@ -100,7 +97,7 @@ def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
 def shrink(monkeypatch, n_row):
     """Limit the MTP layers' cache to n_row tokens.
 
-    If there are more tokens, only the first 4 and the newest 16 stay.
+    From a longer stream, only the first 4 and the newest 16 tokens stay.
     """
     monkeypatch.setattr(mtp, "_N_ROW", n_row)
     monkeypatch.setattr(mtp, "_N_FIRST", 4)
@@ -110,8 +107,8 @@ def shrink(monkeypatch, n_row):
 def guesses_by_definition(path, tokens, kept):
     """Return the draft tokens that follow a stream i32[n].
 
-    The stream's last token is not decoded yet. The tokens before it are read one by one. kept: positions of
-    the tokens whose hidden states the MTP layer reads.
+    All tokens of the stream except for the last are read one by one.
+    kept: positions of the tokens whose hidden states the MTP layer reads.
     """
     how = {"n_output": 1, "mtp": True}
     with (
@@ -141,8 +138,8 @@ def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_
         source.add(stream)
         n_compared = 0
         for turn in range(40):
-            # `stream` has all decoded tokens, and one more token that is decoded next. A writer also passes
-            # this to its source before it asks for draft tokens
+            # `stream` has all decoded tokens and the next token. A writer passes such a stream to its source
+            # before it asks for drafts
             if turn % 6 in (0, 3, 5):
                 engine.checkpoints.take()
                 more = text(int(rng.integers(5, 25)), seed=turn)
@@ -194,7 +191,7 @@ def test_steps_in_another_context_are_left_out(tiny_model):
         tokens, engine, source = text(50), writer.engine, source_of(writer)
         source.add(tokens)
         engine.read(tokens[:40])
-        # set the logits from outside, as a joint step with other streams does
+        # replace the logits, as a joint step with other streams does
         logits = engine.context.logits().copy()
         decode = engine.context.decode
 

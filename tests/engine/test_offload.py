@@ -1,4 +1,4 @@
-"""Models whose first layers are in host memory and last layers on a device: one edit changes both.
+"""Models with the first layers in host memory and the last layers on a device: one edit changes both.
 
 The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback. The
 tests run this file as a module in another process, because devices are registered for a whole process.
@@ -37,7 +37,7 @@ RUNS = [
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]
-# the three "GPU layers" are two layers and the output, so the other two layers stay on the host
+# N_GPU_LAYERS counts the output as a layer, so 2 of the 4 layers stay on the host
 N_LAYER, N_GPU_LAYERS = 4, 3
 
 
@@ -88,10 +88,10 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         ours, theirs = np.array(ours), np.array(theirs)
         assert ours.shape == theirs.shape
         off = np.abs(ours - theirs)
-        # a GPU multiplies in half precision if it can. Results of llvmpipe differ by up to 0.008
+        # a GPU multiplies in half precision if it can; llvmpipe's results differ by up to 0.008
         if not has_gpu():
-            # with flash attention the tolerance is 1e-3. Flash attention rounds to half precision, so an NLL
-            # depends on the order in which a merge adds values
+            # flash attention rounds to half precision. An NLL then depends on the order in which a merge adds
+            # values, so the tolerance is 1e-3
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
@@ -102,7 +102,7 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
 
 
 def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
-    """Only Mesa's llvmpipe counts memory to the byte; drivers of graphics cards count in larger pieces."""
+    """Needs Mesa's llvmpipe, which counts memory to the byte. Drivers of graphics cards use larger units."""
     if not any("llvmpipe" in each["description"] for each in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:

@@ -29,7 +29,7 @@ def evict(stream, name, policy, ends=()):
     """Let a reference stream evict by the policy's definition in tests/reference.
 
     ends: the end of each segment of a prompt. Queries attend only to tokens of the same segment. Therefore
-    the last queries of every segment are treated as the last queries of the prompt.
+    the last queries of every segment count as the last queries of the prompt.
     """
     twin = import_module(f"tests.reference.{name}").keep
 
@@ -96,7 +96,7 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
     def noted(self, view, state):
         seen.append(view)
         adopt(self, view, state)
-        # in the shorter rows, this also changes the state of dead cells, which the engine has to set to zero
+        # this also changes the state of dead cells in the shorter rows; the engine has to set it to zero
         # again
         state[0][:, : view.n_kv] += 1
 
@@ -332,9 +332,8 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # IMPORTANT of a key names the last query to which the key was important, by the number of tokens up to
-    # that query. Some key of each segment is important to the segment's last query. Therefore the maximum of
-    # a segment is its end
+    # IMPORTANT of a key is the number of tokens up to the last query to which the key was important. In each
+    # segment, some key is important to the last query. Therefore the segment's maximum is its end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -352,8 +351,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # corm does not set the number of tokens per row, so there is no size to which a prompt could be
-        # compressed
+        # corm sets no number of tokens per row to which a prompt could be compressed
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

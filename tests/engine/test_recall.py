@@ -34,14 +34,15 @@ def scores(path, policy, tokens, **settings):
 
 @pytest.fixture
 def without_values(monkeypatch):
-    """Treat values as a part of keys, as with MLA. Steps then recall archived tokens, not synthetic cells."""
+    """Treat values as a part of keys, as with MLA. Steps then recall tokens instead of synthetic cells."""
     monkeypatch.setattr(Layers, "has_values", False)
 
 
 @pytest.mark.parametrize("search", ["clusters", "all"])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # flash attention rounds keys to half precision and adds up in another order, so its tolerance is larger
+    # with flash attention, keys are rounded to half precision and sums have another order, so tolerances are
+    # larger
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
 )
 def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
@@ -61,8 +62,7 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # the tolerances allow for rounding: keys of synthetic ("made") cells are rounded to the cache's type,
-    # like other keys
+    # the tolerances allow for the rounding of keys in synthetic ("made") cells to the cache's type
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
 def test_made_cells_are_the_full_cache_in_any_budget(
@@ -199,14 +199,14 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
         archive = engine.context.archive
         archive.trace(2048)
         for _ in range(2):
-            # the archive then ends inside a block, so that the same blocks have clusters in all rows
+            # the archive ends inside a block, so that the same blocks have clusters in all rows
             engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
-    # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. In an archive of n > 8,192 tokens
-    # it attends to (n / 8,192) ** 0.25 times as many: here, with n = 16,320, to at least 608
+    # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. If the archive has n > 8,192
+    # tokens, this number is multiplied by (n / 8,192) ** 0.25: 16,320 tokens give 608
     assert 512 <= most[0] < 604 < 608 <= most[1] < 660
 
 
@@ -284,7 +284,7 @@ def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, params, n_
         want = perplexity.stream(engine, tokens[n_saved:])
         assert engine.n_restart > 0
     with open_engine(path, policy, **settings) as engine:
-        # the second restore replaces the contents of the first
+        # the second `restore` replaces the contents of the first
         for _ in range(2):
             engine.restore(saved)
             assert (perplexity.stream(engine, tokens[n_saved:]) == want).all()
@@ -298,13 +298,11 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
-            # the archive of the first table begins after its own end. The archive of the second table ends
-            # after the end of the stream
+            # the first archive begins after its own end; the second archive ends after the end of the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # three tables of archives with 8 tokens. In the first, 9 tokens are beyond half of the context.
-            # In the second, the second run of positions begins at token 900. In the third, the first run does
-            # not begin at token 0
+            # wrong tables of archives with 8 tokens: 9 tokens are beyond half of the context; the second run
+            # of positions begins at token 900; the first run does not begin at token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -379,7 +377,7 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
             at += n
             n_made = engine.policy.recalled if engine.n_archived else 0
             assert engine.n_kv + n_made <= 48
-            # llama.cpp's table has n_made cells for each token of the step
+            # llama.cpp's table also has n_made synthetic cells for each token of the step
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
@@ -429,8 +427,8 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop ends after the step that follows the eviction. This step has one token, or up to n_batch
-        # tokens of a text
+        # the loop includes the step after the eviction, which has one token, or up to n_batch tokens of a
+        # text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -499,8 +497,8 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
         # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # a slab has 256 tokens. n_max tokens fit into the slabs wherever the first token is in its slab.
-        # n_max + 1 tokens may need one slab more, so n_max is the largest possible limit
+        # a slab has 256 tokens. The first token may be anywhere in its slab. n_max tokens always fit into the
+        # slabs, but n_max + 1 tokens may need one slab more
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -513,11 +511,11 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         engine.read(text(3 * n // 2))
         before, taken = rss_bytes(), engine.archive_bytes
         engine.read(text(share_of(4000, 6000)))
-        # after `before` was measured, at least 4,000 tokens were read, but memory grew by less than the size
-        # of 1,000 tokens
+        # since `before`, at least 4,000 tokens were read, but memory grew by less than the size of 1,000
+        # tokens
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
-        # memory is allocated in slabs of 256 tokens. The first archived token may be anywhere in its slab, so
-        # the archive may take one slab more or less
+        # a slab has 256 tokens, and the first token may be anywhere in its slab, so the number of slabs may
+        # differ by one
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
 
 
@@ -551,7 +549,7 @@ def test_a_push_without_memory_changes_nothing(tiny_model):
         with limited(resource.RLIMIT_AS, most), full:
             fill()
         assert before == [archive.span, archive.n_bytes]
-        # the failed push has left the same number of tokens in every layer
+        # after the failed push, every layer has the same number of tokens
         saved = dict(archive.save())
         assert [saved[f"archive.{i}"].nbytes for i in (0, 1)] == [archive.n * n for n in archive.layer_bytes]
         archive.push(cells, archive.end)
@@ -677,7 +675,7 @@ def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
         archive, cells = engine.context.archive, np.arange(16)
         span = archive.span
         first = archive.read(span.start, span.stop)
-        # slabs of a file are mapped 64 at a time, so 200 slabs take several maps
+        # a file's slabs are mapped in groups of 64, so 200 slabs take several maps
         while archive.n_bytes < 200 * archive.slab_bytes:
             archive.push(cells, archive.end)
         assert (archive.read(span.start, span.stop) == first).all()
@@ -699,8 +697,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # listing the folder opens a descriptor for the folder. This descriptor is in the list, but it is
-        # closed by now
+        # the list includes the descriptor that listing the folder opened, which is closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

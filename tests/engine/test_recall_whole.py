@@ -233,8 +233,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # a new text is read together with the 100 tokens before it if it has at least an eighth of all these
-        # tokens: 15 of 115 tokens are enough, but 14 of 114 are not
+        # a new text is read together with the 100 tokens before it if it has at least an eighth of their sum:
+        # 15 of 115 tokens are enough, but 14 of 114 are not
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         message = "It is read at once, with the 100 tokens before it, in a cache of"
         assert message in long_text(engine, "turn", 500)
@@ -243,8 +243,8 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)
-    # the second text and the last text are long enough that the whole stream is read again. The logits are
-    # therefore equal to the logits after a single prompt
+    # the second and the last text are so long that the whole stream is read again, as if it were a single
+    # prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
         writer.read(tokens[20:600])

@@ -44,10 +44,10 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """Return the results of a stream, and a function goes_on_with(n).
+    """Return (results of a stream, function goes_on_with).
 
-    goes_on_with(n) loads the state that the stream had after N_FIRST tokens, and continues with n layers on
-    the server.
+    goes_on_with(n) restores the state after the first N_FIRST tokens, and continues with n layers on the
+    server.
     """
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
@@ -100,7 +100,7 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # the client sends one graph for each number of cells. These pushes send the graphs before bytes are
+        # the client sends one graph for each number of cells; these pushes send them before the bytes are
         # counted
         archive.push(np.array(LEAVING[:3]), 0)
         archive.push(np.array(LEAVING), 3)
@@ -139,8 +139,8 @@ def serving(kind):
         with rpc_server.running() as endpoint:
             yield endpoint
         return
-    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
-    # import would fail in the client
+    # test_worker imports `tiny`, which only pytest finds; an import at the top of this file would fail in the
+    # client
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -218,8 +218,8 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     # the answer for each layer has 8 bytes for its size, and up to 256 bytes of padding between keys and
     # values
     assert n <= n_bytes <= n + N_LAYER * (8 + 256)
-    # kvtool's worker has kept the graph, so the client only asks to compute it again. ggml's server gets the
-    # whole graph again
+    # kvtool's worker keeps the graph, so the client only asks to compute it again; ggml's server gets the
+    # whole graph
     assert n_graph == RECOMPUTE if remote["server"] == "worker" else n_graph > 100 * RECOMPUTE
 
 

@@ -30,7 +30,7 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}
 ALL = 1024
-"""A number of residents that is enough for the whole archive."""
+"""Number of residents that is enough for the whole archive."""
 
 
 def fit(budget=64):
@@ -39,7 +39,7 @@ def fit(budget=64):
 
 @pytest.fixture
 def always_repeated(monkeypatch):
-    """Let the engine repeat a step if any attention goes to a cluster that should have been resident.
+    """Repeat a step if any attention goes to a cluster that should have been resident.
 
     With ALL residents, attention is then exact.
     """
@@ -110,8 +110,8 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 @pytest.mark.usefixtures("always_repeated")
 def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
-    # half of the context is 63 tokens. Tokens that are farther away keep a distance of 63, so each step
-    # rotates their keys again. About every 70 tokens, positions start over, and all keys are rotated
+    # half of the context is 63 tokens. Older tokens keep this distance, so each step rotates their keys
+    # again. About every 70 tokens, positions start over, and all keys are rotated
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
     host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
@@ -147,8 +147,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # the cells hold at most 48 means: 16 clusters for each of three blocks. With more clusters, steps search
-    # the archive in host memory. Before that, steps attend to residents, so their logits differ from `host`
+    # the cells hold at most 48 means: 16 clusters for each of three blocks. Until they are full, steps attend
+    # to residents, so their logits differ from `host`. Later steps search the archive in host memory
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -195,8 +195,8 @@ def test_the_limit_of_missed_attention_adapts_to_the_model(tiny_model, monkeypat
         assert n_min <= n_repeated <= n_max
 
 
-# in an 8B model with an f16 cache, one cell of every row takes 128 KiB together. Here the cells would take
-# 672 and 1,376 MiB
+# in an 8B model with an f16 cache, one cell in all rows takes 128 KiB, so these cells would take 672 and
+# 1,376 MiB
 @pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
 def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
     settings = HALF | {"resident": 2048, "archive": n_archived}
@@ -248,8 +248,8 @@ def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_on
 
 
 def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model):
-    # a step can be repeated only from a copy of the recurrent state. Here the engine was opened without
-    # resident=, so it keeps no copy
+    # a step can be repeated only from a copy of the recurrent state, and an engine without resident= keeps no
+    # copy
     with open_engine(tiny_model("lfm2", n_ctx_train=2048), fit(), **HALF) as engine:
         archive = engine.context.archive
         with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):

@@ -68,8 +68,8 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert state(engine) == state(fresh)
 
 
-# For each trained context, a pair: the numbers of later tokens, and the lengths to rewind to. With a context
-# of 256, positions start over.
+# {trained context: (numbers of later tokens, lengths to rewind to)}. With a context of 256, positions start
+# over.
 STREAMS = {
     1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
     256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),
@@ -217,8 +217,8 @@ def client(endpoint, path):
 def test_cells_on_a_worker_go_back(tiny_model):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
-    # import would fail in the client
+    # test_worker imports `tiny`, which only pytest finds; an import at the top of this file would fail in the
+    # client
     from tests.engine.test_worker import working
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)

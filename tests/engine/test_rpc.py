@@ -92,10 +92,10 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 
 
 def signals(path, n_gpu_layers=None):
-    """Return three times [RECENT of each query, IMPORTANT].
+    """Read the signals three times. Return a list of [RECENT of each query, IMPORTANT].
 
-    The signals are read after the first batches, after an eviction and more batches, and after IMPORTANT was
-    written and more batches were decoded.
+    They are read after the first batches, after an eviction and more batches, and after IMPORTANT was written
+    and more batches were decoded.
     """
     model = Model(path, n_gpu_layers=n_gpu_layers)
     request = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
@@ -108,7 +108,7 @@ def signals(path, n_gpu_layers=None):
     for at in range(0, 320, 64):
         context.decode(tokens[at : at + 64], at, 1)
     reads = [read()]
-    # keep so few tokens that llama.cpp's attention no longer covers all cells
+    # keep so few tokens that llama.cpp's attention covers only a part of the cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)
     for first, end in ((320, 321), (321, 324), (324, 325)):
         context.decode(tokens[first:end], first, 1)

@@ -75,8 +75,8 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
         # these random bytes are a valid assignment of tokens to clusters, but not the assignment that was
         # computed
         (saved | other, False),
-        # the table swaps the flags is_far of all blocks. Clusters are used only if their flag is right, so
-        # all clusters are computed again
+        # in this table, is_far is wrong for all blocks. Only clusters whose flag is right are used, so all
+        # clusters are computed again
         (
             saved
             | other
@@ -106,8 +106,8 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
-        # each thread clusters two of the four rows, and then the progress is reported if rows are left. One
-        # thread reports once, with two rows left. Three threads are done at once, so nothing is reported
+        # each thread clusters two of the four rows. Progress is reported if rows are left: with one thread,
+        # after the first two rows; with three threads, never
         assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 

@@ -28,7 +28,7 @@ N_BYTES = sum(LAYERS)
 class Archive:
     """Stand-in for kvtool.llama.archive.Archive that has the tokens `begin` to `end` - 1.
 
-    `stream` is the seed of the bytes of these tokens.
+    stream: seed of the tokens' bytes.
     """
 
     n_token, block_bytes = 8, 3
@@ -462,7 +462,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
         archive.end += 10
         save(path, archive, store)
         assert store.moved is None
-    # if the moved session gets the same name as the moved archive, the two belong together again
+    # if the moved session gets the name of the moved archive, the two belong together again
     path.with_name("moved.kv").rename(path.with_name("talk.kv.2"))
     assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
 
@@ -495,7 +495,7 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 class Steps:
     """Count the calls that change a file, and end the process at call n + 1, as kill -9 does.
 
-    If the last call writes data, half of the data is written first.
+    If this call writes data, it first writes half of the data.
     """
 
     def __init__(self, n):

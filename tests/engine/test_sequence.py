@@ -125,7 +125,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     with open_engine(path, policy, positions=positions) as plain:
         want, saved = [], {}
         for at in range(len(tokens)):
-            # evict before saving, so that some states are saved between an eviction and the rotation of keys
+            # evict before saving, so that keys are not yet rotated in some saved states
             if at % 9 == 0:
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}

@@ -173,11 +173,10 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
-    # sessions have always stored the steps of IMPORTANT as f32, counted from the last edit
+    # sessions store the steps of IMPORTANT as f32, counted from the last edit
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
-        # one plan is made before these 37 tokens are read. Plans are 40 tokens apart, so the tokens are read
-        # without another plan
+        # a plan precedes these 37 tokens, and the next plan would come after 40
         engine.read(text(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101

@@ -12,7 +12,7 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-# largest share of cells whose hits may differ: rounding may move attention across the threshold 1 / t
+# largest share of cells with other hits: rounding may move attention across the threshold 1 / t
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (
@@ -53,9 +53,10 @@ class Recorder(Policy):
 def run(path, policy, sizes, *, restores=False, **settings):
     """Return (rows, since, end) for each view of the policy.
 
-    rows: the reference's rows at that time. end: number of tokens before this plan. since: number of tokens
-    before the previous plan. restores: save the engine after every batch, read another text, and restore the
-    engine.
+    rows: the reference's rows when the view was made.
+    since: number of tokens before the previous plan.
+    end: number of tokens before this plan.
+    restores: after every batch, save the engine, read another text, and restore the engine.
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
@@ -115,7 +116,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
             cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
             for token in row:
                 cell = cell_of[token["pos"]]
-                # queries since the last plan, with their steps
+                # (step, t, attention of each head) for queries since the last plan
                 new = [
                     (step, t, heads)
                     for step, (t, heads) in enumerate(token["seen"], token["pos"] + 1)
@@ -125,8 +126,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
                 expected["attn"][number, cell] = sum(one)
                 expected["last"][number, cell] = one[-1]
                 expected["squares"][number, cell] = sum(value**2 for value in one)
-                # `highest` is the maximum over all heads of the row, even if the other signals are sums over
-                # these heads
+                # `highest` is the maximum over the row's heads, even if the other signals are sums over them
                 expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
                 hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
                 expected["hits"][number, cell] = sum(hit for _, hit in hits)
@@ -159,8 +159,8 @@ def recent_of(rows, pos, next, n_query, group):
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 @pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
 def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):
-    # 90 queries are more than there are between two plans, so some of them came before the last plan. With
-    # small batches, some even came before the second last plan
+    # between two plans there are fewer than 90 queries, so some came before the last plan. With small
+    # batches, some came even before the second last plan
     policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
     want = run(tiny_model(), policy, [size] * (280 // size))
     for view, (rows, _, end) in zip(policy.views, want, strict=True):
@@ -245,7 +245,7 @@ def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
 
 
 def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
-    # stored keys are multiplied by an orthogonal matrix (values are not), which must not change the logits
+    # stored keys (but not values) are multiplied by an orthogonal matrix, which must not change the logits
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
     settings = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
     path = tiny_model(n_head_kv=2, head_dim=64)
