@@ -239,7 +239,7 @@ def _main(number):
             return message, streams, imported
         os.close(theirs)
         child = os.read(ours, 16)
-        # `between` ends at once. `child` is then an orphan, and the process of the tests becomes its parent
+        # the process `between` ends at once, so `child` becomes a child of the test process (the subreaper)
         os.waitpid(between, 0)
         for each in (ours, *streams):
             os.close(each)

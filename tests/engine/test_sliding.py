@@ -1,4 +1,4 @@
-"""Models with sliding layers: policies edit only the full layers, and tokens score like the definition."""
+"""Models with sliding layers: policies evict only in full layers, and NLLs match tests/reference."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.reference import transformer
 # llama.cpp scales Gemma's queries before it rounds them to half precision. The reference scales them
 # afterwards
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
-# tova chooses one set of tokens for a whole layer, and corm compares with a threshold. With half precision,
-# near ties may end differently
+# half precision may change what these policies evict: tova evicts the same token in all rows of a layer, and
+# corm compares attention with a threshold
 TIED = ("tova", "corm") if transformer.half_precision else ()
-# window of the sliding layers; every second of the four layers attends to all tokens
+# window of the sliding layers, which are layers 0 and 2; layers 1 and 3 attend to all tokens
 WINDOW = 16
 
 
@@ -38,7 +38,7 @@ def gemma3(tiny_model):
 
 
 def assert_scored_alike(off, name):
-    """Assert that the errors `off` of score_errors are within the tolerance."""
+    """Assert that `off`, the result of score_errors, is within TOLERANCE."""
     if ON_CUDA and name == "tova":
         off = off[:N_UNTIED]
     assert off.max() < TOLERANCE or (name in TIED and np.median(off) < TOLERANCE / 2)
@@ -58,7 +58,7 @@ def test_nothing_evicted_scores_like_the_definition(gemma3):
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["streamingllm", "h2o", "tova"])
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
-    # positions start over at 130. Then keys of the sliding layers are also rotated
+    # at position 130, positions start over, and keys of the sliding layers are rotated too
     path = gemma3(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 400)
     how = {"positions": positions, "restarts": positions != "original"}
@@ -111,7 +111,7 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
     with open_engine(path, policies.fit(name, 256, 16)) as engine:
         got = stepped_logits(engine, batches)
     if transformer.half_precision and name != "full":
-        # if signals are computed, a device uses other kernels
+        # to compute signals, a device uses other kernels, which round differently
         assert np.abs(got - want).max() < TOLERANCE
     else:
         assert got.tobytes() == want.tobytes()

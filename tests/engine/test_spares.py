@@ -1,4 +1,4 @@
-"""Spares: devices that a worker serves a second and a third time, for edits of the cache.
+"""Spares: two more handles of each device of a worker, for edits of the cache.
 
 A worker keeps only the last graph of each device. Edits are computed on the spares, so that the graph of
 decoding is kept and need not be sent again for every token.
@@ -43,8 +43,8 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# first N_READ tokens are read as the prompt, then N_BEFORE tokens are decoded one by one. Then N_COUNTED
-# tokens are decoded one by one, and bytes are counted
+# the prompt has N_READ tokens. The others are decoded one by one: N_BEFORE tokens, and then N_COUNTED tokens
+# for which the sent bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""
@@ -55,7 +55,7 @@ def step(engine, token):
 
 
 def run(path, name, flash, kind, n_gpu_layers, meter=None):
-    """Return the logits of every token, the bytes of graphs sent for the counted tokens, and signal_bytes."""
+    """Return (logits after each step, bytes of graphs sent for the last N_COUNTED tokens, signal_bytes)."""
     positions = "original" if name == "recall" else "in-cache"
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
     tokens = text(N_READ + N_BEFORE + N_COUNTED)
@@ -108,8 +108,8 @@ def client(endpoint, path, as_stock):
 def from_worker(path, *options):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # imported here, because test_worker imports `tiny`, which only pytest finds. At the top of this file, the
-    # import would fail in the client
+    # not at the top of this file: in the client, a process without pytest, the import would fail, because
+    # test_worker imports `tiny`, which only pytest finds
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -123,7 +123,7 @@ def path(tiny_model):
 
 @pytest.fixture(scope="module")
 def remote(path):
-    """Return (printed results of the client, the log of each run)."""
+    """Return (the results that `client` prints, the log of each run)."""
     return from_worker(path)
 
 
@@ -152,10 +152,10 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     if name == "recall":
         pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
     n_plan = N_COUNTED // 16
-    # each token and each plan's edit computes a graph; bumblebee also reads keys at each plan
+    # one graph per token and one per plan, for its edit; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
-    # if a merge has more values than all merges before, it needs another graph
+    # a merge of more values than any earlier merge needs another graph, which has to be sent
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
 
@@ -184,7 +184,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
 
 
 def test_a_device_that_is_none_has_no_spare():
-    # use another process, because `bind` declares the function for the whole process
+    # in a new process, because `bind` replaces the declaration of llama_kvtool_spare for the whole process
     code = (
         "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
         "bind('llama_kvtool_spare', pointer, pointer);"

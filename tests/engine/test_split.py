@@ -180,7 +180,7 @@ def test_a_missing_part_ends_with_one_line(parts):
 
 
 def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
-    """Download the parts into an empty cache, as links; then continue the session without the server."""
+    """A chat downloads the parts. The next chat continues the session after the server has stopped."""
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "KVTOOL_CACHE": str(tmp_path / "cache")}
 
     def chat(*options, **more):
@@ -197,7 +197,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
     again = chat()
     assert (again.returncode, again.stderr) == (0, "")
-    # a change in the last part makes it another model, so the session is refused
+    # if the last part has changed, the model is no longer the one of the session, so the session is refused
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1

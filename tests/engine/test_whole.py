@@ -1,6 +1,6 @@
-"""One stream reads a prompt whole, and other streams use its cache.
+"""One stream reads a prompt with prefill="whole", and other streams start from a copy of its cache.
 
-Each of these streams keeps the same tokens as if it had read the prompt itself.
+Each of the other streams keeps the same tokens as if it had read the prompt itself.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def assert_leaves_the_same(model, name, whole):
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
     # each layer has 320 cells for the 300 tokens, so 20 cells are empty
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
-    # n includes the tokens of a reconstruction pass
+    # n counts the tokens of the prompt and of a reconstruction pass
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
     assert n_cached == n - len(TOKENS) + n_query
 
@@ -121,7 +121,7 @@ def test_other_tokens_are_read(model, name):
         assert np.array_equal(alone[0], after[0])
         assert np.array_equal(alone[2], after[2])
         assert after[3] == alone[3]
-    # the cached prompt can still be used for its own tokens
+    # the cached prompt can still be used for a prompt with the same tokens
     alone, after = left(model, name), left(model, name, whole)
     assert np.array_equal(alone[0], after[0])
 

@@ -197,7 +197,7 @@ class Worker:
 
 @contextmanager
 def working(*options):
-    """Start a worker on a port that is reserved for it; yield it once it serves."""
+    """Start a worker on a reserved port, wait until it serves, and yield it."""
     with reserved_port() as port:
         worker = Worker(port, *options)
         try:
@@ -212,7 +212,7 @@ def workers():
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         started = [Worker(port, "--mem", "64MiB") for port in ports]
-        # the list is read at the end of the tests, because a test replaces one of the workers
+        # a test replaces an element of `started`, so this reads the list only when the tests have ended
         stack.callback(lambda: [worker.end() for worker in started])
         for worker in started:
             worker.serves()

@@ -1,9 +1,9 @@
 """Random calls of the patched library's C API: each succeeds, or fails with a reason and changes nothing.
 
-    python tests/fuzz/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
+    python tests/fuzz/fuzz_api.py --n 10000        # number of plans; other calls are made between plans
     make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
 
-This file computes the expected answers from the rules in the header, so it checks more than "no crash".
+This file computes the expected answers from the rules in llama-kvtool.h, so it checks more than "no crash".
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Fuzz:
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
             if self.maybe(0.6):
-                # 100 cells are enough for the synthetic cells of all tokens of a step
+                # 100 cells are enough: a step has at most N_BATCH * N_GROUP = 64 synthetic cells
                 params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
-            # the numbers are f32, f16, q8_0 and q4_0
+            # ggml types: f32, f16, q8_0 and q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
         if not ok:
@@ -147,9 +147,9 @@ class Fuzz:
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # 2**31 - 1 queries, or their attention to 100 cells, would need a terabyte, so the call must be
-            # refused. With fewer cells, the call might succeed and use most of the memory. Therefore n_query
-            # is reduced.
+            # with n_future, the library stores the queries: a terabyte for 2**31 - 1 queries. With RECENT, it
+            # stores their attention: a terabyte for 100 cells. Both must be refused. With fewer cells, the
+            # call could succeed and use most of the memory, so n_query is reduced.
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
@@ -226,7 +226,7 @@ class Fuzz:
             self.n_table = self.n_table if self.ragged else wanted[0]
 
     def some_signal(self):
-        """Return (signal, n_row, n_cell, True if the library can read these)."""
+        """Return (signal, n_row, n_cell, True if the library must accept a read with these arguments)."""
         enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
         signal = self.one_of(1, 2, 4, 8, 16, 32, 64, 0, 3, 128, 2**31, *enabled * 8)
         most = max(self.cells)
@@ -656,9 +656,9 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """Replace the expected `spans` by the span in the archive's table.
+        """Correct the expected `spans` by the archive's table.
 
-        An archive with clusters forgets only whole blocks, so up to 255 more tokens may be forgotten.
+        An archive with clusters forgets only whole blocks, so it may have forgotten up to 255 more tokens.
         """
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
@@ -684,7 +684,7 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # for each token of the step, each of the row's N_GROUP query heads gives a key at most 1
+            # a key's attention, at most 1, is summed over the step's tokens and the row's N_GROUP query heads
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self, *, trims=False):

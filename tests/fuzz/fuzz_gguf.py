@@ -2,9 +2,9 @@
 
     python tests/fuzz/fuzz_gguf.py --n 2000
 
-A command must end in time, with one of the allowed exit codes and at most one line on stderr. One process
-handles many files, in the same way as `kvtool models show` and `kvtool generate`. If the process dies, a new
-process is started. The number of a file determines its damage, so `--first 17 --n 1 --keep DIR` repeats a
+The commands are `kvtool models show` and `kvtool generate`. A command must end in time, with one of the
+allowed exit codes and at most one line on stderr. One process runs both commands on many files. If it dies, a
+new process is started. The number of a file determines its damage, so `--first 17 --n 1 --keep DIR` repeats a
 finding.
 """
 
@@ -38,8 +38,8 @@ EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) f
 
 KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# The exit codes that are allowed for a damaged file. Some are not obvious: 2 means that the context is too
-# small for the budget, 6 that the stream ends, 7 that attention is not finite.
+# The exit codes that are allowed for a damaged file. Not obvious are 2 (the context is too small for the
+# budget), 6 (the cache or the context is full) and 7 (attention is not finite).
 CODES = {0, 2, 3, 4, 6, 7, 8}
 CRASHED = {3, 4, 8}
 

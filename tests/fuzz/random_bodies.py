@@ -135,7 +135,7 @@ class Bodies:
         return [self.turn() for _ in range(self.rng.randint(0, 4))] + [self.turn("user")]
 
     def value(self, depth=3):
-        """Draw a JSON value of any kind, and any address for it."""
+        """Draw an address of POSTS, and any JSON value as its body."""
         return self.rng.choice(POSTS), self._value(depth)
 
     def _value(self, depth):

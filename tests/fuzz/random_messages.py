@@ -61,7 +61,7 @@ class MessageBodies(Bodies):
         return bent
 
     def unlike(self):
-        """Draw JSON, or bytes, for a different kind of request."""
+        """Draw a chat or a response in OpenAI's format, any JSON value, or bytes that are not JSON."""
         return self.rng.choice([self.chat, self.response, self.value, self.raw])()
 
     def much(self):

@@ -13,7 +13,7 @@ from tests.fuzz import fuzz_api, fuzz_gguf
 def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):
     outcomes, faults = fuzz_gguf.run(share_of(50, 100))
     assert not faults
-    # Some files are refused by kvtool's reader of headers, and some by llama.cpp. Some files still run.
+    # kvtool's reader of headers refuses some files. llama.cpp refuses others. Some are not refused at all.
     for outcome in ("3, 3", "0, 3", "0, 0"):
         assert outcomes[f"models show, generate: {outcome}"] >= 3, outcomes
 

@@ -1,4 +1,4 @@
-"""Grammars and JSON schemas: every text fits them, and the policy may evict its beginning."""
+"""Grammars and JSON schemas: all sampled text fits them, even if its first tokens have been evicted."""
 
 from __future__ import annotations
 

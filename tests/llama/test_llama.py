@@ -1,4 +1,4 @@
-"""The patched library, called through Context: an edit moves, rotates and merges exactly the named cells."""
+"""The patched library, called through Context: edits and signals equal their definitions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def tokens(n, seed=0):
 
 
 def fill(context, n, pos_0=0, seed=0):
-    """Decode n tokens in batches."""
     text = tokens(n, seed)
     for at in range(0, n, context.n_batch):
         context.decode(text[at : at + context.n_batch], pos_0 + at, 1)
@@ -68,7 +67,7 @@ def look(context):
 
 
 def moves_of(source, delta=None):
-    """Return moves that copy cell source[row, cell] to each of the first n cells of a row."""
+    """Return moves i32[n_move, 4] that copy cell source[row, i] to cell i of the row, for each row and i."""
     n_row, n = source.shape
     row, dst = np.divmod(np.arange(n_row * n), n)
     delta = np.zeros(n_row * n) if delta is None else delta.ravel()
@@ -136,13 +135,12 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
     tolerance = 1e-4 if flash == "off" else 2e-2
     plain = next_logits()
     assert np.abs(next_logits(moves_of(permutations(n))) - plain).max() < tolerance
-    # if rows lose their newer half, logits change far more
+    # for comparison: if the older half of each row overwrites the newer half, logits change far more
     wrong = moves_of(np.arange(n) % (n // 2) + np.zeros((N_ROW, 1), np.int64))
     assert np.abs(next_logits(wrong) - plain).max() > 0.5
 
 
 def assert_before_the_next(pos, n, next_pos):
-    """Assert that n cells are in use. The last cell has the highest position, which is next_pos - 1."""
     assert len(pos) == n
     assert pos[-1] == next_pos - 1
     assert (pos[:-1] < pos[-1]).all()
@@ -172,7 +170,7 @@ def test_the_short_cut_through_host_memory_leaves_the_bytes_of_the_graph(tiny_mo
 @either_path
 def test_cells_past_the_kept_ones_are_free_again(tiny_model, force_graph):
     with opened(tiny_model(**SHAPE), n_batch=64) as context:
-        for _ in range(8):  # 512 tokens through 256 cells
+        for _ in range(8):  # 512 tokens in all, twice the number of cells
             fill(context, 64, pos_0=len(look(context).pos) and 100)
             context.apply(NO_MOVES, 40, 60, force_graph=force_graph)
             assert_before_the_next(look(context).pos, 40, 100)
@@ -216,8 +214,8 @@ VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("
 def close(got, want, kind):
     """Return True if each head's values f32[..., head_dim] are `want`, rounded once to the cache's type."""
     largest = np.abs(want).max(axis=-1, keepdims=True)
-    # q8_0 has two errors. Rounding a number: up to half a step, 1 / 254 of the largest value. Rounding the
-    # scale to f16: up to 2**-11 of it
+    # q8_0 rounds twice: numbers to multiples of the scale, which is 1 / 127 of the largest number, and the
+    # scale to f16
     rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
     return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
 
@@ -455,8 +453,8 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # written values are at least 100. The few queries below cannot count so far, so written values and new
-    # counts can be told apart
+    # written values are at least 100. Fewer than 100 queries are decoded below, so a value of 100 or more
+    # comes from the write
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
@@ -464,7 +462,7 @@ def test_important_goes_on_from_what_was_written(tiny_model):
     with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
         context.apply(NO_MOVES, 30, 0)
-        # the write replaces the counts of these two queries
+        # these two queries do not count, because the write below replaces all values
         context.decode(tokens(2), 30, 1)
         stream.decode(tokens(2))
         context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
@@ -559,8 +557,7 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # read 45 tokens, not 30 as above. Then the recent queries begin at another index of the buffer in
-        # which new queries overwrite old queries
+        # decode 45 tokens, not 30 as above, so that the oldest query is at another index of the ring buffer
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])

@@ -227,7 +227,7 @@ def test_a_draft_model_stays_on_this_machine(placed):
     # --main-gpu 1 puts a model on the second worker. A draft model must ignore this option, so that it stays
     # on this machine
     assert results["draft"]
-    # layers and output
+    # N_LAYER layers, and the output, which llama.cpp counts as a layer
     assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs["draft"])
     assert assigned == ["CPU"] * (N_LAYER + 1)
 

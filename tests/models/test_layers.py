@@ -207,7 +207,7 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
 def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypatch):
     path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
-    # llama.cpp reports this with and without kvtool's patch
+    # a llama.cpp without kvtool's patch reports M-RoPE too
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
     assert layers_of(path).rope == "M-RoPE"
 

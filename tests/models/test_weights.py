@@ -1,4 +1,4 @@
-"""Weights on a GPU that is too small: the last layers are placed first, and experts after all else."""
+"""Weights on a GPU that is too small: the last layers are placed first, experts after all other weights."""
 
 from __future__ import annotations
 

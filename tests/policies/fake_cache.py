@@ -34,14 +34,14 @@ def kept_at_first(policy, view):
 
 
 class Cache:
-    """The cache of a policy. Signals since the last plan are attributes with the names of View's fields.
+    """Fake cache. Its signals since the last plan are attributes with the names of View's fields.
 
     Attributes
     ----------
     pos
         i32[row, n_cell]: the position of each cell's token.
     live
-        i32[row]: number of live cells of each row. They are its first cells. n_kv is the largest number.
+        i32[row]: number of live cells, which are the first cells of the row. Its maximum is n_kv.
     state
         The policy's state.
     rows
@@ -193,8 +193,8 @@ class Cache:
     def apply(self, keep):
         """Remove all cells that are not in `keep`.
 
-        Afterwards, the n kept cells of a row are its first n cells: kept cells behind cell n have moved into
-        the holes before it. The cells from n on are zero.
+        The n kept cells of a row become its first n cells: kept cells from index n on move, in order, into
+        the holes below n. All cells from index n on become zero.
         """
         n_keep = keep.sum(axis=1)
         source = np.tile(np.arange(n_keep.max()), (len(keep), 1))

@@ -2,11 +2,11 @@
 
     python tests/policies/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
 
-The text in TOKENS.npy is read whole, and scores f32[press, row, n] are written to OUT.npy. The model is one
-of tests/tiny.py with rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press
-with the parameters "keep" and "alpha_safeguard" is wrapped in an AdaKVPress. The AdaKVPress keeps `keep`
-tokens per row on average. It always keeps the newest token. Its scores are 1 for kept tokens and 0 for masked
-tokens.
+The model reads the tokens in TOKENS.npy in one forward pass. It is one of tests/tiny.py with rope="neox".
+Scores f32[press, row, n] are written to OUT.npy. PRESSES.json lists names and parameters:
+[["KnormPress", {}], ...]. A press with the parameters "keep" and "alpha_safeguard" is wrapped in an
+AdaKVPress. The AdaKVPress keeps `keep` tokens per row on average. It always keeps the newest token. Its
+scores are 1 for kept tokens and 0 for masked tokens.
 """
 
 import json

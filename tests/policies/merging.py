@@ -1,4 +1,4 @@
-"""A policy for tests that merges values, and its definition."""
+"""`Merging`, a policy for tests that merges values, and its twin `keep_and_merge`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def fit(budget, slack, **params):
 
 
 def picked(view, cells):
-    """Return the view of these cells i[row, n]."""
+    """Return a view of the cells i[row, n]."""
     pos, attn = (np.take_along_axis(array, cells, axis=1) for array in (view.pos, view.attn))
     keys = np.take_along_axis(view.keys, cells[..., None], axis=1)
     return View(pos, view.layer, view.next, attn=attn, keys=keys)
@@ -69,8 +69,7 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
-    # greedy
+    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
@@ -105,7 +104,7 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
         sizes.append(int(policy.plan(view, state).keep.sum()))
         assert policy.compress(view).keep.sum() == sizes[-1]
     assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
-    # a summary of 70 tokens has 30 of them. A summary of a million tokens has 56, the maximum
+    # after 70 tokens of a stream, a summary has 30 tokens; after a million, it has 56, the maximum
     assert sizes[::4] == [30, 56]
 
 
@@ -116,13 +115,11 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # there are so few picks that stochastic greedy samples every token and chooses the same tokens as lazy
-    # greedy
+    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
-    # greedy adds tokens to a summary that already has these tokens. Without them, it would choose other
-    # tokens
+    # greedy starts with the tokens of `stays`. If it started with none, it would choose other tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
@@ -244,7 +241,7 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # `grow` has made up other keys. Replace them before `rows` gets the keys of the new tokens
+        # replace the random keys of Cache.grow, before `rows` gets the keys of the new tokens
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 
@@ -325,7 +322,7 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     np.testing.assert_array_equal(right[np.arange(n), state[3][0]], right.max(axis=1))
     for matrix in state[4:]:
         np.testing.assert_array_equal(matrix[0].view(np.float16) if mode == "f16" else matrix[0], right)
-    # the twin's similarities are cosines
+    # the twin's similarities equal ReLU(cosine)
     length = np.sqrt((keys[0].astype(float) ** 2).sum(axis=1, keepdims=True))
     unit = np.divide(keys[0], length, where=length > 0, out=np.zeros((n, n_dim)))
     cosines = np.maximum(unit @ unit.T, 0)

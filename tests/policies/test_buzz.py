@@ -1,4 +1,4 @@
-"""BUZZ after a prompt that was compressed whole."""
+"""BUZZ: one compression of a whole prompt, and the evictions after it."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def positions(pos, next_pos=None, pinned=0):
 
 
 def adopted(policy, view):
-    """Let the policy start with the tokens of a view, as after a prompt that was read whole.
+    """Let the policy adopt the tokens of a view, as it does after it has compressed a prompt.
 
     Return the state's mass, and the positions of the tokens that the state marks as old.
     """

@@ -60,7 +60,7 @@ def scores_of(path, tokens, presses, folder):
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
-    # no token occurs twice, because its two keys would have equal lengths, and rounding would decide which of
+    # no token occurs twice. Otherwise two keys would have equal lengths, and rounding would decide which of
     # them stays
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)

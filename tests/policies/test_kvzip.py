@@ -55,7 +55,7 @@ def test_pinned_and_held_tokens_count_as_what_comes_later():
 
 
 def repeat(engine, stream, tokens, begin, stop):
-    """Let the reference stream repeat its tokens from begin to stop, in the engine's chunks."""
+    """Let the reference stream repeat its tokens[begin:stop], in the engine's chunks."""
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)

@@ -87,8 +87,8 @@ def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice
         assert (n_kept >= np.minimum(6, cache.next)).all()
         assert (n_kept <= 2 * 40 - 8).all()
         differ |= bool((n_kept[:, 0] != n_kept[:, 1]).any())
-    # kvzip scores only the tokens of prompts that are read whole. Here it has no scores, so every row evicts
-    # its oldest tokens
+    # kvzip scores tokens only in a reconstruction pass. Here it has no scores, so every row evicts its oldest
+    # tokens
     assert differ == (name != "kvzip"), name
 
 

@@ -1,4 +1,4 @@
-"""SnapKV: how votes are pooled, which queries vote, and a prompt that is compressed whole."""
+"""SnapKV: how votes are pooled, which queries vote, and one compression of a whole prompt."""
 
 import numpy as np
 from fake_cache import Cache, kept_at_first, view_of

@@ -55,8 +55,8 @@ def n_arrived(row):
 class Ends(NamedTuple):
     """Arguments of keep_ranked. Tokens before position `first`, and tokens from `recent` on, always stay.
 
-    n_keep: tokens to keep, per row. is_shared: True if the rows of a layer share these tokens. n_most, floor:
-    the arguments `most` and `floor` of keep_shared.
+    n_keep: number of tokens to keep per row; the mean, if is_shared. is_shared: True if the rows of a layer
+    share a budget. n_most, floor: the arguments `most` and `floor` of keep_shared.
     """
 
     first: int

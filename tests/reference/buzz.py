@@ -47,10 +47,9 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the number of middle tokens that each eviction leaves, once this number has become constant.
+    """Return the number of middle tokens that evictions leave in the long run.
 
-    It is the smallest n for which an eviction leaves at most n tokens, if the middle has n old tokens and
-    threshold + 1 - n new tokens before the eviction.
+    This is the smallest n for which an eviction leaves at most n of n old and threshold + 1 - n new tokens.
     """
 
     def left(n):

@@ -54,12 +54,13 @@ class Clusters:
         return res
 
     def gains(self, of, keys, queries):
-        """Return f64[..., m]: by how much the spread of its keys raises a cluster's logit, for each query.
+        """Return f64[..., m]: for each query and cluster, how much the spread of the keys raises the logit.
 
+        The gain is half of the variance of the keys' logits, if the keys of all clusters vary in the same
+        proportions.
         of: result of `members`, for m clusters. keys f64[n, d]: keys with the rotation that their block had
-        when it was clustered. queries f64[m, ..., d]: for each cluster, the queries with the same rotation.
-        They are already multiplied by the scale of the logits. The gain is half of the logits' variance, if
-        the keys of all clusters vary in the same proportions.
+        when it was clustered. queries f64[m, ..., d]: for each cluster, the queries with the rotation of its
+        keys, multiplied by the scale of the logits.
         """
         names = np.unique(of[of >= 0])
         squares = [((keys[of == c] - keys[of == c].mean(0)) ** 2).sum(0) for c in names]
@@ -75,11 +76,11 @@ class Clusters:
     def attend(self, of, logits, gains, values, n_tokens):
         """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.
 
-        of: result of `members`. logits f64[..., n]: logits of all entries. The step attends exactly to the
-        clusters with the most attention per token, until these have enough tokens. gains f64[..., c]: added
-        to the clusters' logits for this choice. Every other cluster becomes one entry: the mean key and the
-        mean value of its tokens, weighted by the number of tokens. The logit of a mean key is the mean of the
-        tokens' logits.
+        The step attends exactly to the clusters with the most attention per token, until these have enough
+        tokens. Every other cluster becomes one entry: the mean key and the mean value of its tokens, weighted
+        by the number of tokens. The logit of a mean key is the mean of the tokens' logits.
+        of: result of `members`. logits f64[..., n]: logits of all entries. gains f64[..., c]: result of
+        `gains`, added to the clusters' logits only to choose clusters.
         """
         names, inverse, size = np.unique(of[of >= 0], return_inverse=True, return_counts=True)
         share = np.zeros((len(of), len(names)))

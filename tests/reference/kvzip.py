@@ -24,9 +24,9 @@ def keep(rows, *, chunk, **how):
 
 
 def reconstruct(stream, begin, end, asked, repeated):
-    """Let a stream repeat the tokens from position begin to end, note their scores, then rewind the stream.
+    """Let a stream repeat its tokens at positions [begin, end), note their scores, then rewind the stream.
 
-    repeated: the tokens to repeat. asked: the request to repeat them. It is decoded first.
+    repeated: the tokens to repeat. asked: the request to repeat them, which is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
     seen = {row: [len(queries) for queries in row.seen] for rows in stream.rows for row in rows}

@@ -81,7 +81,7 @@ class Llama:
             raise ValueError("RoPE over a part of the head is not known here")
         exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
         base = number("rope.freq_base", 10000.0)
-        # sliding layers have a different base
+        # sliding layers may have their own RoPE base
         base_swa = number("rope.freq_base_swa", 10000.0 if self.is_gemma else base)
         return [(base_swa if slides else base) ** exponent for slides in self.slides]
 
@@ -475,7 +475,7 @@ def _weights(reader):
 
 
 def _gelu(x):
-    # llama.cpp's table is indexed by f16 values
+    # llama.cpp looks GELU up in a table, which is indexed by f16 values
     x = x.astype(np.float16).astype(np.float64)
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
 

@@ -32,7 +32,7 @@ class Row:
     last f64[n]: attention of the newest query, over the same heads.
     seen: for each entry, the attention of each query since the entry came. The format is that of `rows` in
     tests/reference/__init__.py.
-    old, notes: for the policy; at first False and empty.
+    old, notes: for each entry, the values of these names in the records; at first False and empty.
     asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
     the row.
     number: index of the row among the rows of all layers, or -1 in sliding layers.
@@ -120,7 +120,7 @@ class Archive:
 class Batch(NamedTuple):
     """Tokens that are being decoded.
 
-    See Row for pos and rot. t i64[n]: for each token, the count that Stream.t describes.
+    See Row for pos and rot. t i64[n]: for each token, the number of tokens or entries (see Stream.t).
     """
 
     pos: np.ndarray
@@ -142,8 +142,8 @@ class Stream:
     n_near: largest distance between a query and evicted entries; by default, half of n_ctx_train.
     far: evicted entries before this position have the distance n_near from the step's first token. An
     eviction sets `far` to the position that is n_near before the next token.
-    n_block: if set, `far` applies only to whole blocks of n_block tokens. In rows with a higher number, it
-    applies to a block later, by up to a quarter of a block.
+    n_block: if set, blocks of n_block tokens become far as a whole. In row i of n rows, a block becomes far
+    i * (n_block // 4) // n tokens later.
     exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
     future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """
@@ -250,9 +250,9 @@ class Stream:
     def _look_ahead(self, layer, row, records):
         """Add `future` and `length` to the records.
 
-        Each of the last queries is moved to the stream's next n_future positions. The mean of its logits
-        there is the logit that the query gives to an entry. future: for each head, the mean and the variance
-        of the logits of all these queries. length: norm of the value, or 1 if values are a part of the keys.
+        The logit of a query for an entry is the mean of the logits that the query would have at the stream's
+        next n_future positions. future: for each head, the mean and the variance of this logit over the last
+        queries. length: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
@@ -368,8 +368,8 @@ class Stream:
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
             if (of < 0).all():
                 return logits, archive.value
-            # far keys are clustered as rotated to position 0, and the other keys of a block with the base of
-            # its last key
+            # before clustering, far keys are rotated to position 0. The keys of a near block are rotated to
+            # their positions minus the base (pos - rot) of the block's last key
             n = self.n_block
             last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
             bases = (archive.pos - archive.rot)[last]
@@ -464,8 +464,8 @@ def run(
     Rows evict when they are full. With `ragged` they evict after every batch. Without a budget they never
     evict.
     keep: the function `keep` of a twin (tests/reference/__init__.py), with its options bound.
-    n_made: number of cells of the budget that are reserved for recalled entries. With 0, this number is the
-    option `recalled`.
+    n_made: number of cells of the budget that are reserved for recalled entries; 0 to reserve `recalled`
+    cells.
     options: options of Stream.
     """
     stream = Stream(model, **options)
