@@ -57,11 +57,10 @@ def write_llama(
 ):
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
-    Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
+    Without `space_prefix` and `add_bos`, tokenizing adds nothing to a text, and detokenizing restores it.
     The output rows of special tokens are zero, so greedy text rarely ends.
     letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
-    n_head_kv: an int. With arch="deci" it may also be a list with one number per layer; otherwise deci is
-    like llama.
+    n_head_kv: an int, or with arch="deci" a list with one number per layer. (Deci is otherwise like llama.)
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
@@ -123,8 +122,8 @@ def write_like(
 ):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
-    The new model writes words of ASCII letters. It also writes quotes, braces and digits, often enough that
-    JSON ends. Tests use it where they need only the tokens of the other model.
+    The new model writes words of ASCII letters. It also writes quotes, braces and digits, often enough to
+    complete JSON. Tests use it if they need the tokens of a model, but not its weights.
     """
     reader = gguf.GGUFReader(src)
     arch = reader.fields["general.architecture"].contents()
@@ -160,8 +159,8 @@ def start(
 ):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: an int, or a list with one number per layer. The size of embeddings is head_dim times
-    the smallest number of query heads that a layer has.
+    n_head, n_head_kv: an int, or a list with one number per layer. The embedding size is head_dim times the
+    smallest n_head.
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
@@ -185,7 +184,7 @@ def _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, 
 
 
 class Tensors:
-    """Random F32 tensors for a writer. One generator draws them in the order of the calls."""
+    """Random F32 tensors for a writer. All calls share one generator, so their order matters."""
 
     def __init__(self, writer, n_embd, seed):
         self.writer = writer
@@ -210,8 +209,8 @@ class Tensors:
         """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
-        # Tied output rows are the embeddings, whose numbers are large. The last norm therefore scales logits
-        # down to LOGIT_STD.
+        # if tied, the output rows are the embeddings, whose numbers are large, so the last norm scales the
+        # logits down to LOGIT_STD
         size = np.float32(LOGIT_STD / np.sqrt(self.n_embd) if tied else 1)
         self.writer.add_tensor(f"{output_norm}.weight", self.norm() * size)
         self.writer.add_tensor("token_embd.weight", embd)
@@ -273,7 +272,7 @@ def _add_tensors(
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
-            # post_ffw_norm is small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
+            # post_ffw_norm is small, to limit the errors of llama.cpp's GELU, which is an f16 table
             tensors.add_layer(
                 i,
                 {
@@ -334,7 +333,7 @@ def dequantize(src, dst):
 
 def _copy_metadata(reader, writer, *but, only=""):
     for key, field in reader.fields.items():
-        # the writer makes some fields itself
+        # the writer adds these fields itself, or the caller does
         if key.startswith("GGUF.") or not key.startswith(only) or key in ("general.architecture", *but):
             continue
         if key == "general.alignment":

@@ -1,10 +1,10 @@
-"""Small random GGUFs of the architectures for which llama.cpp's test-llama-archs writes no file that runs.
+"""Small random GGUFs of architectures for which llama.cpp's test-llama-archs writes no usable file.
 
     python -m tests.tiny_archs DIR
 
 The program writes a file NAME.gguf for each architecture into the folder DIR. The models' trained context is
-the same as in the files of test-llama-archs. Chameleon is left out: in a batch, llama.cpp hides image tokens
-only in the logits of the first token.
+the same as in the files of test-llama-archs. Chameleon is left out: llama.cpp suppresses the logits of image
+tokens, but only for the first token of a batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV)
 
 
 def _qk_norms(tensors, size=1.0):
-    """Return norms that make queries and keys `size` times as large as in models without such norms."""
+    """Return norms of queries and keys. They make both `size` times as large as in a model without norms."""
     return {
         "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
         "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
@@ -95,7 +95,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """The inputs of attn_output and ffn_down are normalized. Matrices have scales. The output is tied."""
+    """The inputs of attn_output and ffn_down are normalized. Matrices have scales. Embeddings are tied."""
     writer = _start(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
@@ -124,8 +124,8 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
     Two additional layers have no cells. They read the cells of layers 18 and 19.
     """
-    # The header has no fields for these sizes: number of layers with cells, number of states per token
-    # (AltUp), size of a layer's additional input, rank of LAuReL's bypass.
+    # sizes that are not in the header: number of layers with cells, number of states per token (AltUp), size
+    # of a layer's additional input, rank of LAuReL's bypass
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
@@ -163,7 +163,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
                 "altup_correct_scale": tensors.norm(),
                 "inp_gate": tensors.matrix(n_input, N_EMBD),
                 "proj": tensors.matrix(N_EMBD, n_input),
-                # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
+                # small, to limit the errors of llama.cpp's GELU, which is an f16 table
                 "post_ffw_norm": tensors.norm(size=0.1),
                 "post_norm": tensors.norm(size=0.1),
             },
@@ -225,8 +225,8 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # There is one RoPE factor for each pair of a key. Full layers rotate half a key, so they use only the
-    # first half of the factors.
+    # one RoPE factor for each pair of a key's elements; full layers rotate half a key, so they use only the
+    # first half of the factors
     writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
     for i in range(n_layer):
         tensors.add_layer(

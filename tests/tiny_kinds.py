@@ -51,8 +51,8 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     In a text, the position of the last section is always 0. The sections cover 13 of the 16 pairs. The other
     3 pairs use the positions of the first sections again. Attention has biases.
     """
-    # llama.cpp ignores this eps and uses 0 for this architecture. tests/reference reads eps from the file, so
-    # eps is nearly 0.
+    # llama.cpp always uses an eps of 0 for this architecture. tests/reference uses the eps of the file, so
+    # this eps is nearly 0.
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
@@ -144,9 +144,9 @@ def write_qwen35(
 
     The model writes only letters.
     mtp: whether the model has the MTP layer.
-    quiet: factor of the values that each layer adds. At 0 the next token depends only on the last token, and
-    the MTP layer predicts it correctly.
-    hidden: how strongly hidden states change the input of the MTP layer. At 0 they have no effect.
+    quiet: factor of the values that each layer adds to the residual stream. With 0, the next token depends
+    only on the last token, and the MTP layer predicts it correctly.
+    hidden: scale of the hidden states in the input of the MTP layer. With 0, they have no effect.
     """
     n_state, n_group, n_rank = 32, 2, 4
     writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
@@ -252,7 +252,7 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
             "attn_output": attention["attn_output"],
             "ffn_norm": feed["ffn_norm"],
             "ffn_up": feed["ffn_up"],
-            # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
+            # small, to limit the errors of llama.cpp's GELU, which is an f16 table
             "ffn_down": 0.1 * feed["ffn_down"],
         }
         biases = {f"{name}.bias": tensors.bias(tensor.shape[0]) for name, tensor in layer.items()}
@@ -296,11 +296,11 @@ def write_deepseek2(
 ):
     """Multi-head latent attention, with one row per layer.
 
-    llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64. The default
-    sizes are such a case.
+    With the default sizes, a key has a multiple of 64 elements. llama.cpp then multiplies quantized keys by a
+    Hadamard matrix.
     q_rank: rank of the query projection. With 0, the projection is a single matrix.
-    add_keys: function that adds the header fields of another architecture.
-    more: function that returns the additional tensors that a layer of that architecture has.
+    add_keys: function that adds the header fields of the architecture `arch`.
+    more: function that returns the additional tensors of a layer of `arch`.
     """
     n_nope, n_value = 32, 40
     writer = _start(path, arch, n_ctx_train, n_layer, 1)
@@ -381,7 +381,7 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
             }
         behind = {
             "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
-            # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
+            # small, to limit the errors of llama.cpp's GELU, which is an f16 table
             "post_ffw_norm": tensors.norm(size=0.1),
         }
         tensors.add_layer(i, attention | tensors.feed_forward(N_FF) | behind)

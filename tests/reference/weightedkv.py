@@ -1,7 +1,7 @@
 """WeightedKV (arXiv:2503.01330, Algorithm 1): evict one token at a time; merge its value into the next token.
 
-Averages of attention are computed before the first eviction. Here, a value is a dictionary: it maps the
-positions of its sources to their weights.
+The average attention to each token is computed once, before the first eviction. A value is a dictionary
+{position: weight}: it gives the weights of the original values that were merged into it.
 """
 
 import numpy as np

@@ -20,12 +20,12 @@ from kvtool.serve.store.chats import ChatStore
 
 
 class Answering:
-    """A slot (an engine that answers requests) whose replies a test dictates.
+    """A slot of `kvtool serve` whose replies a test dictates.
 
-    slot: the `Slot`.
-    dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. If the
-    list is empty, the model writes the reply.
-    prompt, prompt_tokens: all text and tokens that the engine had read when the last dictated reply began.
+    dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. When no
+    text is left, the model writes the reply.
+    prompt, prompt_tokens: everything that the engine had read before the last dictated reply, as text and as
+    tokens.
     """
 
     def __init__(self, slot, defaults):
@@ -51,14 +51,14 @@ class Answering:
         sampler.sample = sample
 
     def request(self, body, api="chat"):
-        """Return the request for a body. `api` is the body's interface: "chat", "messages" or "responses"."""
+        """Parse the body of a request. `api` is "chat", "messages" or "responses"."""
         if api == "chat":
             return requests.chat(body, self.defaults)
         as_chat = {"messages": anthropic, "responses": responses}[api].as_chat
         return requests.chat(*_apart(as_chat(body), self.defaults))
 
     def __call__(self, messages, said=None, api="chat", **more):
-        """Return the last event of an answer. said: text of the reply; if None, the model writes it."""
+        """Ask, and return the last event. said: the dictated reply, or None to let the model write it."""
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
         self.dictated = [] if said is None else [said]
@@ -92,7 +92,7 @@ def _apart(translated, defaults):
 
 @contextmanager
 def answering(model, source, folder, policy="full", budget=64, **defaults):
-    """Open an engine on the model with this chat template. Yield its Answering."""
+    """Open a slot for a model and a chat template (its source text). Yield the slot's Answering."""
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:

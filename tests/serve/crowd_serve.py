@@ -31,17 +31,16 @@ EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 """Options that limit rounding errors. Rounding depends on how many chats take part in a step."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
-"""Options for recall. With them, a reply does not depend on how its prompt was divided into steps.
+"""Options with which a reply of recall does not depend on how its prompt was divided into steps.
 
-If a chat goes back to an earlier message, its prompt is divided into other steps than in the replay.
+If a client changes an earlier message, the server divides the prompt differently than in the replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
-"""System prompts. The last one is so long that the server stores it separately. It needs a budget of 512."""
+"""System prompts. The last one is long: the server stores it separately, and needs a budget of 512."""
 
 
 def message(role, content):
-    """Return a message."""
     return {"role": role, "content": content}
 
 
@@ -78,7 +77,6 @@ def request(url, body, headers=(), n_events=None, timeout=PATIENCE_S):
 
 
 def reply_to(url, messages, **how):
-    """Return the reply to these messages."""
     status, answer = request(url, *_asked(messages, **how))
     assert status == 200, answer
     return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
@@ -93,14 +91,14 @@ class Client:
     """A client of the crowd.
 
     messages: its chat so far.
-    answers: each answer that it got. The key is the JSON of the messages before the answer.
-    did: number of times that it took each kind of action.
+    answers: its answers. The key is the JSON of the messages before the answer.
+    did: number of its actions of each kind.
     """
 
     def __init__(self, url, number, seed, systems, n_alike=2):
         self.url, self.number = url, number
         self.rng = random.Random(seed * 1000 + number)
-        # n_alike clients use this seed, so they begin with the same messages
+        # the clients of a group (of size `n_alike`) have the same seed, so they begin with the same messages
         start = random.Random(seed * 1000 + number // n_alike)
         system = start.choice(systems)
         self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"

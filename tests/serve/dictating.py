@@ -14,7 +14,7 @@ from kvtool.serve.tools.formats import HERMES
 from tests.serve.gone import response
 
 OTHERS = "Notes"
-"""Dictated answer to requests that offer no tools. Such a request asks for a title, for example."""
+"""Dictated answer to requests that offer no tools, for example requests for a title."""
 
 
 class Dictating:
@@ -22,10 +22,10 @@ class Dictating:
 
     url: address of the proxy.
     target: address of the server.
-    replies: answers to the next requests that have tools. An answer is a text, a (tool name, input), or None
-    to let the model answer.
-    asked: path, headers, body, status and answer of each request. It also has "gone" if the client
-    disconnected.
+    replies: answers to the next requests that have tools. An answer is a text, a pair (tool name, input), or
+    None to let the model answer.
+    asked: a dict for each POST request: path, headers, body, status and answer. If the client disconnected,
+    the dict also has the key "gone".
     """
 
     def __init__(self, url, target):
@@ -35,7 +35,7 @@ class Dictating:
         self.lock = threading.Lock()
 
     def reply(self, body):
-        """Return the dictated text for a request, or None if the model shall answer freely."""
+        """Return the dictated text for a request, or None to let the model answer."""
         with self.lock:
             if not body.get("tools"):
                 return OTHERS
@@ -45,7 +45,7 @@ class Dictating:
 
 @contextmanager
 def dictating(target):
-    """Start a proxy for the server at this address. Yield its Dictating."""
+    """Start a proxy for the server at the address `target`. Yield the proxy's state."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _ProxyHandler)
     server.daemon_threads = True
     server.state = Dictating(f"http://127.0.0.1:{server.server_port}", target)
@@ -89,7 +89,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # if the client has left, the server ends its answer because the proxy closes this connection
+            # if the client has left, closing the connection to the server makes the server end its answer
             link.close()
             self.close_connection = True
 

@@ -16,9 +16,9 @@ ValueError is not one of these errors, because JSON is parsed only after all of 
 
 
 def response(link):
-    """Return the next answer on this http.client.HTTPConnection. Raises HTTPException if its head is cut.
+    """Return the next answer on an http.client.HTTPConnection. Raises HTTPException if headers are missing.
 
-    Every answer of kvtool has a Content-Length or is chunked, so `read` notices if the body is cut.
+    `read` notices if the body is cut, because every answer of kvtool has a Content-Length or is chunked.
     """
     answer = link.getresponse()
     if answer.length is None and not answer.chunked:

@@ -42,11 +42,10 @@ class Here:
         return self.run(answered())
 
     def run(self, work):
-        """Run a coroutine. Return its result."""
         return self._loop.run_until_complete(work)
 
     def close(self):
-        """Close the event loop of the requests. The engine must have ended before."""
+        """Close the event loop of the requests. Call this only after the engine has ended."""
         self._loop.close()
 
     def chat(self, messages, **more):

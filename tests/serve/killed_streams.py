@@ -1,4 +1,4 @@
-"""Kill a server in the middle of streams, again and again, while two chats take turns in it.
+"""Kill servers in the middle of streams, while two clients chat with the server at the same time.
 
     python -m tests.serve.killed_streams --kills 20 --policies h2o recall
 
@@ -42,10 +42,10 @@ def streamed(url, messages, n_max):
 
 
 class Life:
-    """A server, and the random moment at which it is killed.
+    """A server that is killed at a random moment.
 
-    At this moment both chats have received parts of an answer. A client has just received either one more
-    part or the end of its answer. The server must store a turn before it sends the end of the answer.
+    At this moment, both clients have received part of an answer. The kill comes just after an event of one
+    client: a piece of its answer, or the end. (The server must store a turn before it sends the end.)
     """
 
     def __init__(self, server, chats, rng):
@@ -65,10 +65,10 @@ class Life:
 
 
 class KilledChat:
-    """A chat whose servers are killed. There are two such chats.
+    """One of the two chats whose servers are killed.
 
     messages: messages of its finished turns.
-    n_token: tokens of its finished turns.
+    n_token: number of tokens of its finished turns.
     n_max: token limit of each of its finished answers.
     n_delta: number of events of the answer that is being streamed.
     n_turn: number of turns that were finished under the present server.
@@ -91,7 +91,7 @@ class KilledChat:
         self.n_delta = 0
 
     def turn(self, url, n_max, seen=lambda kind: None):
-        """Ask a question, and keep the question and its answer.
+        """Ask a question. When the answer is complete, add both to the chat.
 
         seen: function that is called with the kind of each event.
         """
@@ -111,7 +111,7 @@ class KilledChat:
             else:
                 raise AssertionError(f"chat {self.number}: a stream without message_stop")
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-        # n_cached may exceed n_token: an interrupted question in the cache may begin like this question
+        # n_cached exceeds n_token if an interrupted question in the cache has the same first tokens
         assert self.n_token <= n_cached <= n_all, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
         self.messages, self.n_token = [*messages, message("assistant", text)], n_all
         self.n_max.append(n_max)

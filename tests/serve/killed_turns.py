@@ -1,11 +1,11 @@
-"""Kill a server before each of the calls that change its folder of chats, one call per run.
+"""Kill a server just before it changes its folder of chats, in a separate run for each changing call.
 
     python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
 
-STEP: with 1, there is a run for each call; with 4, for every fourth call. In each run a child process takes
-the same turns, and exits just before the call that the run tests. Another child then continues every turn
-that was finished before the call. The whole turn must be in the cache, and the next reply must be the same
-as if the server had not been killed.
+STEP: 1 tests every call, 4 tests every fourth call. In each run, a child process takes the same turns, and
+exits just before the tested call. Another child then continues the newest turns. Turns that were finished
+before the call must be in the cache as a whole, and the next reply must be the same as if the server had not
+been killed.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class SlotServer:
 
 
 def turns(server):
-    """Take turns in two chats, then ask a question again and change it.
+    """Take three turns in each of two chats. Then repeat the first chat's last question, and replace it.
 
-    Yield (messages, tokens) after each answer.
+    Yield (messages, number of tokens) of the chat after each answer.
     """
     first, second = [message("system", "Be brief.")], []
     for i in range(3):
@@ -124,7 +124,7 @@ def in_child(work):
 def die_at_call(n_call):
     """Make this process exit at its n_call-th call of any function in CALLS.
 
-    Return [number of calls left].
+    Return a list. Its only item is the number of calls that are left.
     """
     n_left = [n_call]
 
@@ -145,8 +145,7 @@ def die_at_call(n_call):
 def live(model, policy, folder, n_call, n_turn=None):
     """Take turns until the n_call-th call that changes the folder. Return (exit code, finished turns).
 
-    If all turns together make fewer than n_call calls, the last item of the list is the number of calls, and
-    not a turn.
+    If all turns together make fewer than n_call calls, the number of calls follows the last turn.
     n_turn: maximum number of turns.
     """
 
@@ -187,7 +186,7 @@ def go_on(model, policy, folder, finished):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
+    """Kill a server at every `step`-th call, each in a new run. Return the number of calls without a kill."""
     model = Model(model_path)
     # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)
@@ -196,8 +195,8 @@ def run(model_path, folder, policy, step=1):
     n_call = finished.pop()
     expected = []
     for i, turn in enumerate(finished):
-        # Get the expected reply from a server that has read only the turns up to this turn. A cache that was
-        # rewound to this turn may have evicted at different tokens, and so lead to another reply.
+        # Get the expected reply from a server that has not read later turns: after rewinding from a later
+        # turn, the cache may hold other tokens, and the reply may differ.
         place = folder / f"turn-{i}"
         live(model, policy, place, NEVER, i + 1)
         expected += go_on(model, policy, place, [turn])
@@ -212,8 +211,8 @@ def run(model_path, folder, policy, step=1):
         answers = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(answers, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # n_cached may exceed the turn's tokens: if the cache can be rewound, it may also have the first
-            # tokens of the new question, because an earlier question began with the same tokens
+            # n_cached exceeds the turn's tokens if the cache has an earlier question with the same first
+            # tokens as the new question, and can be rewound to the end of these tokens
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:

@@ -1,4 +1,4 @@
-"""Clients of a killed server notice if an answer is cut anywhere. Errors with other causes are raised."""
+"""Clients notice if a killed server cuts an answer, at any byte. `until_killed` raises other errors."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
 """Options of most tests here.
 
-The policy is not recall. With recall, a server can rewind its cache to any token of a chat;
-tests/serve/test_serve_back.py tests this.
+tests/serve/test_serve_back.py tests recall, with which a server can rewind its cache to any token of a chat.
 """
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -110,7 +109,6 @@ def test_a_retry_and_an_edit_go_back(client):
     first = ask(client, start)
     after = [*start, message("assistant", first.choices[0].message.content)]
     once, again = (ask(client, [*after, message("user", "Where is it?")]) for _ in range(2))
-    # a repeated question gets the same answer
     assert once.choices[0].message.content == again.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     other = ask(client, [*after, message("user", "Who lost it?")])
@@ -239,7 +237,7 @@ def test_what_is_wrong_is_said_in_one_line(client, changes, param):
     assert error["param"] == param
 
 
-# number of tokens of an answer that would take hours
+# number of tokens that the model would need hours to write
 LONG = 10**6
 
 
@@ -260,7 +258,7 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
 def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5), [message("user", "Tell me a long story.")], max_tokens=LONG)
-    # a client may also leave while its prompt is read
+    # a client may also disconnect while the server reads its prompt
     with pytest.raises(openai.APITimeoutError):
         ask(
             client.with_options(timeout=0.5),
@@ -308,7 +306,7 @@ def test_models_props_and_tokens(server, client):
         # the error message does not repeat control characters
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
-        # In an attack by DNS rebinding, the name of another site leads to this machine.
+        # DNS rebinding: an attacker's host name resolves to this machine
         assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
         assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
         assert http.get("/props", headers={"Host": "[bad"}).status_code == 403
@@ -489,7 +487,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert second.usage.prompt_tokens_details.cached_tokens > 300
-    # the chat that was stored in between does not change the answer
+    # reading and storing the second chat has not changed the answer
     assert again.choices[0].message.content == first.choices[0].message.content
     # The file of the system prompt must not contain text of the first chat, which was in the cache before.
     # The test looks for a word, because digits could occur by chance in the file's hashes.

@@ -225,7 +225,7 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 
 
 def send(path, body=None, *, method="POST", headers=(), **site):
-    """Return (status, body) of the answer. There is no engine."""
+    """Send a request to a server without an engine. Return (status, body) of the answer."""
 
     async def answered():
         transport = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
@@ -270,7 +270,7 @@ def test_errors_have_anthropics_form_and_status(capsys):
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
-    # The queue has no place for a request, but counting tokens works because it does not use the queue.
+    # counting tokens does not use the queue, which has no room here
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
         assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (
@@ -302,7 +302,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # the client gets no event for a piece without deltas, so the server must send pings meanwhile
+        # pieces without deltas send no event to the client, so the server must send pings in this time
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))

@@ -1,4 +1,4 @@
-"""If a chat differs from a stored chat, the server rewinds its cache to the first difference and reads on."""
+"""If a client changes a stored chat, the server rewinds its cache to the first changed token and reads on."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
             for key in ("2", "3"):
                 for system in systems:
                     _, _, n_read, _ = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
-                    # the stored question "Why?" also begins with "Wh", so the server reads only "o?" and
-                    # the reply header
+                    # the stored question "Why?" shares the tokens "Wh" with "Who?", so the server reads
+                    # only "o?" and the reply header
                     assert n_read <= 8, (pin, key)
 
 

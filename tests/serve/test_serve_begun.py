@@ -1,4 +1,4 @@
-"""If the last message is the assistant's, the answer continues it. The chat then has the whole reply."""
+"""If the assistant's message is the last, the model continues it. The stored chat has the whole reply."""
 
 from __future__ import annotations
 
@@ -153,11 +153,11 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
     """A prompt that ends with the beginning of a reply must be a prefix of the chat with the whole reply.
 
-    The two rendered texts are compared from the user's message on.
+    Only the texts from the user's message on are compared.
     """
     user, later = message("user", "Kvtool asks."), message("user", "And?")
-    # the only exception: this template writes instructions into the header of the next reply, but not into
-    # the headers of earlier replies
+    # this template writes instructions into the header of the next reply, but not into the headers of earlier
+    # replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():
@@ -196,7 +196,7 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
         )
-        # the question is the same, but the reply has another beginning
+        # the same question, with another beginning of the reply
         shorter = ask([HI, message("assistant", "It")], " is.")
         assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
         assert shorter["message"]["content"] == " is."

@@ -103,7 +103,7 @@ def joined(events):
 
 
 def check_cuts(format, text, expected):
-    """Check that a parser finds these events if it gets the text whole, in two pieces, or by characters."""
+    """Check the events for a text that comes in one piece, in two pieces, or character by character."""
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
     for at in range(1, len(text)):
@@ -208,7 +208,7 @@ def test_texts_and_calls_in_any_order(format):
         reply, expected, follows = "", [], True
         for _ in range(draw.randrange(1, 7)):
             if draw.random() < 0.6:
-                # The text begins with a letter, so that it does not begin with a tag or lose white space.
+                # an "x" in front, so that the text does not begin with a tag or with white space
                 text = "x" + draw.choice(parts)
                 if expected and isinstance(expected[-1], str):
                     expected[-1] += text

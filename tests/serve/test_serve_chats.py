@@ -81,7 +81,6 @@ def test_an_edit_goes_back_to_the_turn_before_it(url):
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
         assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
-    # a repeated request gets the same answer
     reply, _, n_cached, _ = ask(url, messages[:4])
     assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
 
@@ -132,7 +131,7 @@ def test_who_gives_another_name_for_this_machine_is_refused(open_url):
 
 
 def test_an_answer_that_nobody_reads_ends(url):
-    # an answer of so many tokens would take days
+    # 10**9 tokens would take days
     long = {"messages": [message("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_events=5) == (None, None)
     ask(url, [message("user", "Short.")])
@@ -147,7 +146,6 @@ def test_no_more_wait_than_may():
         with pytest.raises(ApiError, match="2 requests are waiting already") as caught:
             waiting.put(jobs[2])
         assert caught.value.status == 429
-        # cancelling a request makes room in the queue
         jobs[0].cancel()
         waiting.put(jobs[3])
         assert len(waiting) == 2
@@ -161,7 +159,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # n_others counts the archive, because the server cannot continue it without its session
+        # n_others counts the archive, because the server cannot use it without its session file
         assert chats.n_others == 1
 
 

@@ -1,4 +1,4 @@
-"""If a chat with a hybrid model changes, the server reads again only the tokens after a checkpoint."""
+"""If a chat with a hybrid model changes, the server reads on from the newest checkpoint before the change."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Requests as programs send them, replayed against kvtool serve.
+"""Requests of real programs, replayed against kvtool serve.
 
-tests/data/clients.jsonl has the requests of one chat of each program, which a proxy logged. Prompts and
-descriptions were shortened, and most tools and headers were removed. Fields and the shapes of messages and
-schemas are unchanged. Requests that the model must answer with a call got a `tool_choice` and a limit of
-tokens. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are placeholders: each is replaced by a part of the
-server's answer to request n of the same program. The field `follows` of a line is the number of the request
-whose chat the line continues.
+tests/data/clients.jsonl has the requests of one chat per program, logged by a proxy. Prompts and descriptions
+were shortened, and most tools and headers were removed. Fields are unchanged, and so are the shapes of
+messages and schemas. Some requests got a `tool_choice` and a token limit: the model must answer them with a
+call. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are placeholders. Each is replaced by a part of the
+server's answer to request n (from 0) of the same program. The field `follows` is the number of an earlier
+request: the line continues the chat of this request.
 """
 
 from __future__ import annotations
@@ -91,10 +91,7 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
 
 
 def filled(value, answers):
-    """Return the value after replacing its placeholders.
-
-    "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" are replaced by a part of the server's n-th answer.
-    """
+    """Return the value with its placeholders replaced."""
     if isinstance(value, dict):
         return {name: filled(each, answers) for name, each in value.items()}
     if isinstance(value, list):

@@ -41,7 +41,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
             client.chat.completions.create(model="chat", messages=[message("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
-    # with --overflow error, an answer also ends at 96 tokens if the policy could forget tokens
+    # with --overflow error, an answer ends at 96 tokens, although the policy could evict tokens and continue
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
@@ -154,7 +154,7 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     assert done.returncode == 4
     assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
 
-    # A missing llama.cpp is reported first: without it, the server's packages would be of no use.
+    # A missing llama.cpp is reported before the server's missing packages, which are of no use without it.
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr

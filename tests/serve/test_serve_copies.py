@@ -59,7 +59,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages += [message("assistant", "They are."), NEXT]
     _, n, n_read, _ = ask(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
-    # the stored chat has the reply that the client sent, so only the new messages are read
+    # the stored chat now has the client's reply ("They are."), so only newer messages are read
     _, n, n_read, _ = ask(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")])
     assert n_read < 40
 
@@ -104,7 +104,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
         longer = [message("user", messages[0]["content"] + "!")]
-        # the checkpoint is at the end of the message's text, so it also fits if the message gets longer
+        # the checkpoint is at the end of the message's text, so a longer message can continue from it
         assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply

@@ -32,8 +32,8 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 def model(policy, chat_model, talker):
     """A model for the policy. For recall, its context is more than twice as long as any chat of these tests.
 
-    If an archived token is farther away than half of the context, recall counts it as half of the context
-    away from the first query of a step. Answers would then depend on how a prompt is divided into steps.
+    In a longer chat, answers would depend on how a prompt is divided into steps: if an archived token is
+    farther away than half of the context, recall limits its distance from the first query of each step.
     """
     return talker if policy == "recall" else chat_model
 
@@ -47,7 +47,7 @@ def options(policy, folder=None):
 def is_all(policy, n_cached, n):
     """Return True if all n tokens of a chat were cached.
 
-    Recall may also have cached some tokens of the question.
+    With recall, the cache may also have the question's first tokens.
     """
     return n <= n_cached <= n + (16 if policy == "recall" else 0)
 
@@ -76,10 +76,10 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 @EACH_POLICY
 def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
-    # Rounding depends on which clients share a step. With this seed, the sums that h2o compares differ by at
-    # least 0.1 %, which is too much for rounding to reverse. (With seed 0, two sums differ by only 6 in a
-    # million.) With h2o, no two clients begin alike: a client could otherwise continue from another client's
-    # stream, where h2o has evicted different tokens.
+    # Rounding depends on which clients share a step, and could change which token h2o evicts. With this seed,
+    # the sums that h2o compares differ by at least 0.1 %, which is much more than rounding errors. (With seed
+    # 0, two sums differ by only 6 in a million.) With h2o, no two clients begin with the same messages: a
+    # client could otherwise continue from another client's stream, where h2o has evicted different tokens.
     n_alike = 1 if policy == "h2o" else 2
     did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
     assert did["compared"] > 15
@@ -108,8 +108,8 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             while not server.is_killed:
                 messages = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
                 reply, n_cached, n, _ = ask(server.url, messages)
-                # A kill may come after a reply is stored and before it arrives. The question is then asked
-                # again, and recall's cache may already have the question's tokens.
+                # If a kill came after a reply was stored and before it arrived, the question is asked again.
+                # With recall, the cache may then have the question's tokens.
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*messages, message("assistant", reply)], n
                 # disconnect before the answer is finished
@@ -118,7 +118,7 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
                 )
 
     def have_turns(n):
-        """Return True if the chats have at least n turns together, and more than 10 chats have a turn."""
+        """Return True if the chats have n or more turns in total, and more than 10 chats have a turn."""
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
@@ -172,7 +172,7 @@ def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tm
             assert stats["unsaved"].startswith("cannot write ")
             unstored.append(message("assistant", reply))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        # without the limit, the chat is stored again
+        # without the limit of the file size, the server stores the chat again
         _limit_files(server.process, resource.RLIM_INFINITY)
         unstored.append(message("user", "And a lamp?"))
         reply, n_cached, n, stats = ask(server.url, unstored)
@@ -306,8 +306,7 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
                 with suppress(*GONE):
                     return reply_to(server.url, [message("user", "Hello.")])
 
-            # on a busy machine, these clients may themselves exceed the time limit at first, so they try
-            # again
+            # on a busy machine, these clients may exceed the server's time limit, so try again
             until(is_refused)
             until(is_answered)
 

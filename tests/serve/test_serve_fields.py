@@ -1,7 +1,4 @@
-"""Fields of other servers.
-
-They are supported, refused by name, or accepted because they change nothing.
-"""
+"""Request fields of other servers: supported, refused by name, or accepted because they change nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
 
 def test_names_of_other_servers_mean_the_same():
     assert chat(repetition_penalty=1.3).sampling.repeat_penalty == 1.3
-    # the field of llama-server has priority
+    # llama-server's field, repeat_penalty, has priority
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
     assert both.sampling.repeat_penalty == 1.2
     assert chat(repeat_last_n=-1).sampling.repeat_last_n == MOST
@@ -179,7 +176,7 @@ def test_errors_of_responses_name_that_interface_s_fields(fields, param):
 def test_errors_that_come_later_name_the_message_of_the_client():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
-    # the server puts its own system prompt first, so the client's messages[0] is messages[1] in the chat
+    # the server's system prompt is messages[0] of the chat, so messages[1] is the client's messages[0]
     assert chat(system).places.in_error(refused).param == "messages[0]"
     assert (
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
@@ -305,7 +302,6 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
 
 
 def pieces_of(text):
-    """Return the pieces of a stream."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
 

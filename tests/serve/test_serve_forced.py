@@ -35,7 +35,7 @@ def forced(engine, format, tools, choice=None):
 def written(engine, rules, likes, n=900):
     """Return a text sampled under rules.
 
-    likes: function of the text so far that returns a logit for each byte.
+    likes: function that takes the bytes of the text so far and returns 256 logits, one for each next byte.
     """
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
@@ -54,7 +54,7 @@ def written(engine, rules, likes, n=900):
 
 
 def dictates(text):
-    """Return a function for `written` that strongly prefers the next byte of this text, and then its end."""
+    """Return `likes` for `written`: it strongly prefers this text, and an end of the turn after the text."""
 
     wanted = text.encode()
 
@@ -68,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a function for `written` that draws random logits, but prefers the bytes of the texts `ends`."""
+    """Return `likes` for `written`: random logits that are higher for the bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
@@ -186,9 +186,9 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Names of the schemas in AWKWARD whose arguments each format except Gemma's can express.
+"""Schemas in AWKWARD, by name. Each format except Gemma's can express arguments for all of them.
 
-Calls with other schemas may also be written in Hermes' format. Gemma's format can express GEMMA_HAS_PLACE.
+Gemma's format can express GEMMA_HAS_PLACE. For other schemas, calls may also be written in Hermes' format.
 """
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),

@@ -103,7 +103,7 @@ def test_a_stream_says_the_same_in_events(server, client):
 
 
 def events_of(text):
-    """Return the data of the events. The name of each event must be the type in its data."""
+    """Return the data of the events. Check that each event's name is the type in its data."""
     pairs = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
     assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
@@ -222,7 +222,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
     after = openai_client.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
-    # a streamed answer also has the text and the call
+    # a stream has the same text and the same call
     messages = [message("user", "And in Bergen?")]
     pieces = list(openai_client.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]

@@ -66,7 +66,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     assert one["tokens"] == two["tokens"]
     assert one["token_logprobs"] == two["token_logprobs"]
     assert of_tokens["text"] == f"<s>{of_text['text']}"
-    # these offsets are larger by 3, because the text begins with "<s>"
+    # the second text begins with "<s>", so its offsets are larger by 3
     assert two["text_offset"] == [0, *(at + 3 for at in one["text_offset"][1:])]
     for choice in (of_text, of_tokens):
         for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
@@ -79,8 +79,8 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
 
 
 def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
-    # clients that score a prompt drop the last entry of the list, so that entry must not be a token of the
-    # prompt
+    # clients that score a prompt drop the last entry of each list, so the lists must not end with a token of
+    # the prompt
     with serving(chat_model, "--policy", "full") as server:
         choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
         assert choice["finish_reason"] == "stop"

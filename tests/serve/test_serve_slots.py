@@ -41,7 +41,7 @@ NUMBER = itertools.count()
 class Asked:
     """A stand-in for the job that the HTTP side puts into the queue for a request.
 
-    seen: function that is called with the kind of each event, while the slot still computes.
+    seen: function that the computing slot calls with the kind of each event.
     """
 
     def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
@@ -166,12 +166,12 @@ def test_who_waits_longest_gets_the_next_turn():
 
 
 def has_ended(lock, n_left):
-    """Return True if a waiting thread gets the lock when its holder calls `step` with n_left."""
+    """Return True if the lock's holder passes the lock to a waiting thread by calling `step(n_left)`."""
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # Call `step` in a thread, because it may never return: if it gives the lock to the other thread, it waits
-    # for the lock, which the other thread does not release.
+    # Call `step` in a thread, because it may never return: after passing the lock to the other thread, it
+    # waits until that thread releases the lock, which never happens.
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -242,7 +242,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
     """A short prompt is read before a long prompt that came first."""
-    # No step is as short as this target, so the long prompt is read in steps of the smallest size.
+    # every step takes longer than this target, so the long prompt is read in steps of the smallest size
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         others, events = [], []
@@ -262,7 +262,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
 
 
 def beside(server, one, other, n_max=40):
-    """Ask `other` while `one` is being answered. When `one` has ended, return both jobs."""
+    """Ask `other` while the server answers `one`. Return both jobs after the end of `one`."""
     second = []
 
     def seen(kind):
@@ -299,8 +299,8 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # Two requests at once add a second engine. A request that is repeated must still find the engine
-        # that has read its prompt.
+        # Two requests at once make the server open a second engine. A repeated request must still find the
+        # engine that has read its prompt.
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
@@ -319,14 +319,14 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
             n = job.last["held"]["tokens"]
             next_one = server.put([*chat, *question(i), message("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
-        # two requests ask the same question at the same time: the chat is still stored
+        # a chat is also stored if two requests ask the same question at the same time
         twins = beside(server, *[[*chat, *question(4)]] * 2)
         assert twins[0].text == twins[1].text
         for _ in range(3):
             after = server.put([*chat, *question(4), message("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # The first request continues a chat. Meanwhile the second request repeats the first question of that
-        # chat, and so stores the shorter chat again. The longer chat must stay.
+        # While the first request continues a chat, the second request repeats the chat's first question. The
+        # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
         chat = [*question(6), message("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
@@ -360,8 +360,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # this request has ten times as many tokens (400), so it still decodes when the other answer
-                # ends
+                # with 400 tokens, ten times as many as the other answer has, this answer ends later
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()

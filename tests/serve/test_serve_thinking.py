@@ -286,7 +286,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
-        # at most 60 tokens: the test gets them from the sampler, which stores only the last 64
+        # at most 60 tokens, because the test reads them from the sampler, which stores only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
@@ -349,7 +349,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory):
-    """A model with a small vocabulary. A text has the same tokens even if it is cut into parts."""
+    """A model whose small vocabulary gives the parts of a text the same tokens as the whole text."""
     path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
     tiny.write_llama(path, n_ctx_train=4096)
     model = Model(path)
@@ -358,7 +358,7 @@ def bytewise(tmp_path_factory):
 
 
 def fresh(serve, messages, **more):
-    """Return all tokens of a request's prompt, as read by a server that does not have the chat."""
+    """Return the tokens of a request's prompt on a server that has not stored the chat."""
     request = serve.request({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
@@ -439,11 +439,11 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
-        # while the agent works, its thoughts stay in the prompt, so nothing is read again
+        # between tool calls, the thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
             assert event["n_cached"] == before["held"]["tokens"]
-        # At the user's next message, the template drops the thoughts. The server reads the chat again from
-        # the place of the first thought.
+        # At the user's next message, the template drops the thoughts. The server reads again everything
+        # after the start of the first thought.
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
         # 2 more tokens may be cached, because the first thought and the first call both begin with "<t"
         assert n_least <= events[3]["n_cached"] <= n_least + 2
@@ -501,7 +501,7 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # The prompt must leave out the next two reasoning items: no reply follows this `first`, and `thought` has
+    # The prompt must leave out both reasoning items below: no reply follows this `first`, and `thought` has
     # only encrypted text.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
@@ -534,7 +534,7 @@ def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
 def test_a_reply_behind_a_result_may_have_another_header(serve):
     """Like DeepSeek R1's template, this template writes no reply header after a tool's result.
 
-    The header would open a thought, so such a reply begins without a thought.
+    The header opens a thought, so a reply without a header begins without a thought.
     """
     source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
     serve = serve(source.replace("%OPEN%", "<think>\n"))

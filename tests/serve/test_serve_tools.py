@@ -159,7 +159,7 @@ def test_calls_and_results_come_as_clients_send_them():
     chat = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*chat)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
-    # in Ollama's format, a result names the tool and not the call
+    # in Ollama's format, a result has the tool's name instead of the call's id
     _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
     assert third["tool_call_id"] == "x"
 

@@ -38,9 +38,9 @@ def test_a_server_that_ends_is_not_waited_for():
 @linux
 @pytest.mark.parametrize("status", [200, 404, 503])
 def test_a_server_answers_once_it_has_loaded_its_model(status):
-    """The stand-in answers /health with 503 once, and then with this status.
+    """A stand-in for the server answers /health with 503 once, and then with `status`.
 
-    A server without /health would answer 404.
+    404 is the status of a server that has no /health.
     """
     code = (
         "import http.server, sys\n"

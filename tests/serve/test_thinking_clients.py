@@ -1,10 +1,10 @@
 """Requests of coding agents to a model that thinks, replayed against kvtool serve in this process.
 
-tests/data/thinking_clients.jsonl has the requests of each agent's chats with a server that recorded them. The
-model answers like in the recording: twice with a thought and a call, then with a thought and a text. The
-requests are shortened and have the placeholders that tests/serve/test_serve_clients.py describes, and three
-more. THOUGHT and SIGNATURE are parts of an answer's thought, and STRIPPED is a thought without blanks at its
-ends. The field `calls` of a line names the tool that the answer calls.
+tests/data/thinking_clients.jsonl has the recorded requests of each agent. As in the recording, the model
+answers twice with a thought and a call, then with a thought and a text. The requests are shortened. They have
+the placeholders of tests/serve/test_serve_clients.py, and three more: THOUGHT and SIGNATURE are parts of an
+answer's thought, and STRIPPED is a thought without blanks at its ends. The field `calls` of a line is the
+name of the tool that the answer calls.
 """
 
 from __future__ import annotations

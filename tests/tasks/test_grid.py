@@ -353,7 +353,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the end of the block kills the process, because waiting for its result would take a while
+    # the end of the `with` block kills the process, because its result would take a while
     assert process.returncode == -signal.SIGKILL
 
 

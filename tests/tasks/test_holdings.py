@@ -36,7 +36,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
             assert engine.cells().share().tolist() == want
             assert holdings.n_forgotten(engine) == want.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
-        # rows must hold different tokens, because otherwise the test would say little
+        # rows must hold different tokens, or an error that mixes up rows would not be seen
         assert len({share for share in want if 0 < share < 1}) > 1
 
 
@@ -59,14 +59,13 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         watched = holdings.watch(engine, text(100), 10)
-    # the cache is full, and evicts, after 32, 40, ... 96 tokens. The last eviction leaves 24 tokens, and then
-    # the last 4 tokens are added
+    # the cache is full after 32, 40, ... 96 tokens. Each eviction leaves 24 tokens. The last 4 tokens follow
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
     assert watched.share().tolist() == want.tolist()
-    # share(2) is after 30 tokens: nothing has been evicted. share(3) is after 40 tokens: there has been one
-    # eviction, after 32 tokens, which evicted 8 tokens
+    # snapshot 2 is taken after 30 tokens: nothing has been evicted. Snapshot 3 is taken after 40 tokens: 8
+    # tokens were evicted when 32 tokens had been read
     assert watched.share(2).tolist() == [1.0] * 30 + [0.0] * 70
     assert np.flatnonzero(watched.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
 
@@ -102,7 +101,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     attended = holdings.Attended.none(np.array([2, 1]), 9)
     none = np.full((2, 2), -1), np.zeros((2, 2), np.float32)
     attended.add(*none, slice(0, 8))
-    # nothing has been archived yet
+    # queries are not counted while nothing is archived
     assert attended.n_query == 0
     attended.add(np.array([[2, 3], [3, -1]]), np.array([[0.5, 0.25], [0.5, 0]], np.float32), slice(10, 12))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
@@ -124,7 +123,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # with MLA, recall has no synthetic cells: it copies 7 archived tokens into cells
+        # with MLA, recall copies 7 archived tokens into cells, and makes no synthetic cells
         ("deepseek2", ["recalled=7"], 7),
     ],
 )

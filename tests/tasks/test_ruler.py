@@ -32,8 +32,8 @@ from tests.cli.called import called
 DATA = Path(__file__).parents[1] / "data"
 
 NIAH = {
-    # (number of keys, number of values, number of values asked for, kind of keys, kind of values). None means
-    # that every line is a needle
+    # (number of keys, number of values, number of values asked for, kind of keys, kind of values). If the
+    # numbers are None, every line is a needle
     "niah_single_1": (1, 1, 1, "word", "number"),
     "niah_single_2": (1, 1, 1, "word", "number"),
     "niah_single_3": (1, 1, 1, "word", "uuid"),
@@ -282,7 +282,7 @@ def test_documents_of_the_same_article_are_the_first_to_join(items_of):
         else:
             assert set(texts) <= set(near)
     assert counts >= {1, 2, 3, 5}
-    # no question is asked twice at one length
+    # the 4 questions of each length differ
     assert all(len(set(seen[i : i + 4])) == 4 for i in range(0, 16, 4))
 
 
@@ -302,7 +302,7 @@ def test_a_question_is_asked_of_its_documents(file, items_of):
 def test_all_documents_of_a_question_stay(items_of):
     counts = []
     for length in range(120, 180, 2):
-        # the question that is drawn first has two documents. They do not fit into the shortest lengths
+        # the question has two documents, which do not fit into the shortest of these lengths
         with suppress(InputError):
             (item,) = items_of("qa_2", f"hotpotqa={DATA / 'hotpotqa.jsonl'}", length=length)
             assert "clockmaker" in item.question
@@ -319,8 +319,7 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 def test_too_short_a_length_is_refused_with_the_least(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
-    # the message gives the least length only approximately, because samples for different lengths differ by
-    # some tokens
+    # the message only estimates the least length, because samples for different lengths differ by some tokens
     least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):

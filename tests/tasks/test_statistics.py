@@ -1,4 +1,4 @@
-"""Intervals and errors are compared with their definitions, and with draws whose mean is known."""
+"""Confidence intervals and standard errors: compared with definitions, and tried on data of known mean."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_many_items_take_little_memory():
     statistics.interval(sums, np.ones(500))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # if all draws were made at once, they would take three arrays of 10,000 times 500 numbers
+    # all draws at once would take three arrays of 10,000 times 500 numbers
     assert peak < 10_000_000
 
 

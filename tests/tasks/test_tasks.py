@@ -506,7 +506,7 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
 
 def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # the policy waits as soon as the first item has its record, so it waits in the second item
+    # the policy waits once the first item has a record, which is while the second item is read
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     options = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--records", out]
@@ -536,7 +536,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
         )
         os.close(slave)
-        # reading from the terminal fails after the process has ended
+        # reading from the terminal raises OSError after the process has ended
         with suppress(OSError):
             while new := os.read(master, 65536):
                 seen += new

@@ -136,7 +136,7 @@ def test_a_result_says_how_it_was_drawn(tiny_chat):
     ],
 )
 def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
-    # the error comes before the model file is looked for
+    # none.gguf does not exist, but this error comes first
     assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
@@ -415,7 +415,7 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
-            # 5 % of the short text alone would be fewer cells than the reply header takes
+            # 5 % of the short text alone would be too few cells for the reply header
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 

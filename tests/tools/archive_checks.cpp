@@ -1,6 +1,6 @@
-// Checks of patches/src/archive, which is linked with ggml and without llama.cpp. Each check compares the library with
-// a definition that is written here. `archive_checks NAME` runs one check. If the check fails, the program prints a
-// line and exits with status 1.
+// Checks of patches/src/archive, without llama.cpp. Each check compares the archive's code with a definition that is
+// written here. `archive_checks NAME` runs one check. If the check fails, the program prints a line and exits with
+// status 1.
 
 #include "archive/convert.h"
 #include "archive/kmeans.h"
@@ -65,7 +65,6 @@ static bool throws(F && f) {
     return false;
 }
 
-// numbers from a normal distribution
 static std::vector<float> normal(size_t n, unsigned seed, float size = 1.0f) {
     std::mt19937 random(seed);
     std::normal_distribution<float> some(0.0f, size);
@@ -107,7 +106,7 @@ CHECK(conversions_are_those_of_ggml) {
         }
         // compare bits, so that zeros must also have the same sign
         EXPECT(memcmp(y.data(), z.data(), n*sizeof(float)) == 0);
-        // ggml may round ties in the other direction
+        // ggml may round ties in the other direction, so the bytes of quantized types are not compared
         const float step = hadamard_size(type, n) > 0 ? 0.5f : 0.05f;
         for (int i = 0; i < n; ++i) {
             EXPECT_NEAR(y[i], x[i], step);
@@ -140,7 +139,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
     constexpr int m = 5, k = 19;
     for (const int n : { 8, 24, 40 }) {
         const auto a = normal(m*k, 1), b = normal(k*n, 2), before = normal(m*n, 3);
-        // In the first round, a is stored as [m][k]. In the second round, it is stored transposed, as [k][m].
+        // read `a` first as a matrix [m][k], then as a transposed matrix [k][m]
         for (const auto & [as, ak] : { std::pair(k, 1), std::pair(1, m) }) {
             auto c = before;
             multiply_add(c.data(), n, a.data(), as, ak, b.data(), n, m, k, n);
@@ -242,7 +241,7 @@ CHECK(exponentials_are_relative_to_the_maximum) {
 
     double above = 0.0;
     const auto all = e;
-    std::fill(e.begin() + n, e.end(), 1.0f); // keep_above must not add these elements to its sum
+    std::fill(e.begin() + n, e.end(), 1.0f); // keep_above must ignore the elements after the first n
     const float kept = keep_above(e.data(), n, 0.1f);
     for (int i = 0; i < n; ++i) {
         EXPECT(e[i] == (all[i] > 0.1f ? all[i] : 0.0f));
@@ -319,7 +318,7 @@ CHECK(keys_are_rotated_as_rope_defines) {
         // which is no multiple of the vector length 8.
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
             const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
-            // the tables of angles end before the last delta
+            // the last delta is too large for the tables of angles
             for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
                 auto own = key;
                 rope.turn(own.data(), delta);
@@ -464,9 +463,8 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     EXPECT(order[0] % 2 != order[n/2] % 2);
 }
 
-// Clusters of a row whose blocks have random keys. Each block has a base: its keys are rotated to their positions minus
-// the base. The base of block b is 0 if one_base, otherwise b. Later blocks have larger numbers, and in
-// each block other elements have the largest numbers.
+// Clusters of n_block blocks of random keys. A block's keys are rotated to their positions minus the block's base. The
+// base of block b is 0 if one_base, otherwise b. The scale of the keys differs between blocks and between elements.
 static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
     row_clusters res(n_embd, n_embd);
     for (int b = 0; b < n_block; ++b) {
@@ -479,13 +477,12 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// The row stores the means of its clusters in a list. For each index of the list, block_at and cluster_at name a
-// cluster. Expect that this cluster has the stored mean, size and spread. The spread is the sum of the variances of all
-// elements.
+// The row stores means, sizes and spreads in lists, with one place for each cluster. block_at and cluster_at give the
+// cluster of a place. Expect that the stored numbers are right. A spread is the sum of the variances of all elements.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
-    std::map<int64_t, std::vector<double>> squares; // for each block and element: squared distances of keys from their mean
+    std::map<int64_t, std::vector<double>> squares; // [block], [element]: squared distances from the cluster's mean
     for (size_t place = 0; place < (size_t) (row.end() - row.begin())*n_cluster; ++place) {
         const int64_t block = row.block_at(place);
         const int     c     = row.cluster_at(place);
@@ -517,7 +514,7 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
         }
         EXPECT_NEAR(row.clusters.spreads[place], spread, 1e-3);
     }
-    // the variance of an element, relative to the spread, is the mean over all blocks
+    // `variance` must weight an element by its share of a block's squared distances, averaged over all blocks
     for (int e = 0; e < n_embd; ++e) {
         double mean = 0.0;
         for (const auto & [block, of] : squares) {
@@ -552,7 +549,7 @@ CHECK(clusters_hold_each_token_once_and_their_means) {
 CHECK(clusters_known_from_a_file_are_those_computed_before) {
     const auto keys = normal(200*n_embd, 1);
     row_clusters a(n_embd, n_embd), b(n_embd, n_embd);
-    a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive begins at token 56 of the block
+    a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive begins at token 56 of block 5
     const membership known = a[5].members();
     b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
     EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
@@ -561,7 +558,6 @@ CHECK(clusters_known_from_a_file_are_those_computed_before) {
     EXPECT(a[5].start[0] == 56);
 }
 
-// Sum of the squared distances of numbers from their mean.
 static double squares_around_mean(const std::vector<double> & x) {
     const double mean = std::accumulate(x.begin(), x.end(), 0.0)/std::max<size_t>(x.size(), 1);
     return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double one) { return sum + (one - mean)*(one - mean); });
@@ -589,7 +585,7 @@ CHECK(sets_are_means_of_their_clusters) {
         for (int e = 0; e < n_embd; ++e) {
             EXPECT_NEAR(key[e], sum[e]/n, 0.05);
         }
-        // the spread is that of all keys of the set's clusters
+        // the spread of a set is computed from all keys of its clusters
         double spread = 0.0;
         for (int e = 0; e < n_embd; ++e) {
             std::vector<double> x;
@@ -636,7 +632,7 @@ CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
 // memory
 //
 
-// Expect that the slabs of tokens `begin` to `end` - 1 have the numbers that `mark` wrote.
+// Expect that the slabs of tokens `begin` to `end` - 1 have the marks that the function `mark` wrote.
 static void expect_marks(const store & memory, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += store::n_block) {
         int64_t mark;
@@ -753,7 +749,7 @@ struct stream {
             }
             const auto bytes = [&](const float * x) { return std::vector<uint8_t>((const uint8_t *) x, (const uint8_t *) (x + n*n_dim)); };
             const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
-            // tokens before `first` are not stored, because they exceed n_max
+            // tokens before `first` are too old for n_max, and are not stored
             for (int64_t i = std::max(pos, first); i < pos + n; ++i) {
                 const size_t at = (i - pos)*n_dim*sizeof(float);
                 own.put(l, i, cells.type_k, cells.k.data() + at, cells.type_v, cells.v.data() + at);
@@ -793,7 +789,7 @@ CHECK(an_archive_gives_back_its_tokens_in_their_order) {
     s.push(900);
     s.push(600);
     EXPECT(s.own.begin() == 0 && s.own.end() == 1600);
-    EXPECT(s.own.clusters_of(0, 0).end() == 6); // six blocks are complete, and their tokens are stored cluster by cluster
+    EXPECT(s.own.clusters_of(0, 0).end() == 6); // tokens of complete blocks are stored cluster by cluster
     std::vector<float> key(n_embd);
     for (int l = 0; l < n_layer; ++l) {
         const auto raw = tokens_of(s.own, l, 250, 1600);
@@ -850,8 +846,8 @@ CHECK(segments_have_the_base_of_their_time) {
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
         EXPECT(s.own.base_of(i) == s.bases[i]);
     }
-    // Each token must be in exactly one of the ranges that stretches() returns. Queries are rotated by -7 for the first
-    // 50 tokens. For any other token, they are rotated by the newest base minus the token's base.
+    // stretches() must return each token in exactly one range. A range's delta rotates the queries: by -7 for the first
+    // 50 tokens, and by the newest base minus the token's base for any other token.
     std::vector<int64_t> delta;
     for (const auto & part : s.own.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
@@ -863,7 +859,7 @@ CHECK(segments_have_the_base_of_their_time) {
     }
 
     s.start_over();
-    s.own.set_base(0); // no token came after start_over, so its base is not in the table
+    s.own.set_base(0); // no token was pushed after start_over, so the table does not have the new base
     EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
     s.own.keep(20);
     EXPECT(s.own.frames.front().base == 300);
@@ -885,7 +881,7 @@ CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
                 a.start_over();
                 a.push(500);
             } else {
-                a.push(30); // with so few tokens, n_max deletes no more blocks
+                a.push(30); // so few tokens that n_max deletes no further block
             }
             const bool is_whole = a.own.begin() == b.own.begin();
             a.own.cut(end, end);
@@ -925,7 +921,7 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
     }
     b.own.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call clusters two rows per thread
+    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
     EXPECT(b.own.seal_some(archive::most, 1) == 0);
     expect_same(a.own, b.own);
 }
@@ -959,15 +955,15 @@ CHECK(clusters_deferred_are_those_of_the_end) {
 // attention
 //
 
-// A query's attention to the archived tokens of a row, by definition.
+// Attention of a query to the archived tokens of a row, computed by definition.
 struct defined {
     double              sum; // logarithm of the sum of all exponentials
     std::vector<double> value;
     std::vector<double> attn; // one number for each token of the archive
 };
 
-// query: the query before RoPE. rot: the position to which the cache would rotate it. is_far(i): true if token i has
-// the distance n_near + late from the query, in place of its true distance.
+// query: the query before RoPE. rot: the position to which the cache would rotate it. is_far(i): true if RoPE must use
+// the distance n_near + late for token i, instead of the true distance.
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -998,7 +994,7 @@ static defined attention_by_definition(
     return res;
 }
 
-// The queries of one head as the cache has them: rotated to rot. All of them are at the same position.
+// The queries of one head, all rotated to the position `rot`.
 static std::vector<float> queries_at(const std::vector<std::vector<float>> & queries, int64_t rot) {
     std::vector<float> res;
     for (const auto & q : queries) {
@@ -1016,8 +1012,8 @@ static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
     return res;
 }
 
-// Return a function (head, i) that returns true if token i of layer 1 is far. A clustered block is far or near as a whole.
-// Tokens without clusters are near.
+// Return a function (head, i) that returns true if token i of layer 1 is far. A clustered block is far or near as a
+// whole. Tokens without clusters are near.
 static auto far_blocks(const stream & s) {
     return [&s](int head, int64_t i) {
         const auto & own = s.own.clusters_of(1, head);
@@ -1086,7 +1082,7 @@ CHECK(attention_to_all_clusters_is_a_softmax) {
     s.push(700);
     const auto is_far = far_blocks(s);
     EXPECT(is_far(0, 0) && !is_far(0, 1400));
-    EXPECT(is_far(0, 700)); // this token was still near when its block was first clustered, but now it is far
+    EXPECT(is_far(0, 700)); // near when its block was first clustered, but far now
     for (const int n_query : { 1, 12 }) {
         expect_attention(s, n_query, 710, plain, 1 << 20, 2e-3, is_far);
     }
@@ -1134,9 +1130,9 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
     }
 }
 
-// A stream whose archive has enough blocks for a group. The clusters of a group are divided into sets, and a search
-// reads summaries of the sets first. n_near is 1, so clustered blocks are far. Far blocks are clustered by their keys
-// without RoPE. Here these keys are in tight groups, so that the mean of a cluster represents its tokens.
+// A stream in which the mean of a cluster represents its tokens: n_near is 1, so clustered blocks are far. Far blocks
+// are clustered by their keys without RoPE, and these keys are in tight groups. The archive has enough blocks for a
+// group of blocks. A group's clusters are divided into sets, and a search reads summaries of the sets first.
 struct tight_stream : stream {
     tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
         for (auto & k : keys) {
@@ -1144,8 +1140,7 @@ struct tight_stream : stream {
                 x *= 0.08f;
             }
         }
-        // All values of a cluster are equal. They are not near 0, so that the result changes if attention to a cluster
-        // gets lost.
+        // All values of a cluster are equal. They are far from 0, so that a lost cluster changes the result.
         for (auto & v : values) {
             for (size_t i = 0; i < v.size(); ++i) {
                 v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
@@ -1167,7 +1162,7 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
 CHECK(a_search_finds_the_tokens_that_a_query_wants) {
     stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
     const auto query = normal(n_embd, 99);
-    for (int e = 0; e < n_embd; ++e) { // far token 300 gets the query as its key, rotated by its distance
+    for (int e = 0; e < n_embd; ++e) { // token 300 is far; its key is the query, rotated by a far token's distance
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
     }
     s.push(4608);
@@ -1199,7 +1194,7 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
 // residents
 //
 
-// The cells of layer 1, as a device holds them.
+// Keys and values of the cells of layer 1, as a device has them after each update.
 struct device_cells {
     const stream & s;
     residents      all;
@@ -1222,8 +1217,8 @@ struct device_cells {
         }
     }
 
-    // Let a head choose residents for queries at position rot. live: logarithm of each query's softmax sum over the live
-    // cells. Return the attention that each query missed.
+    // Let a head choose residents for queries at the position `rot`. live: logarithm of each query's softmax sum over
+    // the live cells. Return `missed`: see residents::choose.
     std::vector<float> choose(int head, const std::vector<std::vector<float>> & queries, int64_t rot, float live = -INFINITY) {
         std::vector<float> missed(queries.size(), NAN);
         const std::vector<float> sums(queries.size(), live);
@@ -1286,9 +1281,9 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
     device_cells cells(s, 16*n_cluster, 2304);
     s.push(900);
     int64_t anchor = -1;
-    // With each push, queries move on, and more blocks become far. Far keys are stored as rotated for queries at
-    // position `anchor`. Later queries get a slightly larger distance from these keys. After the push of 5 tokens, the
-    // stored keys stay. After the push of 400 tokens, they are rotated again.
+    // Each push moves the queries on, and more blocks become far. Far keys are stored for queries at the position
+    // `anchor`, so they are slightly farther from later queries. The cells keep these keys after the push of 5 tokens,
+    // and get newly rotated keys after the push of 400 tokens.
     for (const int n : { 230, 5, 400 }) {
         s.push(n);
         const int64_t rot = s.own.end() + 2;
@@ -1300,7 +1295,7 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
         anchor = n == 5 ? anchor : rot;
         cells.expect_attention(rot, 2e-3, is_far, rot - anchor);
     }
-    s.start_over(); // keys get another base, so all cells must be written again
+    s.start_over(); // the base changes, so all cells must be written again
     s.push(300);
     cells.choose(some_queries(2), 302);
     cells.update(302);
@@ -1324,7 +1319,7 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
 CHECK(cells_stand_for_each_archived_token_once) {
     stream s(params_of(GGML_TYPE_F32, 64, 700), 1500);
     device_cells cells(s, 8*n_cluster, 200);
-    for (int i = 0; i < 120; ++i) { // new blocks come, become far, and are deleted
+    for (int i = 0; i < 120; ++i) { // long enough for new blocks to become far and to be deleted
         s.push(17);
         if (s.own.end() > 2200) {
             break;
@@ -1343,7 +1338,7 @@ CHECK(cells_stand_for_each_archived_token_once) {
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
-// Sum over the keys of a cluster: the squared distance of each element from the mean. For layer 1 and head 0.
+// For each element: sum of the squared distances of a cluster's keys from `mean`. For layer 1 and head 0.
 static std::vector<double> squares_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
     const int64_t block = own.block_at(place);
     const int     c     = own.cluster_at(place);
@@ -1360,14 +1355,14 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
     return sums;
 }
 
-// A stream and a query. In half of the elements keys differ more, and the query is 0. For this query, the spread of keys
-// counts less than for others.
+// A stream and a query. The query is 0 in the half of the elements in which keys differ most, so the spread of keys
+// counts less for this query than for others.
 struct uneven_stream : stream {
     std::vector<float> query = normal(n_embd, 99);
 
     // attention of the query, at position 1301, to the clusters of layer 1 and head 0
-    std::vector<double> attention; // With the spread of the clusters' keys, as the definition estimates it.
-    std::vector<double> gains;     // Logarithm of the part of `attention` that is due to the spread.
+    std::vector<double> attention; // Estimate by definition, from the mean and the spread of a cluster's keys.
+    std::vector<double> gains;     // Logarithm of the factor that the spread adds to `attention`.
     double sum = 0.0;              // Sum of `attention`.
 
     // scale: factor of the query; with a small factor, the spread of keys counts little
@@ -1405,8 +1400,8 @@ struct uneven_stream : stream {
         }
     }
 
-    // Return the places of the clusters with the highest scores per token, as many as fit into n tokens. If is_over, add
-    // the next cluster, so that the clusters have at least n tokens.
+    // Return the places of the clusters with the highest scores per token: as many as fit into n tokens. If is_over,
+    // return the fewest that have n tokens or more.
     std::set<int> best(const std::vector<double> & scores, int n, bool is_over) const {
         const auto & sizes = own.clusters_of(1, 0).clusters.sizes;
         std::vector<std::pair<double, int>> ranks;
@@ -1429,7 +1424,6 @@ struct uneven_stream : stream {
     }
 };
 
-// Number of elements that only one of two sets has.
 static size_t n_other(const std::set<int> & a, const std::set<int> & b) {
     std::vector<int> res;
     std::set_symmetric_difference(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(res));
@@ -1471,7 +1465,7 @@ CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
 
 CHECK(residents_are_the_clusters_that_queries_want) {
     const uneven_stream s(0.5f);
-    // By definition, residents are the clusters with the most attention per token that their means do not represent
+    // By definition, residents are the clusters whose means miss the most attention per token.
     auto scores = s.attention;
     for (size_t i = 0; i < scores.size(); ++i) {
         scores[i] *= 1.0 - std::exp(-s.gains[i]);
@@ -1483,7 +1477,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     cells.update(1301);
     EXPECT(share > 0.04);
     EXPECT_NEAR(cells.choose(0, { s.query }, 1301)[0], share, 0.002);
-    // now live cells get as much attention as all clusters together, so the share of the residents is half as large
+    // if live cells get as much attention as all clusters together, the share of the residents is half as large
     device_cells other(s, 8*n_cluster, 100);
     other.update(1301);
     EXPECT_NEAR(other.choose(0, { s.query }, 1301, std::log(s.sum))[0], share/2.0, 0.001);
@@ -1500,7 +1494,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     EXPECT(n_other(places, best) == 0);
     EXPECT(n_other(places, s.best(s.attention, 100, false)) > 1);
 
-    // each of several queries has a share
+    // with several queries, each has its share
     const auto missed = other.choose(0, { s.query, std::vector<float>(n_embd, 0.0f) }, 1301);
     EXPECT(missed[0] > missed[1] && missed[1] >= 0.0f);
 
@@ -1645,7 +1639,7 @@ static ggml_context_ptr some_tensors() {
     return ggml_context_ptr(ggml_init({ 16u << 20, nullptr, false }));
 }
 
-// Archive the first 600 tokens of the stream twice: in the stream's archive, and in the recaller's archive.
+// Push the first 600 tokens of the stream to the stream's archive and to the recaller's archive.
 static void fill(recaller & all, stream & s) {
     s.push(600);
     const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
@@ -1720,8 +1714,8 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
             const auto & own = s.own.clusters_of(1, head);
             const auto is_far = [&](int64_t i) { return i/256 < own.end() && own[i/256].to.is_far; };
-            // If several tokens attend together, far keys have the distance n_near from the first of these tokens. The
-            // query of token t then has the distance n_near + t.
+            // If several tokens attend together, far keys are at the distance n_near from the first of these tokens,
+            // and so at the distance n_near + t from token t.
             const int64_t late = is_apart ? 0 : token;
             const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, is_far, late);
             double sum = 0.0;

@@ -8,7 +8,7 @@ exit status is 1 if a model fails. The checks:
 
 full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit. If the model has an
            index and flash attention is on, the logits agree up to rounding. Flash attention is not checked
-           for models with which llama.cpp itself then aborts
+           for architectures on which it makes llama.cpp itself abort
 alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
            llama.cpp's sequence calls, up to rounding. Models with sliding or recurrent layers are skipped
 permuted   logits do not depend on the order of the cells in each row, up to rounding
@@ -52,7 +52,7 @@ ROUNDING = 1e-4
 """Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
 
 ORDER = 3 * ROUNDING
-"""Tolerance in the same unit, if every sum of the results is added up in a different order."""
+"""Tolerance, in the unit of ROUNDING, for results whose sums are all added up in a different order."""
 
 NO_FLASH = ("plm",)
 """Architectures on which llama.cpp itself aborts if flash attention is on and a batch has several tokens."""

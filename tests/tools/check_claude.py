@@ -68,7 +68,7 @@ class User:
         return end, self.answered(n)
 
     def answered(self, n):
-        """Return all requests after the first n. Each of them must have been answered."""
+        """Return all requests after the first n. Check that all of them were answered."""
         requests = self.proxy.asked[n:]
         assert requests
         assert all(each["status"] == 200 for each in requests), [each["answer"] for each in requests]
@@ -82,7 +82,7 @@ class User:
 
 
 def usage(noted):
-    """Return the last usage in a streamed answer, with the sum of its counts as n_all.
+    """Return the last usage in a streamed answer. Its key n_all is the sum of the other counts.
 
     If the answer was stopped, its last usage has only the counts of the prompt.
     """
@@ -102,8 +102,8 @@ def edits(user):
     """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
-    # Claude Code sends this call back in later requests, with default arguments added. The text that the
-    # model wrote must be the same, so `right` contains the default of replace_all.
+    # Claude Code adds default arguments to a call when it sends the call back in later requests. `right` has
+    # the default of replace_all, so that this call is the same as the call that the model wrote.
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
     end, requests = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]
@@ -125,7 +125,7 @@ def fails(user):
 
 
 def resumed(user):
-    """An ended session continues, and its text is not read again."""
+    """A session can be continued after its end, and its text is not read again."""
     first, one = user.asks("My name is Ada.", replies=["Hello Ada."])
     last, two = user.asks("Who am I?", "--continue", replies=["Ada."])
     again, three = user.asks("Sure?", "--resume", last["session_id"], replies=["Yes."])

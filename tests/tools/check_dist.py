@@ -70,7 +70,7 @@ def nll(place: Place, kvtool: list[object], model: str, policy: str, **env: str)
 
 
 def check(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Check this kvtool: doctor finds no fault, perplexities are as expected, and a chat gets a reply."""
+    """Check an installed kvtool: doctor finds no fault, perplexities are right, and a chat gets a reply."""
     library = json.loads(doctor(place, kvtool))["library"]
     assert library["patched"], library
     assert library["portable"], library
@@ -189,7 +189,7 @@ def main() -> None:
     model = args.model or str(resolve(None))
     stages = args.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        # to get the expected values, run the checkout's library in the user's own environment
+        # the expected values come from the checkout's library, in the user's own environment
         user_place = Place(Path(folder, "here"))
         user_place.env = dict(os.environ)
         expected = {policy: nll(user_place, checkout, model, policy) for policy in ("full", "h2o", "recall")}

@@ -4,9 +4,9 @@
     python -m tests.tools.check_page --shots DIR --only stop,edit
 
 The program starts a server with a small model, and prints a line per check. The exit status is 1 if a check
-fails. It needs Playwright, which `make check-page` installs, and a browser of the Chromium family. This may
-be the system's browser (Debian: apt install chromium) or Playwright's own (.venv/bin/playwright install
-chromium). --shots writes pictures to look at.
+fails. The program needs Playwright, which `make check-page` installs, and a browser of the Chromium family:
+the system's (Debian: apt install chromium) or Playwright's (.venv/bin/playwright install chromium). --shots
+writes pictures to look at.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def stop(visit: Visitor) -> None:
         assert answer(visit.site, "Hello")
         assert time.monotonic() - began < 30
         assert page.locator(".assistant .body").inner_text() == text
-        # the Escape key does the same as Stop
+        # the Escape key also stops a reply
         send(page, "Go on", wait=False)
         expect(page.locator(".assistant .body").last).to_have_text(re.compile(r".{20}", re.S))
         page.keyboard.press("Escape")
@@ -444,7 +444,7 @@ def loading(visit: Visitor) -> None:
 
 @check
 def keys(visit: Visitor) -> None:
-    """If the server wants a key, the page asks for it. Only this tab keeps the key."""
+    """If the server wants a key, the page asks for it. The key is kept for the browser tab only."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         refuse(page, 401, "the API key is wrong or missing")

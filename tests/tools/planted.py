@@ -1,9 +1,9 @@
-"""Check that the tests find faults: plant one in each part, and run the tests that should fail.
+"""Check that the tests find faults: plant a fault in each part of kvtool, and run the tests that should fail.
 
     python tests/tools/planted.py [PART ...]
 
 Each fault is planted in a copy of the checkout. The exit status is 1 if the tests did not find a fault, or if
-the line of a fault no longer exists. Each fault in C++ needs a build, which takes a few minutes.
+the text that a fault replaces no longer exists. A fault in C++ needs a build, which takes a few minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, which is one wrong line.
+    """A fault: one wrong line of a file.
 
     what: description of the fault.
     old: text that occurs once in the file.

@@ -1,11 +1,11 @@
-"""Run the tests that start processes again and again, and report which of them fail by chance.
+"""Run tests many times, and report which of them fail by chance.
 
     python -m tests.tools.repeat -n 30
     python -m tests.tools.repeat -n 30 --busy 2 tests/serve/test_serve_faults.py
 
-Each round runs pytest once for every file. By default, these are the files that use subprocess,
-multiprocessing or a helper that starts processes. The output of each failed run is kept in build/chance. The
-exit status is 1 if a run failed.
+Each round runs pytest once for every file. By default, the program runs the test files that start processes,
+with subprocess, multiprocessing or a helper of the tests. The output of each failed run is kept in
+build/chance. The exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def failed(path, options, keep):
 
 
 def busy(stack, n):
-    """Let n processes use the CPU until the stack closes."""
+    """Keep n CPU cores busy until the ExitStack `stack` closes."""
     for _ in range(n):
         process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         stack.callback(process.wait)

@@ -46,10 +46,10 @@ def unpack_headers(folder: Path) -> None:
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("archive")
     unpack_headers(folder)
-    # the folder from which "../ggml/src" is found, as in llama.cpp
+    # an include path for "../ggml/src/...", as in llama.cpp
     (folder / "src").mkdir()
-    # All files are compiled as one. The compiler then reads the standard library's headers, which take most
-    # of the time, only once.
+    # All files are compiled as one, so that the standard library's headers, which take most of the time, are
+    # read only once.
     parts = sorted((SRC / "archive").glob("*.cpp")) + [SRC / "cache" / "rope.cpp"]
     library = "".join(f'#include "{path}"\n' for path in parts)
     includes = [f"-I{path}" for path in (SRC, folder / "ggml" / "include", folder / "src")]

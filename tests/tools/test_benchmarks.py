@@ -172,8 +172,7 @@ def test_a_budget_may_be_beyond_what_is_pinned():
 
 def test_mcnemar_is_the_exact_test():
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
-    # If a coin is thrown ten times, there are 1,024 results. In 22 of them, at most one throw differs from
-    # the rest.
+    # the p value is the probability that 9 or more of 10 coin throws are equal: 22 of 1,024 cases
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
 
 

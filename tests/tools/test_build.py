@@ -227,7 +227,7 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
 def installed(monkeypatch, wheel):
     """Make it appear that this wheel is installed.
 
-    wheel: path, or None to make it appear that kvtool has not built the installed library.
+    wheel: path, or None for an installed library that kvtool has not built.
     """
 
     class Distribution:
@@ -389,7 +389,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) runs `kvtool build --cuda ...`. Facts about the library are made up."""
+    """kvtool_build("--cuda", ...) runs `kvtool build --cuda ...`, without examining the library."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     facts = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: facts)

@@ -68,8 +68,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"
-    # The package imports only its own files. It does not need llama-cpp-python, and does not use an installed
-    # one.
+    # The package imports only its own files, even if llama-cpp-python is installed.
     text = packed.read("kvtool_llama/llama_cpp.py").decode()
     assert text.startswith("from kvtool_llama._ctypes_extensions import (")
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()

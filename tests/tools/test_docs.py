@@ -123,8 +123,8 @@ def test_every_command_shown_is_one_that_kvtool_takes(command, page):
     called = get_command(app)
     while hasattr(called, "commands"):
         called = called.commands[words.pop(0)]
-    # This raises for an unknown option, a missing argument or a value of the wrong type. The command does not
-    # run.
+    # make_context raises for an unknown option, a missing argument or a value of the wrong type. It does not
+    # run the command.
     called.make_context(called.name, words)
 
 

@@ -88,7 +88,7 @@ def test_a_log_has_whole_entries_only(tmp_path):
     with full_after(100):
         with pytest.raises(OSError, match="File too large"):
             log.append("two " * 100)
-        # the failed entry has left no bytes, so a shorter entry still fits
+        # no part of the failed entry is in the file, so a shorter entry still fits
         log.append("three\n")
     log.append("four\n")
     log.close()

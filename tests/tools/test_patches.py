@@ -61,7 +61,7 @@ def tree(tmp_path):
 
 
 def included(path):
-    """Return the names in a C++ file's #include lines. Files of kvtool are named folder/file."""
+    """Return the names that a C++ file includes. kvtool's own files get the form folder/file."""
     names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
     return {f"{path.parent.name}/{name}" if (path.parent / name).is_file() else name for name in names}
 
@@ -106,7 +106,7 @@ def test_the_manifest_names_every_file_of_ours_once():
 
 
 def test_no_file_of_ours_includes_itself_through_others():
-    names: dict[str, set[str]] = {}  # the files that each file includes; a .h and its .cpp count as one file
+    names: dict[str, set[str]] = {}  # {file: files that it includes}; a .h and its .cpp are one file
     for path in SRC.glob("*/*.*"):
         unit = path.relative_to(SRC).with_suffix("").as_posix()
         names.setdefault(unit, set()).update({name.removesuffix(".h") for name in included(path)} - {unit})
@@ -252,7 +252,7 @@ def test_import_then_export_then_check(archive):
 def release(folder: Path, **files: str) -> Path:
     """Write a source distribution and return its path.
 
-    files: texts of the files in src/. The keys are the names of the files without .cpp.
+    files: the text of each file in src/, by the file's name without .cpp.
     """
     path = folder / "other.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
@@ -274,7 +274,7 @@ def untar(archive: Path, tree: Path) -> Path:
 def exported(archive):
     """The folder of `archive`, after `export` has written the patch.
 
-    A patch from `export` has index lines. Git needs these lines for a three-way merge.
+    Such a patch has index lines, which Git needs for a three-way merge.
     """
     sync.import_(archive / "first")
     sync.export(archive / "first")
@@ -335,11 +335,11 @@ def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
 
 
 OURS = ("src/sources.cmake", "src/x/a.h", "src/x/a.cpp", "src/y/b.cpp")
-"""kvtool's own files in the project below."""
+"""kvtool's own files in a `project`."""
 
 
 def project(folder: Path, patch: bytes = PATCH) -> Path:
-    """Write a source distribution, as CMake sees it, and patch files into `folder`."""
+    """Write a source distribution for CMake, and patch files, into `folder`."""
     patches = folder / "patches"
     patches.mkdir()
     for name in ("apply.cmake", "apply.py"):
@@ -467,7 +467,7 @@ def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
     assert not re.search(r"\.so\.\d", install)
     # CMake 4.4 writes the run path in brackets
     assert len(re.findall(r'NEW_RPATH (?:"\\\$ORIGIN"|\[\[\$ORIGIN\]\])', install)) == 2
-    # only libraries that are built for one kind of CPU include the file for GCC's intrinsics
+    # amx-gcc.h is for intrinsics, which only libraries for one kind of CPU may use
     flags = {
         name: (below / f"CMakeFiles/{name}.dir/flags.make").read_text() for name in ("ggml", "ggml-cpu-zen4")
     }

@@ -53,7 +53,7 @@ def allowed() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """Return the module's folder or file below kvtool/. For the package itself, return "kvtool"."""
+    """Return the first name after "kvtool." in a module's name. For the package itself, return "kvtool"."""
     return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
 
 
@@ -104,7 +104,7 @@ def test_every_room_is_in_the_table_below_all_that_it_may_import():
 
 def test_imports_point_one_way():
     table, wrong = allowed(), []
-    # kvtool/__init__.py is left out: it only lists names for users, and imports a name at its first use
+    # kvtool/__init__.py is left out: it lists names for users, and imports each name when it is first used
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         room = room_of(module_of(path))
         for line, module in imports(path):

@@ -1,7 +1,7 @@
 """kvtool from a wheel, in an environment outside the checkout, as users without a checkout install it.
 
-kvtool's wheel is real. The wheel of kvtool-llama only refers to the library that the tests use. It has the
-key of this machine's build, so nothing is compiled.
+kvtool's wheel is real. The wheel of kvtool-llama has no library: it refers to the library that the tests use.
+It has the key of this machine's build, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ def test_all_is_well_then(place, built):
     assert library["version"] == "9.9"
     # this digest is computed from the patch files in the wheel
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
-    # doctor may report "different patch files", because the library of the tests may have been built by hand
-    # from edited files. This report is ignored here
+    # ignore "different patch files": the library of the tests may have been built by hand from edited files
     assert [each for each in report["problems"] if "different patch files" not in each["wrong"]] == []
 
 
