@@ -1430,6 +1430,16 @@ static size_t n_other(const std::set<int> & a, const std::set<int> & b) {
     return res.size();
 }
 
+CHECK(clusters_may_be_cut_before_their_first_block) {
+    row_clusters own(n_embd, n_embd);
+    const auto keys = normal(256*n_embd, 3);
+    own.set(n_grouped, 0, { false, 0 }, keys.data(), keys.data(), nullptr); // the first block of a group
+    own.cut(n_grouped - 1);
+    EXPECT(own.begin() == own.end());
+    own.set(n_grouped - 1, 0, { false, 0 }, keys.data(), keys.data(), nullptr);
+    EXPECT(own.begin() == n_grouped - 1 && own.end() == n_grouped);
+}
+
 CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
     const uneven_stream s(1.5f);
     search looking(s.own, 1, 1301, 1, plain, 100);

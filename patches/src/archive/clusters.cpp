@@ -324,7 +324,7 @@ void row_clusters::cut(int64_t block) {
     if (n >= (int64_t) blocks.size()) {
         return;
     }
-    ungroup(block);
+    ungroup(first + n);
     const int64_t n_group = n > 0 ? (block - 1)/n_grouped - first/n_grouped + 1 : 0;
 
     std::for_each(blocks.begin() + n, blocks.end(), [&](const sealed_block & own) { drop_shares(own); });
