@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 namespace kvtool {
 
@@ -188,6 +190,8 @@ bool staging::reach(ggml_tensor * node, bool ask, void * self) {
     const size_t layer = own.marks[own.n_reached].layer;
     if (const auto why = own.copiers.wait(own.arriving); !why.empty()) {
         GGML_LOG_ERROR("%s\n", why.c_str());
+        // ggml ends only the current split of the graph, and still reports success
+        own.failed = why;
         return false;
     }
     own.staged[layer].is_stored = true;
@@ -293,8 +297,6 @@ void staging::fetch(size_t layer) {
     if (!is_apart) {
         return;
     }
-    staged[layer].is_fetched = true;
-
     copiers.add(fetching, [this, layer](size_t thread) {
         auto & s = staged[layer];
 
@@ -307,6 +309,7 @@ void staging::fetch(size_t layer) {
         get(layers[layer].k, s.cells_k);
         get(layers[layer].v, s.cells_v);
         ggml_backend_synchronize(backend);
+        s.is_fetched = true;
     });
 }
 
@@ -330,9 +333,9 @@ void staging::settle() {
         }
     };
 
-    check(copiers.wait(arriving));
-    check(copiers.wait(fetching));
-    check(sealers.wait(sealing));
+    // wait for all threads before an error is thrown
+    const std::string whys[] = { std::exchange(failed, {}), copiers.wait(arriving), copiers.wait(fetching), sealers.wait(sealing) };
+    std::for_each(std::begin(whys), std::end(whys), check);
 
     for (size_t i = 0; i < staged.size(); ++i) {
         if (!staged[i].is_stored) {

@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 namespace kvtool {
@@ -118,7 +119,7 @@ private:
         std::vector<uint8_t> cells_k;
         std::vector<uint8_t> cells_v;
 
-        bool is_fetched = false; // True if a copy of the layer's cells to the host has begun in this step.
+        bool is_fetched = false; // True if the layer's cells were copied to the host in this step.
         bool is_stored  = true;  // True if the archive has this layer's keys and values of the cells pushed last.
     };
 
@@ -136,6 +137,7 @@ private:
     std::vector<mark> marks;
     int64_t           n_live    = 0;
     size_t            n_reached = 0;
+    std::string       failed; // reason why a copy of a step failed. The decode does not notice it; `settle` throws it.
 
     // cells that were pushed last
     std::vector<int32_t> cells;

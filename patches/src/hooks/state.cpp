@@ -438,12 +438,22 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     lctx.synchronize();
 
     if (staging) {
-        staging->settle();
-        staging.reset();
-        archive->tokens.defer_seal(false, std::max(lctx.n_threads(), 1u));
+        // staging ends even if a copy has failed; otherwise the context would call an object that is gone
         lctx.cparams.cb_eval           = nullptr;
         lctx.cparams.cb_eval_user_data = nullptr;
         forget_graphs(lctx, true);
+
+        const auto old = std::move(staging);
+        std::string why;
+        try {
+            old->settle();
+        } catch (const std::exception & e) {
+            why = e.what();
+        }
+        archive->tokens.defer_seal(false, std::max(lctx.n_threads(), 1u));
+        if (!why.empty()) {
+            return fail(why);
+        }
     }
     if (n == 0) {
         return 0;
