@@ -25,22 +25,18 @@ public:
     };
 
     explicit workers(size_t n_thread) {
-        for (size_t t = 0; t < n_thread; ++t) {
-            threads.emplace_back([this, t] { run(t); });
+        try {
+            for (size_t t = 0; t < n_thread; ++t) {
+                threads.emplace_back([this, t] { run(t); });
+            }
+        } catch (...) {
+            end();
+            throw;
         }
     }
 
     // Work that has not begun is dropped.
-    ~workers() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            is_over = true;
-        }
-        changed.notify_all();
-        for (auto & t : threads) {
-            t.join();
-        }
-    }
+    ~workers() { end(); }
 
     workers(const workers &) = delete;
 
@@ -50,8 +46,8 @@ public:
     void add(group & of, std::function<void (size_t)> work) {
         {
             std::lock_guard<std::mutex> lock(mutex);
-            ++of.n_left;
             queue.emplace_back(&of, std::move(work));
+            ++of.n_left; // not before: emplace_back may throw
         }
         changed.notify_all();
     }
@@ -71,6 +67,17 @@ private:
     std::deque<std::pair<group *, std::function<void (size_t)>>> queue;
 
     bool is_over = false;
+
+    void end() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            is_over = true;
+        }
+        changed.notify_all();
+        for (auto & t : threads) {
+            t.join();
+        }
+    }
 
     void run(size_t thread) {
         std::unique_lock<std::mutex> lock(mutex);
