@@ -155,8 +155,11 @@ bool resident_cells::make_graph(device & d, uint64_t version) {
             ggml_build_forward_expand(d.graph, ggml_set_rows(ctx, rows, from, up.at));
         }
     }
+    if (!ggml_gallocr_reserve(d.alloc.get(), d.graph) || !ggml_gallocr_alloc_graph(d.alloc.get(), d.graph)) {
+        return false;
+    }
     d.version = version;
-    return ggml_gallocr_reserve(d.alloc.get(), d.graph) && ggml_gallocr_alloc_graph(d.alloc.get(), d.graph);
+    return true;
 }
 
 static ggml_backend_t backend_of(llama_context & lctx, ggml_backend_buffer_type_t buft) {
@@ -263,12 +266,17 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
         }
     };
     workers::group all;
-    for (size_t t = 0; t < threads.size(); ++t) {
-        threads.add(all, work);
+    std::string    own; // why this thread failed; the other threads use `work` until they have been waited for
+    try {
+        for (size_t t = 0; t < threads.size(); ++t) {
+            threads.add(all, work);
+        }
+        work(0);
+    } catch (const std::exception & e) {
+        own = e.what();
     }
-    work(0);
-    if (const auto why = threads.wait(all); !why.empty()) {
-        throw std::runtime_error(why);
+    if (const auto why = threads.wait(all); !why.empty() || !own.empty()) {
+        throw std::runtime_error(own.empty() ? why : own);
     }
 }
 

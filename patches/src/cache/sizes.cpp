@@ -73,8 +73,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
         recent.take(std::move(rings));
         params.n_recall   += n_more;
         this->n_resident += n_more;
-        drop_residents();
     }
+    // even if the sizes are the old ones again: a layer that was shortened has lost its last cells
+    drop_residents();
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
         // recalled tokens lie in the last cells of each layer, and these are now other cells
