@@ -80,7 +80,7 @@ def draw(screen: str) -> None:
     """Write the picture of a screen, without addresses of fonts, so that the picture loads nothing."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, color_system="truecolor")
-        # print all lines as one text, because a style can begin in one line and go on in the next line
+        # print all lines as one text, because a style can extend over several lines
         console.print(Text.from_ansi(screen.rstrip("\n")), soft_wrap=True)
         svg = console.export_svg(title="kvtool chat", unique_id="kvtool")
     TARGET.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.S), encoding="utf-8")

@@ -119,7 +119,6 @@ EXITS = {
 
 
 def page() -> str:
-    """Return the text of docs/cli.md."""
     root: Any = get_command(app)
     commands = dict(_commands(root, "kvtool"))
     index = [f"| [`{name}`](#{_anchor(name)}) | {_summary(command)} |" for name, command in commands.items()]
@@ -129,7 +128,7 @@ def page() -> str:
 
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield every command that has no subcommands, with the words that call it."""
+    """Yield every command that has no subcommands, with its full name."""
     for name in group.commands:
         command = group.commands[name]
         if hasattr(command, "commands"):
@@ -198,7 +197,6 @@ def _option(param: Any) -> str:
 
 
 def _metavar(param: Any) -> str:
-    """Placeholder for the option's value."""
     kinds = {"int": "N", "integer": "N", "float": "X", "path": "FILE", "file": "FILE"}
     kind = param.type.name.split()[0].strip("<>").lower()
     return str(param.metavar or kinds.get(kind, "TEXT"))
@@ -215,7 +213,7 @@ def _default(param: Any) -> str:
         return ""
     if param.required:
         return "required"
-    # 0 is shown as a default, unlike False, None and empty sequences
+    # compare with False and None instead of `not param.default`, because 0 is shown
     if param.default is False or param.default in (None, (), []) or callable(param.default):
         return ""
     return f"`{param.default}`"

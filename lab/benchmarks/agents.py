@@ -4,20 +4,20 @@
         --llama-cpp venv/bin/python
 
 data/agents.jsonl.xz has the requests of opencode and Qwen Code. They were recorded with a scripted model.
-Each session reads, writes and edits files, and continues after a second question.
+In each session, the agent reads, writes and edits files, and then gets a second question.
 
-In the recorded requests, the replies are replaced by the server's own replies, as in a real chat. With
-logit_bias, every server writes the same text, so that all servers get the same prompts. Such a reply has no
-tool calls. Therefore results of tools are sent as texts of the user. With --recorded, the requests are sent
-unchanged, so that the server reads replies that it did not write.
+Before a request is sent, its recorded replies are replaced by the server's own replies, as in a real chat.
+With logit_bias, every server writes the same text, so all servers get the same prompts. This text has no tool
+calls, so tool results are sent as messages of the user. With --recorded, requests are sent unchanged, and the
+server reads replies that it did not write.
 
 The server is restarted before the last request. Then the last request is sent again with one change in the
 middle of its messages. After that, a new server gets the requests of two agents in turns.
 
-kvtool keeps its chats with --sessions. llama-server keeps them with --slot-save-path: this program saves and
-restores them through its API, and does not measure the time that this takes. llama_cpp.server keeps nothing
-and has no /v1/messages. --llama-cpp is a Python that has llama_cpp.server; set LLAMA_CPP_LIB_PATH so that it
-uses the same llama.cpp.
+kvtool keeps its chats with --sessions. llama-server keeps them with --slot-save-path: this program asks it to
+save and restore them. The time for saving and restoring is not measured. llama_cpp.server keeps nothing and
+has no /v1/messages. --llama-cpp is the path of a Python with llama_cpp.server; set LLAMA_CPP_LIB_PATH so that
+it uses the same llama.cpp.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main() -> None:
 class Server:
     """A server that can be started more than once, always on the same port.
 
-    `start` takes a folder. The server's chats are kept there until the next start.
+    `start` gets the folder for the log and for the chats that the server keeps.
     """
 
     name, speaks = "", (MESSAGES, "/v1/chat/completions")
@@ -332,7 +332,7 @@ def _table(rows: list[Json], args: argparse.Namespace) -> Table:
     for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
         group = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
         of = [[row for row in group if row["server"] == name] for name in servers]
-        # if all servers got the same prompts, they report the same number of tokens
+        # servers that got equal prompts report equal numbers of tokens: show equal numbers once
         tokens = dict.fromkeys(f"{sum(row['tokens'] for row in each):,}" for each in of if each)
         read = [sum(row["read"] or 0 for row in each) if each else None for each in of]
         took = [sum(row["first_s"] for row in each) if each else None for each in of]

@@ -2,13 +2,13 @@
 
     python -m lab.benchmarks.archive FILE --sizes 8192,32768,131072 -t 1
 
-The time depends only on the number of tokens. Therefore the program reads only some tokens of the text, and
-then repeats the contents of the archive or of the full cache up to the requested size. As in a stream, all
-archived tokens except the newest 4,096 are clustered.
+The time depends only on the number of tokens. Therefore the program reads only 1,200 tokens of the text, and
+repeats the resulting archive (or full cache) up to the requested size. As in a stream, all archived tokens
+except the newest 4,096 are clustered.
 
-Policies and the full cache take turns, token by token, so that other programs slow down all of them. CPU time
-is measured. No eviction is measured, because the number of timed tokens is smaller than the distance between
-two evictions.
+Policies and the full cache take turns, token by token, so that other programs slow them down equally. CPU
+time is measured. No eviction is measured, because the number of timed tokens is smaller than the distance
+between two evictions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from lab.benchmarks.common import (
 )
 
 N_READ = 1200
-"""Number of tokens of the text that are read."""
 
 N_STEP = 12
-"""Number of tokens that are timed. It is smaller than the distance between two evictions."""
+"""Number of timed tokens. It is smaller than the distance between two evictions."""
 
 N_NEAR = 4096
 
@@ -93,14 +92,14 @@ def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, f
             times[name].append(time.process_time() - start)
     for engine in engines.values():
         engine.close()
-    # leave out the first two tokens, because they use memory for the first time
+    # leave out the first two tokens, which touch newly allocated memory
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
 def _saved(
     engine: loop.Engine, tokens: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[tuple[str, str], int]]:
-    """Return the engine's saved arrays after the text, and its counters."""
+    """Read the text. Return the arrays that the engine saves, and its counters. Close the engine."""
     engine.read(tokens[:N_READ])
     arrays = {name: np.array(values) for name, values in engine.save()}
     engine.close()
@@ -116,7 +115,7 @@ def _put(
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
-    """Repeat the bytes of n_own tokens until there are n tokens."""
+    """Return u8, the bytes of n tokens, which repeat the n_own tokens of `values`."""
     rows = values.reshape(-1).view(np.uint8).reshape(n_own, -1)
     return np.concatenate([rows] * -(-n // n_own))[:n].reshape(-1)
 

@@ -4,14 +4,14 @@
     python -m lab.benchmarks.busy FILE --spins 300,30000
 
 Each row of the table is a process: kvtool with its default number of threads, with all cores and with one
-thread, and stock llama.cpp with all cores. The rows take turns, some tokens each. Meanwhile 0, 1 or 2 other
+thread, and stock llama.cpp with all cores. The rows take turns of --tokens tokens. Meanwhile 0, 1 or 2 other
 processes decode with kvtool's defaults without a pause. --spins adds rows for kvtool with other values of
 GOMP_SPINCOUNT, which sets how long threads wait before they sleep.
 
 The column "over its share" is a row's time with k other processes, divided by the time that kvtool would need
-with 1 / (k + 1) of the cores. This time is the shorter of two estimates, which come from kvtool's times
-without other processes: the time with all cores, times k + 1, and the time with one thread, times
-(k + 1) / cores (at least 1). If the ratio is above 1, the row has lost time by waiting.
+with 1 / (k + 1) of the cores. The divisor is the minimum of two products. Both use kvtool's times without
+other processes: (time with all cores) * (k + 1), and (time with one thread) * max(1, (k + 1) / cores). If the
+ratio is above 1, the row has lost time by waiting.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OURS, _ALL, _ONE, _STOCK = "kvtool", "kvtool, all cores", "kvtool, one thread",
 
 
 class Row:
-    """A process that decodes when it is asked to.
+    """A child process that decodes on request.
 
     n_threads: number of threads; if 0, kvtool chooses. spin: value of GOMP_SPINCOUNT; None to not set it.
     """

@@ -7,8 +7,7 @@ In its first turns, the user states facts. Then the model tells a book, one part
 has --at tokens, the next part is scored. It is decoded token by token, as when a model writes.
 
 At the end, the user asks for each fact. Every question starts from the same state. The beginning of the reply
-is given, and then the code of the fact must follow. The fact is found if greedy decoding writes the whole
-code.
+is given, up to the code of the fact. The fact is found if greedy decoding continues with the whole code.
 
 All policies are compared with the first policy: fact by fact (McNemar's exact test), and by 95 % intervals of
 the mean difference. h2o@1024 is a policy with another budget. The policy `full` needs a chat that fits into
@@ -88,7 +87,7 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
     """Measure one policy. Return the scored turns, and the facts that were asked for."""
     text, _, budget = name.partition("@")
     kind, options = split_policy(text)
-    # leave room for 8 * N_WORDS more tokens: for the turn that passes the last --at, and for a question
+    # 8 * N_WORDS tokens are enough for the turn that passes the last --at, and for a question
     n_all = args.at[-1] + args.score + 8 * N_WORDS
     n_cell = int(budget or args.budget) if policies.load(kind).evicts else min(n_all, model.n_ctx_train)
     engine = Engine(model, policies.fit(kind, n_cell, None, options), Settings(n_threads=args.threads))
@@ -120,15 +119,15 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
 
 
 def _say(chat: Conversation, tokens: np.ndarray) -> None:
-    """Write these tokens as the end of the model's turn."""
+    """Read the tokens as the model's reply, and end its turn."""
     chat.writer.read(tokens)
     chat.messages.append({"role": "assistant", "content": "..."})
 
 
 def _score(engine: Engine, tokens: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the tokens' nll f64[n], and whether each token is the most likely one.
+    """Return the nll f64[n] of the tokens, and True if every token is the most likely one.
 
-    The last token is not read.
+    The last token is scored, but the engine does not read it.
     """
     nll, is_top = np.empty(len(tokens)), True
     for i in range(len(tokens)):

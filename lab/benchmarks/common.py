@@ -26,7 +26,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def make_parser(about: str) -> argparse.ArgumentParser:
-    """Return a parser that shows `about`, the docstring of a module, with its line breaks."""
+    """Return a parser. Its --help shows `about`, a module's docstring, without rewrapping it."""
     module = sys.modules["__main__"].__spec__
     return argparse.ArgumentParser(
         prog=module and f"python -m {module.name}",
@@ -36,7 +36,6 @@ def make_parser(about: str) -> argparse.ArgumentParser:
 
 
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
-    """Add FILE, -m, -t and --json."""
     parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")
     parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: kvtool's)")
     parser.add_argument("-t", "--threads", type=int, default=1)
@@ -44,12 +43,11 @@ def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
-    """Add --plot, for `plot_ratios`."""
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the ratios; needs matplotlib")
 
 
 def machine() -> dict[str, object]:
-    """Return properties of the machine and the library, which are needed to compare results."""
+    """Describe the machine, and the versions of kvtool and llama.cpp: results depend on them."""
     info = library_info()
     return {
         "cpu": cpu_name(),
@@ -73,7 +71,7 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def describe(what: dict[str, object]) -> str:
-    """Format the pairs as one line: "name value, name value"."""
+    """Format as "name value, name value"."""
     return ", ".join(f"{name} {value}" for name, value in what.items())
 
 
@@ -100,7 +98,7 @@ def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
     """Return the first n tokens of the text. If the text is shorter, the program ends."""
-    # `kvtool perplexity` reads a text in this way; read_text would change line ends
+    # as in `kvtool perplexity`: read_text would change line ends
     text = path.read_bytes().decode("utf-8-sig")
     # do not tokenize all of a long text: 16 characters per token are always enough
     tokens = model.tokenize(text[: 16 * n], start=True)
@@ -110,7 +108,6 @@ def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return the median, the minimum and the maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -120,12 +117,10 @@ def show(values: dict[str, float], digits: int = 3) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path | None, results: dict[str, object]) -> None:
-    """Write the results, if a file is asked for."""
     if path:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

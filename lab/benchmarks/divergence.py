@@ -1,4 +1,4 @@
-"""Compare a cache type with f16, by KL and top-1, with kvtool and with stock llama-perplexity.
+"""Measure KL and top-1 of a cache type against f16, in kvtool and in stock llama-perplexity.
 
     python -m lab.benchmarks.divergence FILE --stock path/to/llama-perplexity --type q8_0
 

@@ -1,13 +1,13 @@
-"""Measure how much faster draft tokens make writing: edits of a file, summaries, code and prose.
+"""Measure the speed-up from draft tokens: edits of a file, summaries, code and prose.
 
     python -m lab.benchmarks.drafts edits -m qwen2.5-coder-1.5b
     python -m lab.benchmarks.drafts documents -m qwen2.5-coder-1.5b --documents multi_news.jsonl
     python -m lab.benchmarks.drafts code -m qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 
 Each of ten prompts is answered twice at temperature 0: without draft tokens, and then with draft tokens. The
-ratio compares the numbers of tokens per second. The two texts may differ where two tokens are almost equally
-likely, because steps of several tokens round differently. `same` is the share of tokens before the first
-difference. The file to edit is data/edited.txt, 202 lines of Python.
+ratio is tokens per second with draft tokens, divided by tokens per second without. The two texts may differ
+where two tokens are almost equally likely, because steps of several tokens round differently. `same` is the
+share of tokens before the first difference. The file to edit is data/edited.txt, 202 lines of Python.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _prompts(args: object) -> list[str]:
 
 
 def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[str, float]:
-    """Write an answer without draft tokens and again with draft tokens. Compare the two answers."""
+    """Write an answer without draft tokens, and again with draft tokens. Compare the two."""
     runs = []
     for used in (None, drafter):
         with closing(Sampler(engine.model)) as sampler:

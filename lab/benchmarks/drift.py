@@ -2,11 +2,11 @@
 
     python -m lab.benchmarks.drift FILE --evictions 1000,10000
 
-The program streams a text for each type of keys, with in-cache positions and an eviction at every token. With
-StreamingLLM, each eviction rotates the keys of the sinks again. After each number in `--evictions`, the next
-`--score` tokens are predicted. A stream with F32 keys, which lose almost no precision, gives the predictions
-to compare with. The table shows the mean divergence KL(p || q) in nats. With `--positions auto`, the same
-keys would be rotated only once per context.
+The program streams the text once for each type of keys, with in-cache positions and an eviction at every
+token. With StreamingLLM, each eviction rotates the keys of the sinks again. After each number of evictions in
+`--evictions`, the next `--score` tokens are predicted. The reference is a stream with F32 keys, which lose
+almost no precision. The table shows the mean of KL(reference || type) in nats. With `--positions auto`, the
+same keys would be rotated only once per context.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ FACTS = {
     "The inventor of the machine was born in": ("Lisbon", "Prague", "Dublin"),
     "The soup of the day is made of": ("pumpkin", "lentils", "beetroot"),
 }
-"""Beginning of each fact, and its possible ends."""
+"""For each fact: its beginning, and the ends from which one is drawn at random."""
 
 START = (
     "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -115,7 +115,7 @@ def _read(
     text, n_noted = "", 0
     for sentence in cycle(filler):
         text += f" {sentence}"
-        # divide the stream into equal parts, one for each fact; put the fact into the middle of its part
+        # divide the stream into as many equal parts as facts, and put a fact into the middle of each
         is_due = len(planted) < len(facts) and (
             engine.n_past + len(model.tokenize(text)) >= (len(planted) + 0.5) * n_token / len(facts)
         )

@@ -63,15 +63,15 @@ def cells(work: Work, kind: int, n_cell: int) -> int:
 def attention(
     work: Work, q: int, k: int, v: int, mask: int, kind: int, n: int, n_kv: int, form: str
 ) -> list[int]:
-    """Build flash attention of n tokens to the first n_kv cells. Return the nodes with the result.
+    """Add flash attention to the graph: n tokens attend to the first n_kv cells. Return the result's nodes.
 
-    q: F32 [D, n_head, n]. mask: F16 [n_kv, n, 1, 1] for "one", [n_kv, n, n_head, 1] for "ne2", otherwise
-    [n_kv, n, 1, n_kv_head].
+    q: F32 [D, n_head, n]. mask: F16, with a shape that depends on `form`.
 
     form
-        "one": all heads share the mask. "ne2": ne[2] of the mask is the query head. "ne3": ne[3] of all
-        tensors is the KV head. "ne3 in order": like "ne3", but the result is copied to the order of "one".
-        "calls": one call and one result per KV head.
+        "one": all heads share a mask [n_kv, n, 1, 1]. "ne2": a mask per query head, [n_kv, n, n_head, 1].
+        All other forms have a mask per KV head, [n_kv, n, 1, n_kv_head]. "ne3": ne[3] of all tensors is the
+        KV head. "ne3 in order": like "ne3", with the result's axes in the order of "one". "calls": one call
+        and one node per KV head.
     """
     lib, context = work.lib, work.context
     cell, head = work.ggml.row_bytes(kind, D * N_KV_HEAD), work.ggml.row_bytes(kind, D)
@@ -101,7 +101,7 @@ def attention(
 
 
 def in_order(work: Work, nodes: Sequence[int], n: int, form: str) -> np.ndarray:
-    """Return the result of `attention` as f32[n, n_head, D]."""
+    """Return the values of the nodes of `attention` as f32[n, n_head, D]."""
     if form == "calls":
         return np.concatenate([work.get(node, (n, N_GROUP, D)) for node in nodes], axis=1)
     if form == "ne3":

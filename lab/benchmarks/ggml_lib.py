@@ -181,7 +181,6 @@ class Work:
         return int(self.lib.ggml_view_4d(self.context, tensor, *ne, *nb, offset))
 
     def graph(self, nodes: Sequence[int]) -> int:
-        """Return a graph that computes the nodes."""
         graph = self.lib.ggml_new_graph_custom(self.context, self._n_node, False)
         for node in nodes:
             self.lib.ggml_build_forward_expand(graph, node)
@@ -194,7 +193,6 @@ class Work:
             raise MemoryError("the device has no memory for this measurement")
 
     def free(self) -> None:
-        """Free memory and tensors."""
         if self._buffer:
             self.lib.ggml_backend_buffer_free(self._buffer)
         self.lib.ggml_free(self.context)
@@ -205,7 +203,6 @@ class Work:
         self.lib.ggml_backend_tensor_set(tensor, values.ctypes.data, offset, values.nbytes)
 
     def get(self, tensor: int, shape: Sequence[int], dtype: type = np.float32) -> np.ndarray:
-        """Return a tensor's values."""
         out = np.empty(shape, dtype)
         self.lib.ggml_backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
         return out
@@ -215,7 +212,7 @@ class Work:
         return bool(self.lib.ggml_backend_dev_supports_op(self.ggml.device, node))
 
     def start(self, graph: int) -> None:
-        """Start to compute a graph, and do not wait for the result. Raises RuntimeError if this fails."""
+        """Start to compute a graph, without waiting for the result. Raises RuntimeError if this fails."""
         if status := self.lib.ggml_backend_graph_compute_async(self.backend, graph):
             raise RuntimeError(f"a graph failed with status {status}")
 
@@ -226,10 +223,10 @@ class Work:
 
 
 def median_s(run: Callable[[], object], *, seconds: float = 0.15, warm: int = 3, least: int = 3) -> float:
-    """Return the median seconds of a call. The call must end only when its work is done.
+    """Return the median seconds of a call of `run`, which must wait until its work is done.
 
-    The call is repeated for `seconds`, but at least `least` times. The first `warm` calls are not measured,
-    because CUDA compiles kernels and captures graphs in them.
+    `run` is called for `seconds`, at least `least` times and at most 200 times. The first `warm` calls are
+    not measured, because CUDA compiles kernels and captures graphs in them.
     """
     for _ in range(warm):
         run()

@@ -222,7 +222,7 @@ def _overlap(
 
 
 def rows(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2c: write rows of 128 values to a cache and read them, with 64 nodes of one graph, or with one node."""
+    """2c: measure writing and reading cache rows of 128 values, with 64 nodes in a graph or with one."""
     backend = ggml.backend()
     n_cell = 4096
     rng = np.random.default_rng(0)

@@ -42,7 +42,6 @@ class Matrices:
         return [lib.ggml_mul_mat(context, weight, self.inputs[n_in]) for weight, (n_in, _) in pairs]
 
     def fill(self, rng: np.random.Generator) -> None:
-        """Write random values."""
         for weight, (n_in, n_out) in zip(self.weights, self.shapes, strict=True):
             blocks = rng.integers(0, 256, (n_out, n_in // 32, 18), np.uint8)
             blocks[..., :2] = np.array([0.01], np.float16).view(np.uint8)
@@ -156,10 +155,10 @@ def _streamed(
 def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
     """2e: measure the microseconds that the attention of all layers takes in a step of one token.
 
-    "full": attention to the whole cache, with one mask. "resident": attention to the window, to
-    archived tokens that stay on the device (resident), and to cluster means, with a mask per KV head.
-    "resident, uploads": a step also uploads 64 pieces of 16 tokens,
-    writes them to the cache, and copies all queries to the host.
+    "full": attention to the whole cache, with one mask. "resident": attention to the window, to archived
+    tokens that stay on the device (resident), and to cluster means, with a mask per KV head. "resident,
+    uploads": a step also uploads 64 pieces of 16 tokens, writes them to the cache, and copies all queries to
+    the host.
     """
     rng = np.random.default_rng(0)
     for name, kind in TYPES.items():

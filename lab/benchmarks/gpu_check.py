@@ -3,9 +3,9 @@
     python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR
     python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR --only 2a,2b --seconds 120
 
-Each part runs in a separate process with a time limit, so that a crash affects only one part. Each row is
-written to DIR/gpu-check.json as soon as it exists. At the end, a table of all rows is printed. --small is for
-a CPU.
+Each part runs in a separate process with a time limit, so that a crash affects only one part. A part prints
+its measurements as rows. A row is written to DIR/gpu-check.json as soon as it exists. At the end, all rows
+are printed as tables. --small uses sizes for a CPU.
 
 1   the device and the library
 2a  flash attention with a mask per KV head         2b  copies between host and device
@@ -65,7 +65,7 @@ SMALL_MODELS = {"8b.gguf": _FEW, "hybrid.gguf": f"--arch qwen35 {_FEW}"}
 """Options of random_model.py for each model if --small is set."""
 
 MOST_ERROR = 0.02
-"""Maximum relative error of a right result of attention in F16 or q8_0."""
+"""Attention in F16 or q8_0 counts as wrong if its relative error is not below this."""
 
 TAIL = 1500
 """Number of characters of a failed part's stderr that are kept in its row."""
@@ -321,7 +321,7 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
 
 
 def loads(library: str) -> bool:
-    """Return True if the system finds a library although its folder is not given."""
+    """Return True if the dynamic loader finds a library without its folder in LD_LIBRARY_PATH."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -330,7 +330,7 @@ def loads(library: str) -> bool:
 
 
 def cuda_folders() -> list[str]:
-    """Return the folders of CUDA's libraries. For each library, this is the first folder that has it."""
+    """Return the folders of CUDA's libraries: for each library, the first folder that has it."""
     folders: dict[str, str] = {}
     names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
@@ -354,14 +354,14 @@ def cuda_folders() -> list[str]:
 
 
 class Lines:
-    """Iterator over the lines that a program prints, until it ends or its time is over.
+    """Lines that a program prints, until it ends or is killed at its time limit.
 
     Attributes
     ----------
     code
         Exit status of the program. None while it runs.
     is_late
-        True if the program was killed because its time was over.
+        True if the program was killed at its time limit.
     """
 
     def __init__(self, command: Sequence[str], env: dict[str, str], errors: Any, limit_s: float) -> None:
@@ -468,9 +468,9 @@ def short(value: Any) -> str:
 
 
 def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> Iterator[str]:
-    """Yield the lines of a table. It has a line for each value of the fields `index`.
+    """Yield the lines of a table: the heading, then a line for each combination of the fields `index`.
 
-    It has a column for each value of the field `column`. Its cells show the field `value`.
+    There is a column for each value of the field `column`. The cells show the field `value`.
     """
     columns = list(dict.fromkeys(row[column] for row in rows))
     yield " ".join([*(f"{name:>7}" for name in index), *(f"{name:>18}" for name in columns)])

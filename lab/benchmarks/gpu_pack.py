@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def pack_library(wheel: Path, target: Path) -> None:
-    """Write the package of a wheel, without symbols, as an archive with xz's best compression."""
+    """Write a wheel's files as a .tar.xz archive, with symbols stripped from the libraries."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with zipfile.ZipFile(wheel) as file:
@@ -111,7 +111,7 @@ def pack_library(wheel: Path, target: Path) -> None:
 
 
 def fetch_packages(folder: Path) -> None:
-    """Put a wheel of each package into the folder. The wheels are for the other machine's Python."""
+    """Download a wheel of each package, for the Python of the machine with the GPU."""
     from importlib.metadata import version
 
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
@@ -129,7 +129,7 @@ def compile_kernels(target: Path) -> None:
     from kvtool.kernels.kernel import of_module
     from kvtool.kernels.link import link
 
-    # numba and the linker ask for the CPU of this machine: answer with the CPU of the other machine
+    # numba and the linker ask for this machine's CPU: answer with the CPU for which the kernels are compiled
     os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = CPU, ""
     llvm.get_host_cpu_name = lambda: CPU
     llvm.get_host_cpu_features = lambda: llvm.FeatureMap()

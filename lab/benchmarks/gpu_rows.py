@@ -275,8 +275,8 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 recall's archive is nearly empty. Its operation then takes mostly the time of interrupting
-    # each layer
+    # at depth 700 recall's archive is nearly empty: its operation then mostly costs the interruption of the
+    # graph in each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (
@@ -383,12 +383,13 @@ def search(args: Args) -> Iterator[Row]:
 
 
 def hybrid(args: Args) -> Iterator[Row]:
-    """Measure the cost of checkpoints and of draft states, for a model with recurrent layers.
+    """Measure the cost of checkpoints, draft states and residents, for a model with recurrent layers.
 
-    read_s and plain_s: time to read the tokens with and without checkpoints, measured in turns. copy_ms: time
-    to take one more checkpoint. step_ms: time of a step of one token with room for draft tokens, or with
-    archived tokens that stay on the device (residents). none_ms: time of the same step without room for draft
-    tokens or residents.
+    First row: read_s and plain_s are the times to read the tokens with and without checkpoints, measured in
+    turns. copy_ms is the time to take one more checkpoint.
+
+    Other rows: step_ms is the time of a step of one token with room for draft tokens, or with residents
+    (archived tokens that stay on the device). none_ms is the time of the same step with neither.
     """
     model = Model(args.model)
     n = 4096 if args.small else 16384

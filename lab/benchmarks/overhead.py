@@ -1,4 +1,4 @@
-"""Compare the time of a token in kvtool with stock llama.cpp, which has as many cells or a long cache.
+"""Compare the time of a token in kvtool with stock llama.cpp, with as many cells and with a long cache.
 
     python -m lab.benchmarks.overhead FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
@@ -50,7 +50,7 @@ N_STOCK = 16
 """Number of cells that stock frees when its cache is full. kvtool also frees 16 cells by default."""
 
 N_LONG = 8
-"""Number of tokens of a round with the long cache. It is small, because these tokens are slow."""
+"""Number of tokens of a round with the long cache. It is small, because each of them takes long."""
 
 
 class Stock:
@@ -103,7 +103,7 @@ class Kvtool:
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
-        # do not let steps exceed the budget, so that kvtool has as many cells as stock
+        # a step that may exceed the budget needs more cells, and kvtool must have as many cells as stock
         settings = Settings(
             positions=args.positions, n_batch=64, over_budget=False, flash=flash, n_threads=args.threads
         )
@@ -120,7 +120,7 @@ class Kvtool:
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
-        """Step through two evictions, until the next is due. From then on, evictions have equal distances."""
+        """Step through two evictions, until the next is due. After that, evictions have equal distances."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
@@ -130,7 +130,7 @@ class Kvtool:
             engine.step(self._next(min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))))
 
     def _next(self, n: int) -> np.ndarray:
-        # at its end, the text starts again: this is allowed because nothing is scored
+        # at the end of the text, start again at its beginning: nothing is scored
         part = np.take(self.tokens, np.arange(self.at, self.at + n), mode="wrap")
         self.at += n
         return part
@@ -220,9 +220,10 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Return the seconds per token in each round, by name and use of flash attention ("on" or "off").
+    """Return the seconds per token, a number for each round.
 
-    Stock's seconds in the same rounds have the same keys, with "stock" added.
+    The key (name, flash) has the time of kvtool or of a stock cache; flash is "on" or "off". The key
+    (name, flash, "stock") has the time of stock in the same rounds.
     """
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():

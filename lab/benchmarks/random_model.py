@@ -108,7 +108,7 @@ def main() -> None:
     writer.write_ti_data_to_file()
     # write one tensor at a time, because the model may not fit into memory
     for name, shape in matrices.items():
-        # a recurrent layer's decay is negative
+        # ssm_a, the decay of a recurrent layer, is negative
         plain = np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32) if is_plain(shape) else None
         writer.write_tensor_data(
             quantized(rng, *shape, N_REPEATED if args.repeat else None) if plain is None else plain

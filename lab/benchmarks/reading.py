@@ -1,10 +1,10 @@
-"""Measure the time to read a prompt with a policy, and with stock llama.cpp with a cell for each token.
+"""Compare the time to read a prompt: kvtool with a policy, and stock llama.cpp with a cell for each token.
 
     python -m lab.benchmarks.reading FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
 
-Stock reads the prompt in batches of the same size, once with flash attention and once without; the faster
-time is used. Stock and the policies take turns. Each ratio is computed from two times of the same round. Only
-the last token has logits.
+Both read the prompt in batches of --batch tokens. Stock reads it with and without flash attention, and the
+faster time is used. Stock and the policies take turns. Each ratio is computed from two times of the same
+round. Only the last token has logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stock:
 
     def __init__(self, model: Model, tokens: np.ndarray, flash: str, args) -> None:
         self.context = stock_context(model, len(tokens), args.batch, args.threads, flash)
-        # keep the array in a variable, because llama_batch_get_one only points to the tokens
+        # keep the arrays alive, because llama_batch_get_one only points to the tokens
         steps = (tokens[at : at + args.batch].tolist() for at in range(0, len(tokens), args.batch))
         self.steps = [(api.llama_token * len(step))(*step) for step in steps]
 

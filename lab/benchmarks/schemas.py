@@ -145,8 +145,8 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
     """For each pair of texts, return the time of a token with a schema divided by the time without one."""
-    # both texts must reach n tokens. Fifty items take more than n tokens. The free text cannot end earlier,
-    # because end tokens are banned
+    # neither text may end before n tokens: end tokens are banned from the free text, and PEOPLE requires
+    # fifty items, which take more than n tokens
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     values = []

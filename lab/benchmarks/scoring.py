@@ -1,13 +1,12 @@
-"""Compare the time of a run of kvtool compare with stock llama.cpp, which decodes the same tokens.
+"""Compare the CPU time of `kvtool compare` with stock llama.cpp, which decodes the same tokens.
 
     python -m lab.benchmarks.scoring FILE --policies h2o,buzz --budget 256
 
-Stock decodes the text in batches of 64, with logits of every token. Before each batch, tokens are removed
-from the cache. After the batch, at most 512 cells are used. Stock only decodes: its logits are not used.
+Stock decodes the text in batches of 64, with logits of every token. Before each batch, its cache is cut to
+448 cells, so that it has 512 cells after the batch. Stock only decodes: its logits are not used.
 
-The runs measure everything that `kvtool compare` measures, with KL and top-1 against the full cache. All
-times are CPU times. Stock and the policies take turns. Each ratio is computed from two times of the same
-round.
+kvtool's runs measure everything that `kvtool compare` measures, with KL and top-1 against the full cache.
+Stock and the policies take turns. Each ratio is computed from two times of the same round.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def main() -> None:
             reference = str(Path(folder) / "full.ref")
             return measure(RunInput(run, str(path), reference, writes=name == "full"))["cpu_s"]
 
-        # write the full cache's predictions, with which all other runs are compared
+        # write the predictions of the full cache: KL and top-1 of all other runs compare with them
         scored("full")
         for i in range(args.rounds):
             for name in ("stock", *names):

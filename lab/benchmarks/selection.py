@@ -84,7 +84,7 @@ class Cache:
         self.n_kv = self.next = 0
 
     def step(self) -> dict[str, float]:
-        """Grow to the budget and evict once. Return the seconds of each call, and the evicted tokens."""
+        """Grow to the budget and evict once. Return the seconds of each call, and the number evicted."""
         view = self._grow()
         start = self.now()
         self.policy.observe(view, self.state)
@@ -135,9 +135,9 @@ class Cache:
 
 
 def _source(keep: np.ndarray) -> np.ndarray:
-    """Return, for each cell after the eviction, the index of the cell that moves there.
+    """Return i64[row, n_keep]: the index, before the eviction, of each cell after the eviction.
 
-    As in the engine, the last cells that are kept fill the cells that were evicted.
+    As in the engine, kept cells from n_keep on move to the places of evicted cells.
     """
     n_keep = int(keep[0].sum())
     source = np.tile(np.arange(n_keep), (len(keep), 1))

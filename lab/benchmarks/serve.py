@@ -4,7 +4,7 @@
     python -m lab.benchmarks.serve BOOK --chats 2 -- kvtool serve --budget 512 --port 8123 -t 1
     python -m lab.benchmarks.serve BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
-The command after -- starts a server at http://127.0.0.1:8123/v1. Each turn is the next part of the book.
+The command after -- starts a server at http://127.0.0.1:8123/v1. The user's messages are parts of the book.
 Every request has the whole chat, as usual with this API. At the first error, the program prints it and stops.
 
 With --chats, several chats take turns: each request continues another chat. With --same, `kvtool chat` gets

@@ -2,13 +2,13 @@
 
     python -m lab.benchmarks.start --policy buzz --budget 512
 
-`kvtool chat` takes turns with a script that creates a Llama with as many cells and answers the same prompt.
+`kvtool chat` takes turns with a script that creates a Llama with --budget cells and answers the same prompt.
 Each run is a new process. The class Llama comes from the sources from which kvtool builds llama.cpp, and it
 loads the same library.
 
 Time is the time from the start of the process to the first byte of the reply. Memory is the peak of resident
 memory. It is measured for the chat, and for a process that only imports the modules. kvtool's chat has about
---tokens tokens, so that it exceeds its budget and evicts. A Llama with as many cells cannot do this.
+--tokens tokens: more than its budget, so that it evicts. The Llama cannot evict, so its chat has one turn.
 """
 
 from __future__ import annotations

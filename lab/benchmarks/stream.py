@@ -161,9 +161,10 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Stream each segment of tokens that arrives through an empty cache.
+    """Score segments of the text, each from an empty cache.
 
-    After the tokens, each None that arrives asks for the next batch: decode the batch and send its scores.
+    The pipe brings the tokens of a segment, and then a None for each batch. For a None, decode the next batch
+    and send its scores.
     """
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
@@ -194,7 +195,7 @@ def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[n
 
 
 def _ratio(segment: dict) -> float:
-    """Return the perplexity divided by the fresh engine's perplexity."""
+    """Return the stream's perplexity divided by the fresh engine's perplexity."""
     return math.exp(segment["nll"] - segment["fresh_nll"])
 
 

@@ -1,4 +1,4 @@
-"""Compare the speed of a server that writes several answers in joint steps and one after the other.
+"""Compare two servers: one writes several answers in joint steps, the other writes them one by one.
 
     python -m lab.benchmarks.together -m M.gguf --chats 4 --ends 151643,151645 -- --policy recall -t 1
 
@@ -6,7 +6,7 @@ The options after -- are for `kvtool serve`. Two servers take turns: one with --
 --parallel N. Each server gets N requests at once, with answers of -n tokens. The first round is not counted.
 
 After that, both servers get requests of a single chat. This shows the cost of --parallel N for a chat that is
-alone. The ratios compare the servers' CPU time, and wall time.
+alone. The ratios compare CPU time and wall time of the two servers.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def answer_of(reply: Json) -> Json:
 
 
 def score(row: Json, schemas: Json) -> Json:
-    """Return {"valid": ..., "right": ...} for a call."""
+    """Return whether a call is "valid" and "right"; the module's docstring defines these words."""
     name = row["name"]
     try:
         arguments = json.loads(row["arguments"] or "")

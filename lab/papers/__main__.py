@@ -1,4 +1,4 @@
-"""python -m lab.papers: repeats the papers' experiments, and writes their tables."""
+"""Repeat the papers' experiments, and write their tables: python -m lab.papers."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Look:
     experiment
         The experiment whose tables have the numbers.
     of
-        Description of the texts or items. {n} is replaced by their number, {tokens} by their length, and {of}
-        by the budget.
+        Description of the texts or items. {n} is replaced by their number, {tokens} by a text's number of
+        tokens, and {of} by the budget.
     method
         The paper's method.
     rivals
@@ -212,9 +212,9 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """Return the lines of one row of the table whose budget or policy is in the column's heading.
+        """Return the lines of a table row. `label` is the name of the row.
 
-        If there are no such lines, return all lines of the row.
+        Return only the lines whose budget or policy is in the column's heading, if there are any.
         """
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")

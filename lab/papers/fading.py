@@ -176,9 +176,9 @@ def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
-    """Rotate f32[n, head, head_dim] by RoPE, which rotates pairs of numbers.
+    """Rotate f32[n, head, head_dim] by RoPE, which rotates pairs of dimensions.
 
-    The result has the first numbers of all pairs, then the second numbers.
+    In the result, the first dimensions of all pairs come before the second dimensions.
     """
     half = model.head_dim // 2
     a, b = (x[..., :half], x[..., half:]) if model.pairs_are_halves else (x[..., ::2], x[..., 1::2])
@@ -261,7 +261,7 @@ def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
 
 @numba.njit(fastmath=True, cache=True)
 def _seen(key, bias, queries, totals, into):
-    """Write each query's attention to one mean into `into`, and return the sum over the queries."""
+    """Return a mean's attention, summed over the queries. Write the attention of each query to `into`."""
     total = np.float32(1e-20)
     for r in range(len(queries)):
         into[r] = np.exp(min(_dot(key, queries[r]) + bias - totals[r], np.float32(0)))
@@ -327,8 +327,8 @@ def _evict(
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # queries of the last n_query tokens. An entry without a query has the total _FAR, so that its attention
-    # to every mean is 0
+    # queries of the last n_query tokens. An unused entry has a total of _FAR, so that its attention to every
+    # mean is 0
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)
@@ -389,8 +389,8 @@ def _evict(
             now = f32(1e-20)
             for r in range(n_query * group):
                 now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-            # keep the bias within 3 of log(size), because queries that hardly attend to the mean give a bad
-            # estimate
+            # limit the bias to log(size) +- 3, because it is a bad estimate if the queries hardly attend to
+            # the mean
             log_size = np.log(size[a])
             bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1

@@ -55,7 +55,7 @@ class Ask:
 
 
 class ByText:
-    """A run of one command for each text."""
+    """A run with one command for each text."""
 
     __slots__ = ()
 
@@ -105,9 +105,9 @@ def option_words(label: str) -> list[str]:
 
 
 def about(*measured: records.Record, lines: int = 1) -> Line:
-    """Return the seconds and the versions of one line that is made from these records.
+    """Return the seconds and the versions for a line that is made from these records.
 
-    lines: number of lines that are made from the records. Each gets an equal share of the seconds.
+    lines: number of lines that are made from the same records. Each gets an equal share of the seconds.
     """
     versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
     # CPU time is preferred, because it does not depend on other programs

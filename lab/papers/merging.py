@@ -109,7 +109,7 @@ def _merge(
     pos, order, average, keep, victims, first, left, scale, counts,
     extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """Write the terms of the merges of all rows, and return the number of terms.
+    """Write the terms of all rows' merges (row, target cell, source cell, weight). Return their number.
 
     victims: i8[row, victim], the tokens that each row evicts, in the order of eviction. A token is given as
     its index among the row's tokens, sorted by position.

@@ -2,10 +2,10 @@
 
     python -m lab.papers.one_merge wiki.test.raw
 
-In every row (layer and KV head) the `--victims` tokens with the lowest average attention after `--at` tokens
-are removed, one at a time: once by eviction, and once by WeightedKV's merge. Tokens of sinks and window are
-not removed. The error is the squared difference of the heads' outputs, summed over all later queries. Nothing
-else changes. Runs a llama or qwen2 model in NumPy, with weights in F32.
+In every row (layer and KV head), the victims are the `--victims` tokens with the lowest average attention
+after `--at` tokens, except sinks and window. For each victim alone, the full cache is changed in two ways:
+the victim is evicted, or it is merged as in WeightedKV. The error is the squared difference from the outputs
+of the full cache, summed over all later queries. Runs a llama or qwen2 model in NumPy, with weights in F32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of a record that lab/papers/records keeps: an item's scores, and a few means of each map."""
+"""Choose the numbers that lab/papers/records keeps: an item's scores, and a few means of each map."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Parts = Iterator[tuple[str, str, float]]
 
 
 def _share(record: records.Record) -> Parts:
-    """Yield the share of important keys: its mean over the first two layers, and over all other layers."""
+    """Yield the mean share of important keys in the first two layers, and in all other layers."""
     share, first = np.array(record["share"]), np.array(record["layer"]) < 2
     yield "important keys", "the first two layers", share[first].mean()
     yield "important keys", "all other layers", share[~first].mean()
@@ -32,7 +32,7 @@ def _near(record: records.Record) -> Parts:
 
 
 def _ranks(record: records.Record) -> Parts:
-    """Yield the mean rank of the heads' keys and values, divided by the number of their dimensions."""
+    """Yield the mean rank of the heads' keys and values, divided by the head size."""
     for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
         n_dim = len(record[name]["normalised"])
         yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim

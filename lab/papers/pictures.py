@@ -39,13 +39,13 @@ _STYLES = {
 _KINDS = {Path(file).name: kind for kind, files in FOUR_KINDS.items() for file in files}
 
 _APART = 1.2
-"""Minimum ratio of two neighbouring sizes that are written under an axis."""
+"""Minimum ratio of two neighbouring tick labels of an axis."""
 
 
 def _points(
     lines: Sequence[tables.Line], *, host: bool
 ) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
-    """Return MiB, and percent above the full cache's perplexity, by kind of text and policy.
+    """Return points (MiB, percent above the full cache's perplexity), by kind of text and policy.
 
     host: True to include host memory.
     """
@@ -90,7 +90,7 @@ def quality(path: Path, run: str, title: str) -> None:
 
 
 def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, list[tuple[float, float]]]:
-    """MiB and RULER's score in percent, by policy, at each removed share."""
+    """Return points (MiB, RULER's score in percent), by policy: a point for each removed share."""
     by_row: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
         scores = line["scores"]

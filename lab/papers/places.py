@@ -41,7 +41,7 @@ def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurement
                     lacking.add(place)
     _share(places)
     whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
-    # no mean of bytes is shown if the bytes of some texts are not known
+    # do not show a mean of bytes if the bytes of some texts are not known
     places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
@@ -81,10 +81,10 @@ def _share(places: Mapping[Place, Measurements]) -> None:
 
 
 def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
-    """True if a place (row and column) has values from each data set that the table names for its column.
+    """True if a place (row and column) has enough values to be shown.
 
-    The table names data sets for pooled columns, such as LongBench's EN. In a column without named data sets,
-    any value is enough. A pooled column of all data sets ("all": None) names none.
+    A pooled column that lists its data sets, such as LongBench's EN, needs values from each of them. In all
+    other columns, any value is enough.
     """
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}

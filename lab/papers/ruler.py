@@ -136,7 +136,6 @@ class PolicyRow:
         return spec.fit(n_kept + _ROOM)
 
     def settings(self, n_threads: int) -> Settings:
-        """Settings of the row's engine."""
         return Settings(
             n_batch=_BATCH,
             n_output=N_OUTPUT,
@@ -144,7 +143,7 @@ class PolicyRow:
             type_k=self.type_kv,
             type_v=self.type_kv,
             prefill="whole" if self.is_shared else None,
-            # after a prompt that was read whole, the budget has _ROOM free cells for all tokens that follow
+            # a row that starts from a full cache has room in its budget for the question and the answer
             over_budget=not self.is_shared,
         )
 
@@ -174,7 +173,7 @@ def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) 
 
 
 def measure(args: Namespace) -> None:
-    """Run each item under all rows, before the next item."""
+    """Run the items one by one, each under all rows."""
     first, end = args.items
     chosen = list(rows(args.policies.split(","), args.removed, args.others))
     for row in chosen:
@@ -204,7 +203,7 @@ def measure(args: Namespace) -> None:
                 readings.append((about, task, items, reader))
         for number in range(len(items)):
             for about, task, items, reader in readings:
-                # each item runs for all rows before the next, so that its prompt is read once for all of them
+                # rows are the inner loop, so that an item's prompt is read once for all of them
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # close the reader's engine: the caches of all rows at once would not fit in memory

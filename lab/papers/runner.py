@@ -4,16 +4,16 @@
     python -m lab.papers files [ID ...]       the files that DATA needs
     python -m lab.papers run DATA [ID ...]    run the missing commands of these experiments, or of all
     python -m lab.papers tables               write the tables of the documents from lab/papers/records
-    python -m lab.papers run DATA [ID ...] -m MODEL --results FOLDER        the same with another model
-    python -m lab.papers show ID ... --results FOLDER                       and its tables, on stdout
+    python -m lab.papers run DATA [ID ...] -m MODEL --results FOLDER        run with another model
+    python -m lab.papers show ID ... --results FOLDER                       print the other model's tables
 
 `run` also writes the documents' tables, unless `--results` names another folder.
 
 An experiment is a list of commands, mostly `kvtool compare` and `kvtool eval`; the documents show them. DATA
 is a folder with the texts and data sets: lab/papers/README.md has their sources. Some runs need other models
 than kvtool's default: `--models` is the folder with these. `--work` keeps all results; lab/papers/records
-keeps scores of items and of blocks of tokens for the tables, and no text of a data set.
-Commands whose results are kept there do not run again.
+keeps scores of items and of blocks of tokens for the tables, and no text of a data set. Commands whose
+results are in lab/papers/records do not run again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ def _place(line: Line) -> tuple[object, ...]:
 
 
 def _kvtool(*arguments: str) -> str:
-    """The stdout of a kvtool command."""
     return _python("-m", "kvtool", *arguments)
 
 
@@ -159,8 +158,7 @@ def _rounded(line: Line) -> Line:
 def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
     """The runs of these experiments.
 
-    others: True if another model replaces the first model of each experiment. Runs of further models are then
-    left out.
+    others: True for only the runs of each experiment's first model, which another model then replaces.
     """
     runs = []
     for name in names:

@@ -31,7 +31,7 @@ def sign_flip_test(differences: np.ndarray) -> float:
 
 @cache
 def _sign_flip(raw: bytes) -> float:
-    """The test. It is cached, because a table, its verdict and the index need the same test."""
+    """Compute `sign_flip_test`. Cached, because a table, its verdict and the index need the same test."""
     differences = np.frombuffer(raw)
     sizes = np.abs(differences[differences != 0])
     if len(sizes) <= _MOST_EXACT:
@@ -42,7 +42,7 @@ def _sign_flip(raw: bytes) -> float:
         rng = np.random.default_rng(0)
         parts = [_N_AT_ONCE] * (_N_FLIP // _N_AT_ONCE)
         sums = np.concatenate([(1 - 2 * rng.integers(2, size=(n, len(sizes)))) @ sizes for n in parts])
-        # the measured signs are counted as another draw
+        # count the measured signs as one more draw, so that p is not 0
         n_more = 1
     # a tolerance, because rounding makes equal sums differ
     is_far = np.abs(sums) >= abs(differences.sum()) - 1e-9 * sizes.sum()
@@ -59,7 +59,7 @@ def holm(values: np.ndarray) -> np.ndarray:
 
 
 def not_worse_test(sums: np.ndarray, weights: np.ndarray, margin: float) -> float:
-    """Return the one-sided p-value of a mean this high, if the true mean is `margin` below 0.
+    """Return the one-sided p-value of a mean this high or higher, if the true mean is `margin` below 0.
 
     sums, weights: f64[n], the sum of differences and the weight of each unit.
     """

@@ -126,7 +126,7 @@ def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dic
 
 
 def _is_compared(place: Place, places: Mapping[Place, Measurements], table: ScoreTable) -> bool:
-    """True if the place is not the paper's method, but the method has a number in the place's column.
+    """True if the paper's method is in another row, and has a number in the same column.
 
     With `only_pooled`, the column must also be pooled.
     """
@@ -138,7 +138,7 @@ def _is_compared(place: Place, places: Mapping[Place, Measurements], table: Scor
 def _theirs(place: Place, table: ScoreTable) -> int:
     """Return the sign of the paper's number at this place minus its number for its own method. 0 if unknown.
 
-    If the paper has no numbers for a pooled column, its means over the columns that are pooled are compared.
+    If the paper has no numbers for a pooled column, compare its means over the joined columns.
     """
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():

@@ -85,7 +85,7 @@ EXPERIMENTS = {
     "bumblebee-table-6": Experiment(
         ("speed",),
         (
-            # as in the paper, BumbleBee is compared with itself: a tenth of the cells (51) with a fifth (102)
+            # as in the paper, the rows are budgets of BumbleBee: a tenth of the cells (51), a fifth (102)
             ScoreTable(
                 *("ms", ("label",), "51", ("51", "102")),
                 row="budget",

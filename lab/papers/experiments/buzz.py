@@ -21,8 +21,8 @@ _KEPT = "buzz:kept=true"
 _ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
 _FEW = ("full", "buzz", _KEPT, "h2o", "streamingllm")
 _OF_LARGE = tuple(label for label in _ALL if label not in ("buzz", "local"))
-# in a stream, the rows of a `kept=true` cache grow to nearly three times the budget between two evictions, so
-# `kept=true` has its own table
+# `kept=true` has a separate table for streams, because its rows grow to nearly three times the budget between
+# two evictions
 _STREAMED = tuple(label for label in _ALL if label != _KEPT)
 _ABLATIONS = ("buzz:swap=true", "buzz:local_max=false")
 _SHARES = ("10%", "20%", "30%", "40%", "50%", "60%")
@@ -54,10 +54,9 @@ RUNS: dict[str, Run] = {
 
 
 def _kept(*tables: str) -> dict[Place, str]:
-    """The paper's numbers of these tables.
+    """The paper's numbers of these tables, with BUZZ's numbers in the row `buzz:kept=true`.
 
-    BUZZ's numbers are in the row of `kept=true`, because with `kept=true` the budget is the number of
-    cells that the paper reports.
+    With `kept=true`, the budget is the number of cells that the paper reports.
     """
     return {
         (_KEPT if row == "buzz" else row, column): number

@@ -53,8 +53,7 @@ EXPERIMENTS = {
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            # late: score only tokens after the budget is full. Before that, the other policies still hold
-            # every token, and only CORM evicts
+            # late=True, because before the budget is full, only CORM evicts
             ScoreTable(
                 "nll",
                 **_OF_TABLE_3,

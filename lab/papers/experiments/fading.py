@@ -19,9 +19,9 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """Return rules of `lab.papers.fading`: the policy alone, and the policy with more cells or with means.
+    """Return rules of `lab.papers.fading`: no means, `cells` (more cells, no means), `output`, and `more`.
 
-    more: merges with which the policy with means also runs.
+    more: further merges, such as "spare".
     """
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)

@@ -41,23 +41,23 @@ class ScoreTable:
     score
         One of samples.SCORES.
     by
-        Fields of a line whose values are the columns.
+        Fields of a line. Lines with equal values are in the same column.
     against
-        The paper's own method. Other rows are compared with it.
+        Name of the row that other rows are compared with, usually the paper's own method.
     rows
-        The rows in their order; all if empty.
+        Names of the rows, in their order; all rows if empty.
     row
-        The field of a line whose values are the rows; "label" is the policy.
+        Field of a line that has the name of its row; "label" is the policy.
     budgets
         The budgets that the table has; all if empty.
     of
         The files or data sets that the table uses; all if empty.
     apart
-        A row that is not shown. Its values are subtracted from the values of the other rows, item by item.
+        Name of a row that is not shown. Its values are subtracted from the other rows, item by item.
     names
-        Headings of columns. A key is the value that is shown as this heading.
+        Headings of columns, by the value of the field in `by`.
     pooled
-        Columns that join the lines of several other columns. The heading is mapped to the values of the first
+        Columns that join the lines of several other columns, by heading. The set has the values of the first
         field in `by` whose lines are joined. None joins all lines.
     late
         True to use only tokens after the first `budget` tokens. Before that, a policy with a budget evicts
@@ -74,8 +74,8 @@ class ScoreTable:
     worse
         Rows that the paper calls worse than its own method. Only for a paper that prints no numbers.
     theirs
-        Like `worse`, for single numbers of the table: 1 if the paper calls a number higher than its own
-        method's number, -1 if lower.
+        Like `worse`, for single places of the table: 1 where the paper calls the number higher than its own
+        method's number, -1 where it calls it lower.
     scores
         A score for each task, instead of `score`.
     title

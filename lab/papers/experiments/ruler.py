@@ -37,7 +37,7 @@ RUNS: dict[str, Run] = {
 
 
 def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> ScoreTable:
-    """Return a table of scores with one protocol: the question after the text, or known."""
+    """Return a table of scores with one protocol. question: "after" (the text) or "known"."""
     title = title or f"RULER's score, %, {_PROTOCOLS[question]}"
     return ScoreTable("", **{"rows": ROWS, "of": COUNTED, **how}, scores={question: score}, title=title)
 

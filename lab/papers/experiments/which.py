@@ -112,13 +112,13 @@ EXPERIMENTS = {
         _TEXT_RUNS,
         (
             ScoreTable("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
-            # other policies have as many cells and bytes as h2o
+            # leave out other policies, which have as many cells and bytes as h2o
             ScoreTable("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
         ),
         together=True,
         commands=False,
     ),
-    # few comparisons, so that eight texts are enough for a test
+    # few rows, because with more tests in a table, eight texts would be too few for a significant result
     "which-default": Experiment(
         _TEXT_RUNS,
         tuple(

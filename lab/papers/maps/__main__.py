@@ -30,8 +30,8 @@ from lab.papers.maps.observe import Observed
 NEAR = (1, 16, 256)
 """Distances in tokens.
 
-For each distance, the map `queries` shows the share of queries whose most similar earlier query is at most so
-many tokens back.
+For each distance, the map `queries` shows the share of queries whose most similar earlier query is at most
+this far back.
 """
 
 WITH_PLACES = ("attention", "queries")

@@ -262,7 +262,7 @@ def values(text: Reading) -> Values:
         return () if observed is Observed.VALUES else None
 
     layer, head = text.columns("values", wanted, measure)
-    # if one layer has no keys before RoPE, these keys are left out for all layers
+    # if keys before RoPE are missing in one layer, leave them out for all layers
     whole = [observed for observed in wanted if len(singular.get(observed, ())) == len(head)]
     return Values(layer, head, {observed: singular[observed] for observed in whole})
 
@@ -328,8 +328,8 @@ def most_similar(cosine: np.ndarray) -> np.ndarray:
 def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
     """Overlap of the keys that are important to a query and to an earlier query. See `Attention`.
 
-    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. 0 if no key is
-    important to any query.
+    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. The result is
+    0 if no key is important to any query.
     """
     mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
     # no mask is needed, because an earlier query attends only to keys that it has seen

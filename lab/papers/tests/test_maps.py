@@ -314,7 +314,8 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     rows = np.flatnonzero(red.mean(axis=1) > 0.3)
     assert len(columns) > 100
     assert green[:, columns].sum() / green.sum() > 0.9
-    # the frames of queries 500 and 999 are half of the map apart. The green area is a quarter of the map wide
+    # the frames of queries 500 and 999 have a distance of half the map. The green area is a quarter as wide
+    # as the map
     assert rows[-1] - rows[0] == pytest.approx(2 * (columns[-1] - columns[0]), rel=0.2)
 
 

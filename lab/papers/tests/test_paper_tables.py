@@ -80,8 +80,8 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # with 40 items of +-1 the mean's standard error is 0.16. In the first of Holm's three tests a mean is
-    # significant if it is at least 2.4 standard errors
+    # with 40 items of +-1 the mean's standard error is 0.16. Holm's first of three tests needs p <= 0.05 / 3:
+    # a mean of at least 2.4 standard errors
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -138,8 +138,8 @@ def test_the_papers_differences_are_counted():
     paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
     numbers = {(row, "64"): n for row, n in paper.items()}
     table = ScoreTable("f1", against="buzz", paper=numbers)
-    # h2o differs as in the paper, tova in the other direction, local not significantly. Not counted are full,
-    # cam (equal to buzz in the paper) and roco (not measured)
+    # h2o differs as in the paper, tova in the other direction, local not significantly. The count leaves out
+    # full, cam (equal to buzz in the paper) and roco (not measured)
     assert counted(stored, table) == Verdict(same=1, other=1, unclear=1)
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
@@ -356,7 +356,7 @@ def test_rows_may_be_budgets_of_a_policy(measured):
     )
     text = measured(stored, table)
     assert "| cells | h2o |\n| --- | ---: |\n| 51 | 2.00 |\n| 102 | 1.00 better |\n" in text
-    # with 102 cells the paper's time is higher than with 51, the measured time lower
+    # in the paper 102 cells take more time than 51 cells; here they take less
     assert counted(stored, table) == Verdict(other=1)
 
 

@@ -92,8 +92,8 @@ def test_every_command_is_one_that_kvtool_takes(name):
     for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
-            # a budget in percent depends on the prompt, and kvtool eval raises it if the policy needs more.
-            # Check 4,096 cells instead, which are enough for every policy
+            # a budget in percent depends on the prompt, and `kvtool eval` increases it to the policy's
+            # minimum. 4,096 cells are enough for every policy
             n = 4096 if budget.endswith("%") else int(budget)
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
@@ -132,7 +132,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             labels |= {rule for run in experiment.runs for rule in getattr(RUNS[run], "rules", ())}
             if table.row == "budget":
                 rows -= {budget for run in experiment.runs for budget in RUNS[run].budgets}
-            # the rows of a MapRun are not policies but means of a map, which are not in `labels`
+            # the rows of a MapRun are means of a map, and `labels` has only policies
             assert rows - {"corm, capped"} <= labels or isinstance(RUNS[experiment.runs[0]], MapRun)
             assert not table.paper or experiment.model
 

@@ -60,7 +60,7 @@ def test_the_full_cache_has_no_more_cells_than_the_context():
 def test_a_prompt_too_short_to_be_compressed_is_an_error():
     with pytest.raises(InputError, match="25 % of 1,026 tokens .* nothing would be evicted"):
         PolicyRow("h2o", 0.25).fit(1026, 50, 4096)
-    # the shortest prompt that is longer than its budget
+    # one more token: the prompt exceeds its budget by one cell
     assert PolicyRow("h2o", 0.25).fit(1027, 50, 4096).budget == 1026
 
 

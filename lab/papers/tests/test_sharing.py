@@ -28,8 +28,7 @@ LINES = [
     line("full", "cwe", None, [0.6], [100]),
     line(SNAPKV, "cwe", "50 % removed", [0.4], [50]),
     line(SHARED, "cwe", "50 % removed", [0.4], [60]),
-    # the next three lines are of qa_2, a task that is not counted. The last three lines are of the other
-    # protocol
+    # three lines of qa_2, a task that is not counted, and three lines of the other protocol
     line("full", "qa_2", None, [1.0], [100]),
     line(SNAPKV, "qa_2", "50 % removed", [0.0], [50]),
     line(SHARED, "qa_2", "50 % removed", [1.0], [60]),
