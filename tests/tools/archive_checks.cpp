@@ -1360,13 +1360,13 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
 struct uneven_stream : stream {
     std::vector<float> query = normal(n_embd, 99);
 
-    // attention of the query, at position 1301, to the clusters of layer 1 and head 0
+    // attention of the query, at position n + 1, to the clusters of layer 1 and head 0
     std::vector<double> attention; // Estimate by definition, from the mean and the spread of a cluster's keys.
     std::vector<double> gains;     // Logarithm of the factor that the spread adds to `attention`.
     double sum = 0.0;              // Sum of `attention`.
 
-    // scale: factor of the query; with a small factor, the spread of keys counts little
-    explicit uneven_stream(float scale) : stream(params_of(GGML_TYPE_F32, 64)) {
+    // scale: factor of the query; with a small factor, the spread of keys counts little. n: number of archived tokens
+    explicit uneven_stream(float scale, int n = 1300) : stream(params_of(GGML_TYPE_F32, 64, 2*n_ctx), archive::most, 4608) {
         const auto is_wide = [](size_t i) { return i/2 % 2 == 0; };
         for (size_t i = 0; i < keys[1].size(); ++i) {
             keys[1][i] *= is_wide(i) ? 3.0f : 1.0f;
@@ -1374,10 +1374,10 @@ struct uneven_stream : stream {
         for (int d = 0; d < n_embd; ++d) {
             query[d] *= is_wide(d) ? 0.0f : scale;
         }
-        push(1300);
+        push(n);
 
         const auto & row = own.clusters_of(1, 0);
-        const auto turned = queries_at({ query }, 1301);
+        const auto turned = queries_at({ query }, n + 1);
         std::vector<double> spreads, variance(n_embd, 0.0), logits;
         std::vector<float> key(n_embd);
         for (int i = 0; i < (row.end() - row.begin())*n_cluster; ++i) {
@@ -1471,6 +1471,55 @@ CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
         means[i] *= std::exp(-s.gains[i]);
     }
     EXPECT(n_other(places, s.best(means, 100, true)) > 2);
+}
+
+CHECK(residents_are_found_in_the_best_sets) {
+    const uneven_stream s(0.5f, 4500);
+    const auto & own = s.own.clusters_of(1, 0);
+    EXPECT(own.is_grouped(0) && !own.is_grouped(16) && own.end() == 17);
+
+    searched_row row;
+    ranking      found;
+    const float  live = -INFINITY;
+    search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ s.query }, 4501).data(), &live, 1000, row, found);
+
+    // the clusters of the best sets, which have 1,000 tokens or little more, and of the block that is in no set
+    const std::set<size_t> places(found.places.begin(), found.places.end());
+    std::map<size_t, double> of_set; // attention per token
+    size_t n_found = 0;
+    for (size_t set = 0; set < n_set; ++set) {
+        double sum = 0.0;
+        int64_t n = 0;
+        for (size_t place = own.place_of_set(set); place < own.place_of_set(set) + n_side; ++place) {
+            sum += s.attention[place];
+            n   += own.clusters.sizes[place];
+            EXPECT(places.count(place) == places.count(own.place_of_set(set))); // all clusters of a set, or none
+        }
+        of_set[set] = sum/n;
+        n_found += places.count(own.place_of_set(set)) ? n : 0;
+    }
+    EXPECT(n_found >= 1000 && n_found < 1600);
+    EXPECT(places.size() == found.places.size() && places.count(16*n_cluster) == 1);
+    const auto best = std::max_element(of_set.begin(), of_set.end(), [](const auto & a, const auto & b) { return a.second < b.second; });
+    EXPECT(places.count(own.place_of_set(best->first)) == 1);
+
+    // what means do not represent; sets estimate the attention to all other clusters
+    double sum = 0.0, expected = 0.0;
+    for (size_t i = 0; i < found.places.size(); ++i) {
+        const size_t place = found.places[i];
+        const double missing = s.attention[place]*(1.0 - std::exp(-s.gains[place]))/s.sum;
+        EXPECT_NEAR(found.missing[i], missing, 0.2*missing + 1e-6);
+        sum      += found.missing[i];
+        expected += missing;
+    }
+    EXPECT_NEAR(sum, expected, 0.1*expected);
+
+    device_cells cells(s, 32*n_cluster, 300); // queries are compared with sets of 900 tokens
+    cells.update(4501);
+    EXPECT(cells.choose(0, { s.query }, 4501)[0] > 0.0f);
+    cells.update(4501);
+    EXPECT(cells.choose(0, { s.query }, 4501)[0] == 0.0f);
+    EXPECT_NEAR(cells.n_token(0), 4500, 5.0);
 }
 
 CHECK(residents_are_the_clusters_that_queries_want) {

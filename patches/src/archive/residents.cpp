@@ -6,12 +6,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace kvtool {
 
 // In each step, the score of a cluster is multiplied by this factor. With a larger factor, fewer residents change in a
 // step, but they fit the next query worse
 static constexpr float decay = 0.6f;
+
+// Queries are compared with the clusters of the best sets, which have this many tokens for each resident token
+static constexpr int n_compared = 3;
 
 static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
 static const ggml_fp16_t seen   = ggml_fp32_to_fp16(0.0f);
@@ -58,6 +62,9 @@ void residents::clear(row & r, ggml_fp16_t * mask) {
     r.is_here .assign(n_mean, 0);
     r.is_new  .assign(n_mean, 0);
     r.slots   .resize(n_token);
+    r.heads   .assign(n_mean, -1);
+    r.free    .resize(n_token);
+    std::iota(r.free.rbegin(), r.free.rend(), 0); // the first slots are used first
     r.base = tokens.base();
     std::fill_n(mask, n_cell(), unseen);
 }
@@ -121,15 +128,25 @@ bool residents::update(size_t layer, cells & out) {
         if (r.base != tokens.base()) {
             clear(r, masks[layer].data() + (size_t) head*n_cell());
         }
-        std::vector<uint8_t> gone(n_mean, 0); // resident clusters that are removed
-        update_means(r, layer, head, gone, out);
+        update_means(r, layer, head, out);
         update_tail (r, layer, head, out);
-        choose_slots(r, layer, head, gone, out);
+        update_slots(r, layer, head, out);
     }
     return !is_full(out);
 }
 
-void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out) {
+// remove a cluster's tokens from the residents
+void residents::remove(row & r, int cluster, ggml_fp16_t * mask) const {
+    for (int s = r.heads[cluster]; s >= 0; s = r.slots[s].next) {
+        r.slots[s].place = -1;
+        r.free.push_back(s);
+        mask[n_mean + n_tail + s] = unseen;
+    }
+    r.heads  [cluster] = -1;
+    r.is_here[cluster] = 0;
+}
+
+void residents::update_means(row & r, size_t layer, int head, cells & out) {
     const auto & own  = tokens.clusters_of(layer, head);
     auto       * mask = masks[layer].data() + (size_t) head*n_cell();
 
@@ -140,10 +157,11 @@ void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_
         }
         r.held[at] = -1;
         for (int i = at*n_cluster; i < (at + 1)*n_cluster; ++i) {
-            gone[i]      = r.is_here[i];
-            r.is_here[i] = r.wanted[i] = 0;
-            r.score[i]   = 0.0f;
-            mask[i]      = unseen;
+            remove(r, i, mask);
+            r.wanted[i] = 0;
+            r.sizes [i] = 0;
+            r.score [i] = 0.0f;
+            mask[i]     = unseen;
         }
     }
 
@@ -190,39 +208,31 @@ void residents::update_tail(row & r, size_t layer, int head, cells & out) {
     }
 }
 
-void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out) {
+void residents::update_slots(row & r, size_t layer, int head, cells & out) {
     const auto & own  = tokens.clusters_of(layer, head);
     auto       * mask = masks[layer].data() + (size_t) head*n_cell();
 
-    int n_free = std::count_if(r.slots.begin(), r.slots.end(), [&](const row::slot & s) { return s.cluster < 0 || gone[s.cluster]; });
-
     std::vector<int> arriving, leaving;
-    int n_arriving = 0;
-    for (int i = 0; i < n_mean; ++i) {
-        if (r.wanted[i] && !r.is_here[i]) {
-            arriving.push_back(i);
-            n_arriving += r.sizes[i];
-        } else if (r.is_here[i] && !r.wanted[i]) {
-            leaving.push_back(i);
+    int64_t n_arriving = 0;
+    for (int at = 0; at < n_mean; at += n_cluster) {
+        // most blocks do not change
+        if (std::equal(r.wanted.begin() + at, r.wanted.begin() + at + n_cluster, r.is_here.begin() + at)) {
+            continue;
+        }
+        for (int i = at; i < at + n_cluster; ++i) {
+            if (r.wanted[i] && !r.is_here[i]) {
+                arriving.push_back(i);
+                n_arriving += r.sizes[i];
+            } else if (r.is_here[i] && !r.wanted[i]) {
+                leaving.push_back(i);
+            }
         }
     }
     // remove the clusters with the lowest scores until there is room
     std::sort(leaving.begin(), leaving.end(), [&](int a, int b) { return r.score[a] != r.score[b] ? r.score[a] > r.score[b] : a < b; });
-    for (; !leaving.empty() && n_free < n_arriving; leaving.pop_back()) {
-        const int i = leaving.back();
-        gone[i]      = 1;
-        r.is_here[i] = 0;
-        mask[i]      = log_of(r.sizes[i]);
-        n_free += r.sizes[i];
-    }
-
-    const int first = n_mean + n_tail;
-    for (int s = 0; s < n_token; ++s) {
-        auto & slot = r.slots[s];
-        if (slot.cluster >= 0 && gone[slot.cluster]) {
-            slot.cluster    = -1;
-            mask[first + s] = unseen;
-        }
+    for (; !leaving.empty() && (int64_t) r.free.size() < n_arriving; leaving.pop_back()) {
+        remove(r, leaving.back(), mask);
+        mask[leaving.back()] = log_of(r.sizes[leaving.back()]);
     }
 
     // number of positions by which the key of the token at a place is rotated
@@ -231,16 +241,19 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
         const int64_t i     = place - place % n_block + block.order[place % n_block];
         return tokens.turn_back(i, block.to.is_far, anchor);
     };
+    const int first = n_mean + n_tail;
 
-    for (int s = 0; s < n_token && !is_full(out); ++s) {
+    for (int s = 0; s < n_token && r.anchor != anchor && !is_full(out); ++s) {
         auto & slot = r.slots[s];
-        if (slot.cluster >= 0 && slot.anchor != anchor && own[slot.place/n_block].to.is_far) {
+        if (slot.place >= 0 && slot.anchor != anchor && own[slot.place/n_block].to.is_far) {
             put_token(layer, head, slot.place, turn_of(slot.place), first + s, out);
             slot.anchor = anchor;
         }
     }
+    if (!is_full(out)) {
+        r.anchor = anchor;
+    }
 
-    int s = 0;
     for (const int i : arriving) {
         if (is_full(out)) {
             break;
@@ -251,8 +264,10 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
         const int64_t block = r.held[i/n_cluster];
         const auto  & start = own[block].start;
         for (int64_t place = block*n_block + start[i % n_cluster]; place < block*n_block + start[i % n_cluster + 1]; ++place) {
-            for (; r.slots[s].cluster >= 0; ++s) {}
-            r.slots[s] = { i, place, anchor };
+            const int s = r.free.back();
+            r.free.pop_back();
+            r.slots[s] = { place, anchor, r.heads[i] };
+            r.heads[i] = s;
             mask[first + s] = seen;
             put_token(layer, head, place, turn_of(place), first + s, out);
         }
@@ -264,114 +279,69 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
 //
 
 struct choice_memory {
-    std::vector<float> power;  // [query][cluster]: attention to a cluster that its mean does not represent
-    std::vector<float> gains;  // spread_gain of one query and each cluster
-    std::vector<float> turned; // a rotated query
-    small_query        small;  // the rotated query in 8 bits
-
-    // arrays over the clusters
-    std::vector<int>     number;
-    std::vector<int>     size; // tokens
-    std::vector<float>   score;
-    std::vector<uint8_t> chosen;
+    searched_row       row;
+    ranking            found;
+    std::vector<float> sums;   // missing attention to each found cluster, added over all queries
+    std::vector<int>   chosen; // indices of the chosen clusters
 };
 
 void residents::choose(
         size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed) {
     auto & r = rows[layer][head];
 
-    const auto & own  = tokens.clusters_of(layer, head);
-    const auto & rope = tokens.turns_of(layer);
-
-    const int64_t n_embd = tokens[layer].n_embd_k;
-    const int     n      = (own.end() - own.begin())*n_cluster;
+    const auto & own = tokens.clusters_of(layer, head);
 
     for (float & score : r.score) {
         score *= decay;
     }
     std::fill(r.wanted.begin(), r.wanted.end(), 0);
     std::fill_n(missed, n_query, 0.0f);
-    if (n == 0) {
+    if (own.begin() == own.end()) {
         return;
     }
 
     used_again<choice_memory> memory;
-    auto & [power, gains, turned, small, number, size, score, chosen] = memory;
+    auto & [searched, found, sums, chosen] = memory;
 
-    power .resize((size_t) n*n_query);
-    gains .resize(n);
-    turned.resize(n_embd);
-    number.resize(n);
-    size  .resize(n);
-    score .resize(n);
-    chosen.resize(n);
+    search(tokens, layer, anchor, n_query, logits, 0).rank(head, queries, live, n_compared*n_token, searched, found);
 
-    for (int i = 0; i < n; ++i) {
-        number[i] = number_of(own, i);
-        size  [i] = own.clusters.sizes[i];
-    }
+    const size_t n = found.places.size();
+    sums.assign(n, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        float * x = power.data() + q*n;
-
-        // find consecutive blocks whose keys have the same rotation
-        for (int64_t block = own.begin(), end; block < own.end(); block = end) {
-            for (end = block + 1; end < own.end() && own[end].to == own[block].to; ++end) {}
-
-            std::copy_n(queries + q*n_embd, n_embd, turned.begin());
-            rope.turn_query(turned.data(), tokens.query_turn(own[block].to, anchor));
-
-            small.set(turned.data(), n_embd);
-            small.scale *= logits.scale;
-
-            const size_t first = own.place(block), last = own.place(end);
-            multiply(own.clusters.sides.data() + first/n_side*own.side_size(), (last - first)/n_side, small, n_embd, x + first);
-
-            const float variance = logits.scale*logits.scale*own.variance(turned.data());
-            for (size_t i = first; i < last; ++i) {
-                x[i]     = logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i];
-                gains[i] = spread_gain(variance*own.clusters.spreads[i]);
-                x[i]     = size[i] > 0 ? x[i] + std::log((float) size[i]) + gains[i] : -INFINITY;
-            }
-        }
-        const auto  part = exponentials(x, n, 1.0f, x);
-        const float sum  = part.sum + std::exp(live[q] - part.most);
-        for (int i = 0; i < n; ++i) {
-            x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum*(1.0f - std::exp(-gains[i])) : 0.0f;
+        add(sums.data(), found.missing.data() + q*n, n, 1.0f);
+    }
+    for (size_t i = 0; i < n; ++i) {
+        const int number = number_of(own, found.places[i]);
+        // a block that was clustered after the last update has no cells yet
+        if (r.held[number/n_cluster] == own.block_at(found.places[i]) && r.sizes[number] > 0) {
+            // a new cluster gets the score that it would have if all earlier queries had been like those of this step
+            r.score[number] += sums[i]/r.sizes[number]/(r.is_new[number] ? 1.0f - decay : 1.0f);
         }
     }
+    std::fill(r.is_new.begin(), r.is_new.end(), 0);
 
-    for (int i = 0; i < n; ++i) {
-        float sum = 0.0f;
-        for (int q = 0; q < n_query && size[i] > 0; ++q) {
-            sum += power[q*n + i]/size[i];
-        }
-        // a new cluster gets the score that it would have if all earlier queries had been like the queries of this step
-        r.score[number[i]] += r.is_new[number[i]] ? sum/(1.0f - decay) : sum;
-        r.is_new[number[i]] = 0;
-        score[i] = r.score[number[i]];
-    }
-    kvtool::choose(score.data(), size.data(), n, n_token, chosen.data());
+    kvtool::choose(r.score.data(), r.sizes.data(), n_mean, n_token, r.wanted.data());
 
-    // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
+    chosen.clear();
     int64_t n_chosen = 0;
-    for (int i = 0; i < n; ++i) {
-        n_chosen += chosen[i] ? size[i] : 0;
+    for (auto it = r.wanted.begin(); (it = std::find(it, r.wanted.end(), 1)) != r.wanted.end(); ++it) {
+        chosen.push_back(it - r.wanted.begin());
+        n_chosen += r.sizes[chosen.back()];
     }
+    // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
     while (n_chosen > n_token) {
-        int last = -1;
-        for (int i = 0; i < n; ++i) {
-            last = chosen[i] && (last < 0 || score[i] < score[last]) ? i : last;
-        }
-        chosen[last] = 0;
-        n_chosen -= size[last];
+        const auto last = std::min_element(chosen.begin(), chosen.end(), [&](int a, int b) { return r.score[a] < r.score[b]; });
+        r.wanted[*last] = 0;
+        n_chosen -= r.sizes[*last];
+        chosen.erase(last);
     }
 
-    for (int i = 0; i < n; ++i) {
-        r.wanted[number[i]] = chosen[i];
-    }
-    for (int q = 0; q < n_query; ++q) {
-        for (int i = 0; i < n; ++i) {
-            missed[q] += chosen[i] && !r.is_here[number[i]] ? power[q*n + i] : 0.0f;
+    for (size_t i = 0; i < n; ++i) {
+        const int number = number_of(own, found.places[i]);
+        if (r.wanted[number] && !r.is_here[number]) {
+            for (int q = 0; q < n_query; ++q) {
+                missed[q] += found.missing[q*n + i];
+            }
         }
     }
 }

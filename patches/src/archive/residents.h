@@ -72,19 +72,23 @@ private:
         std::vector<bearing> bearings; // The rotation of the block's keys when the block's means were written.
         std::vector<int64_t> anchors;  // The value of `anchor` when the block's means were written.
 
-        std::vector<float>    score;
-        std::vector<uint16_t> sizes;   // The number of tokens in each cluster.
-        std::vector<uint8_t>  wanted;  // True if the cluster is chosen.
-        std::vector<uint8_t>  is_here; // True if the cluster is resident.
-        std::vector<uint8_t>  is_new;  // True if no query has scored the cluster yet.
+        std::vector<float>   score;
+        std::vector<int32_t> sizes;   // The number of tokens in each cluster.
+        std::vector<uint8_t> wanted;  // True if the cluster is chosen.
+        std::vector<uint8_t> is_here; // True if the cluster is resident.
+        std::vector<uint8_t> is_new;  // True if no query has been compared with the cluster yet.
 
         // a cell for a resident token
         struct slot {
-            int32_t cluster = -1; // The cluster of the cell's token; -1 if the cell is free.
-            int64_t place   = 0;  // The place of the token in the archive.
-            int64_t anchor  = -1; // The value of `anchor` when the cell was written.
+            int64_t place  = -1; // The place of the token in the archive; -1 if the cell is free.
+            int64_t anchor = -1; // The value of `anchor` when the cell was written.
+            int32_t next   = -1; // The next slot of the same cluster; -1 if there is none.
         };
-        std::vector<slot> slots; // [n_token]
+        std::vector<slot>    slots; // [n_token]
+        std::vector<int32_t> heads; // For each cluster: its first slot; -1 if it is not resident.
+        std::vector<int32_t> free;  // Slots without a token.
+
+        int64_t anchor = -1; // All slots were written with this value of `anchor`, or do not depend on it.
 
         int64_t tail = 0;  // The tokens before this position have been written to cells.
         int64_t base = -1; // The value of tokens.base() when the cells were written.
@@ -104,9 +108,10 @@ private:
     std::vector<std::vector<ggml_fp16_t>> masks; // [layer]
 
     void clear(row & r, ggml_fp16_t * mask);
-    void update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
+    void remove(row & r, int cluster, ggml_fp16_t * mask) const;
+    void update_means(row & r, size_t layer, int head, cells & out);
     void update_tail (row & r, size_t layer, int head, cells & out);
-    void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
+    void update_slots(row & r, size_t layer, int head, cells & out);
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;

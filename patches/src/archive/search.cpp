@@ -127,15 +127,15 @@ void search::set_scores(std::vector<float> & powers) {
     }
 }
 
-// replace the best sets by their clusters
-void search::pick_sets(const row_clusters & own, size_t n_sets) {
+// replace the best sets by their clusters; these sets have n or more tokens together
+void search::pick_sets(const row_clusters & own, size_t n_sets, int64_t n) {
     if (n_sets == 0) {
         return;
     }
 
     powers.resize(x.size());
     set_scores(powers);
-    choose(score.data(), size.data(), n_sets, n_ranked*n_exact, chosen.data());
+    choose(score.data(), size.data(), n_sets, n, chosen.data());
 
     size_t item = 0;
     const size_t first = runs.size(), first_item = n_item;
@@ -266,21 +266,11 @@ void search::turn(const float * queries, searched_row & row) {
     }
 }
 
-void search::find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride) {
-    row.looked.clear();
-    row.n_looked = 0;
-    ways.clear();
+// Compute the logits of the best clusters, and of the sets of all other clusters. The sets are the first items. Returns
+// their number. n: number of tokens in the sets that are replaced by their clusters
+size_t search::multiply_clusters(const row_clusters & own, const float * queries, int64_t n, searched_row & row) {
     runs.clear();
     n_item = 0;
-
-    look_into_unsealed(head, row);
-
-    if (n_exact == 0) {
-        turn(queries, row);
-        return;
-    }
-
-    const auto & own = all.clusters_of(i_layer, head);
 
     const auto way = [&](int64_t block) { return way_of(all.query_turn(own[block].to, rot)); };
     size_t n_sets = 0;
@@ -308,8 +298,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     }
 
     // Make room for n_side clusters per set that pick_sets will pick. Each set counts as n_side tokens or more, and
-    // pick_sets stops at n_ranked*n_exact tokens
-    n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
+    // pick_sets stops at n tokens
+    n_room = n_item + std::min<size_t>(n/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);
     ranks .resize(n_room*n_query);
@@ -320,7 +310,25 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     chosen.assign(n_room, 0);
 
     multiply_runs(0, 0);
-    pick_sets(own, n_sets);
+    pick_sets(own, n_sets, n);
+    return n_sets;
+}
+
+void search::find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride) {
+    row.looked.clear();
+    row.n_looked = 0;
+    ways.clear();
+
+    look_into_unsealed(head, row);
+
+    if (n_exact == 0) {
+        turn(queries, row);
+        return;
+    }
+
+    const auto & own = all.clusters_of(i_layer, head);
+
+    const size_t n_sets = multiply_clusters(own, queries, n_ranked*n_exact, row);
 
     std::vector<softmax_part> parts(n_query);
     for (int q = 0; q < n_query; ++q) {
@@ -337,6 +345,32 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     }
     look_into_clusters(own, row);
     estimate_rest(parts, estimate, stride);
+}
+
+void search::rank(int head, const float * queries, const float * live, int64_t n, searched_row & row, ranking & out) {
+    ways.clear();
+
+    const auto & own = all.clusters_of(i_layer, head);
+
+    const size_t n_sets = multiply_clusters(own, queries, n, row);
+
+    out.places.clear();
+    for (const auto & run : runs) {
+        for (int i = 0; i < run.n && !run.is_set; ++i) {
+            out.places.push_back(run.place + i);
+        }
+    }
+    const size_t n_found = out.places.size();
+    out.missing.assign(n_found*n_query, 0.0f);
+    for (int q = 0; q < n_query; ++q) {
+        float * own_x = x.data() + q*n_room;
+
+        const auto  part = exponential_differences(ranks.data() + q*n_room, own_x, n_item, own_x);
+        const float sum  = part.sum + std::exp(live[q] - part.most);
+        if (part.sum > 0.0f && std::isfinite(sum)) {
+            add(out.missing.data() + q*n_found, own_x + n_sets, n_found, 1.0f/sum);
+        }
+    }
 }
 
 } // namespace kvtool

@@ -41,6 +41,14 @@ struct searched_row {
     int64_t                  n_looked = 0;
 };
 
+// results of search::rank
+struct ranking {
+    std::vector<size_t> places; // places of the clusters in their row
+
+    // [query][cluster]: attention to each cluster, without the part that the cluster's mean represents
+    std::vector<float> missing;
+};
+
 // Buffers of type T. A thread uses them again in each layer, because allocation takes time.
 template <typename T>
 class used_again : public T {
@@ -109,6 +117,12 @@ public:
     // of the values weighted by these exponentials
     void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
 
+    // Estimate the attention to a row's clusters with their mean keys and spreads. In a long archive, only the clusters
+    // of the best sets are in the result. These sets have n or more tokens together.
+    // queries: [n_query][n_embd_k].
+    // live: [n_query], logarithm of each query's softmax sum over the live cells
+    void rank(int head, const float * queries, const float * live, int64_t n, searched_row & row, ranking & out);
+
     // true if a row's queries are also needed in 8 bits
     bool has_bytes() const { return is_few && n_exact > 0 && can_multiply_bytes(l.type_k, l.n_embd_k); }
 
@@ -152,7 +166,8 @@ private:
     void set_scores(std::vector<float> & powers);
 
     void turn(const float * queries, searched_row & row);
-    void pick_sets(const row_clusters & own, size_t n_sets);
+    size_t multiply_clusters(const row_clusters & own, const float * queries, int64_t n, searched_row & row);
+    void pick_sets(const row_clusters & own, size_t n_sets, int64_t n);
     void look_into_unsealed(int head, searched_row & row);
     void look_into_clusters(const row_clusters & own, searched_row & row);
     void estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride);

@@ -83,6 +83,40 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
     return { scale*top, std::accumulate(lane, lane + n_wide, 0.0f) };
 }
 
+static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, float * less, int n, float * e) {
+    const int end = (n + n_wide - 1)/n_wide*n_wide;
+    std::fill(x    + n, x    + end, -INFINITY);
+    std::fill(less + n, less + end, -INFINITY);
+
+    floats f, g;
+    floats most = floats {} - INFINITY;
+    for (int i = 0; i < end; i += n_wide) {
+        memcpy(&f, x + i, sizeof(f));
+        most = f > most ? f : most;
+    }
+    float lane[n_wide];
+    memcpy(lane, &most, sizeof(most));
+    const float top = *std::max_element(lane, lane + n_wide);
+
+    floats sum = {};
+    for (int i = 0; i < end; i += n_wide) {
+        memcpy(&f, x    + i, sizeof(f));
+        memcpy(&g, less + i, sizeof(g));
+
+        f = (f - top)*1.44269504f;
+        g = (g - top)*1.44269504f;
+        power_of_2<floats, ints>(f);
+        power_of_2<floats, ints>(g);
+
+        sum = sum + f;
+        f = f - g;
+        memcpy(e + i, &f, sizeof(f));
+    }
+    memcpy(lane, &sum, sizeof(sum));
+
+    return { top, std::accumulate(lane, lane + n_wide, 0.0f) };
+}
+
 static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
     for (int q = 0; q < n_column; q += n_narrow) {
         few_floats f, top = few_floats {} - INFINITY;
@@ -144,6 +178,9 @@ static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float
 KVTOOL_AVX2   static softmax_part exponentials_avx2  (float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
 KVTOOL_AVX512 static softmax_part exponentials_avx512(float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
 
+KVTOOL_AVX2   static softmax_part exponential_differences_avx2  (float * x, float * less, int n, float * e) { return exponential_differences_of(x, less, n, e); }
+KVTOOL_AVX512 static softmax_part exponential_differences_avx512(float * x, float * less, int n, float * e) { return exponential_differences_of(x, less, n, e); }
+
 KVTOOL_AVX2   static void exponential_columns_avx2  (float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
 KVTOOL_AVX512 static void exponential_columns_avx512(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
 
@@ -163,6 +200,17 @@ softmax_part exponentials(float * x, int n, float scale, float * e) {
     }
 #endif
     return exponentials_of(x, n, scale, e);
+}
+
+softmax_part exponential_differences(float * x, float * less, int n, float * e) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return exponential_differences_avx512(x, less, n, e);
+        case AVX2:   return exponential_differences_avx2  (x, less, n, e);
+        case PLAIN:  break;
+    }
+#endif
+    return exponential_differences_of(x, less, n, e);
 }
 
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {

@@ -15,6 +15,11 @@ struct softmax_part {
 // on
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
+// Set e[i] to e^(x[i] - most) - e^(less[i] - most) for i < n, where most is the maximum of x[i], and less[i] <= x[i].
+// Returns most and the sum of e^(x[i] - most). All arrays need room for a multiple of 16 numbers; x and less are
+// overwritten from n on
+softmax_part exponential_differences(float * x, float * less, int n, float * e);
+
 // Replace x[n][n_column] by e^(scale*x - most), column by column; n_column is a multiple of 8, and scale > 0. Each
 // array below has n_column entries:
 // - most: the maximum of all logits so far, which this call may raise
