@@ -14,9 +14,9 @@
 
 namespace kvtool {
 
-// Number of keys and values that each layer gets per copy. A step changes about as many cells. Filling all cells takes
-// many copies, but this seldom happens
-static constexpr int n_sent = 128;
+// Number of keys and values that a layer gets per copy. A step changes 50 to 100 cells of a row (Qwen2.5 0.5B, 1,024
+// resident tokens). Filling all cells takes many copies, but this seldom happens
+static int64_t n_sent(const layer & l) { return 64*l.n_head; }
 
 std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
     if (!has_flash || v_trans) {
@@ -60,6 +60,10 @@ resident_cells::resident_cells(
     }
     for (auto & d : devices) {
         make_device(d);
+        for (const size_t i : d.layers) {
+            masks[i].assign(layers[i].n_head*d.mask->ne[0], ggml_fp32_to_fp16(-INFINITY));
+            ggml_backend_tensor_set(d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], layers[i].n_head*d.mask->nb[3]);
+        }
     }
 }
 
@@ -77,9 +81,9 @@ void resident_cells::make_device(device & d) {
         // the device converts them
         const auto type = [](const ggml_tensor * t) { return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32; };
         d.uploads.push_back({
-            ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent),
-            ggml_new_tensor_2d(ctx, type(l.k), l.n_embd_k, n_sent),
-            ggml_new_tensor_2d(ctx, type(l.v), l.n_embd_v, n_sent),
+            ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent(l)),
+            ggml_new_tensor_2d(ctx, type(l.k), l.n_embd_k, n_sent(l)),
+            ggml_new_tensor_2d(ctx, type(l.v), l.n_embd_v, n_sent(l)),
         });
     }
     d.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
@@ -181,30 +185,33 @@ static void convert(const ggml_tensor * t, const float * x, int64_t n, uint8_t *
 }
 
 bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all) {
-    size_t n_most = 0;
+    int64_t n_copy = 0;
     for (const size_t i : d.layers) {
-        n_most = std::max(n_most, all[i].at.size());
+        const int64_t n = n_sent(layers[i]);
+        n_copy = std::max(n_copy, ((int64_t) all[i].at.size() + n - 1)/n);
     }
 
     const auto in = [&](const ggml_tensor * t) { return d.upload_data.data() + ((const char *) t->data - (const char *) d.all_uploads->data); };
 
-    for (size_t first = 0; first < n_most; first += n_sent) {
-        for (size_t j = 0; j < d.layers.size(); ++j) {
+    for (int64_t copy = 0; copy < n_copy; ++copy) {
+        share(d.layers.size(), [&](int j) {
             const auto & l   = layers[d.layers[j]];
             const auto & own = all[d.layers[j]];
             const auto & up  = d.uploads[j];
 
-            const int64_t n    = first < own.at.size() ? std::min<int64_t>(own.at.size() - first, n_sent) : 0;
-            const int64_t cell = l.n_cell - n_region;
+            const int64_t n_all = own.at.size();
+            const int64_t first = std::min(copy*n_sent(l), n_all);
+            const int64_t n     = std::min(n_all - first, n_sent(l));
+            const int64_t cell  = l.n_cell - n_region;
 
             auto * at = (int64_t *) in(up.at);
-            for (int64_t c = 0; c < n_sent; ++c) {
+            for (int64_t c = 0; c < n_sent(l); ++c) {
                 // write the remaining entries to the last cell, which no query sees
                 at[c] = c < n ? cell*l.n_head + own.at[first + c] : (int64_t) (l.n_cell - 1)*l.n_head;
             }
             convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
             convert(up.v, own.values.data() + first*l.n_embd_v, n*l.n_embd_v, in(up.v));
-        }
+        });
         ggml_backend_tensor_set_async(backend, d.all_uploads, d.upload_data.data(), 0, d.upload_data.size());
         if (ggml_backend_graph_compute(backend, d.graph) != GGML_STATUS_SUCCESS) {
             return false;
@@ -213,22 +220,21 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
     return true;
 }
 
-void resident_cells::write_masks(ggml_backend_t backend, device & d) {
-    const int64_t n = d.mask->ne[0];
+bool resident_cells::copy_mask(size_t layer) {
+    auto & all = masks[layer];
 
-    for (const size_t i : d.layers) {
-        const int n_head = layers[i].n_head;
+    const size_t n = all.size()/layers[layer].n_head, n_cell = chosen.n_cell();
 
-        std::vector<ggml_fp16_t> mask(n*n_head, ggml_fp32_to_fp16(-INFINITY));
-        for (int head = 0; head < n_head; ++head) {
-            std::copy_n(chosen.mask(i) + (size_t) head*chosen.n_cell(), chosen.n_cell(), mask.data() + head*n + n_filled);
-        }
-        if (mask != masks[i]) {
-            masks[i] = std::move(mask);
-            ggml_backend_tensor_set_async(backend, d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], n_head*d.mask->nb[3]);
+    bool has_changed = false;
+    for (int head = 0; head < layers[layer].n_head; ++head) {
+        const auto * from = chosen.mask(layer) + head*n_cell;
+        auto       * to   = all.data() + head*n + n_filled;
+        if (!std::equal(from, from + n_cell, to)) {
+            std::copy_n(from, n_cell, to);
+            has_changed = true;
         }
     }
-    ggml_backend_synchronize(backend);
+    return has_changed;
 }
 
 bool resident_cells::place(llama_context & lctx, int64_t rot, uint64_t version) {
@@ -251,8 +257,18 @@ bool resident_cells::place(llama_context & lctx, int64_t rot, uint64_t version) 
         }
         is_done = std::find(is_whole.begin(), is_whole.end(), 0) == is_whole.end();
     }
+    std::vector<uint8_t> has_changed(layers.size());
+    share(layers.size(), [&](int i) { has_changed[i] = copy_mask(i); });
+
     for (auto & d : devices) {
-        write_masks(backend_of(lctx, d.buft), d);
+        ggml_backend_t backend = backend_of(lctx, d.buft);
+        for (const size_t i : d.layers) {
+            if (has_changed[i]) {
+                ggml_backend_tensor_set_async(
+                        backend, d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], layers[i].n_head*d.mask->nb[3]);
+            }
+        }
+        ggml_backend_synchronize(backend);
     }
     return true;
 }

@@ -124,7 +124,7 @@ private:
     void make_device(device & d);
     bool make_graph(device & d, uint64_t version);
     bool write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all);
-    void write_masks(ggml_backend_t backend, device & d);
+    bool copy_mask(size_t layer); // Returns true if the layer's mask has changed.
 
     void copy_live(int n_live);
     void sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;
