@@ -290,15 +290,12 @@ bool llama_kvtool_dense(const llm_graph_context & graph) {
     return graph.cparams.kvtool != nullptr;
 }
 
-bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
+static bool prepare(llama_context & lctx, uint32_t n_tokens) {
     auto * kvtool = lctx.kvtool.get();
 
-    if (kvtool && !kvtool->broken.empty()) {
+    if (!kvtool->broken.empty()) {
         LLAMA_LOG_ERROR("%s\n", kvtool->broken.c_str());
         return false;
-    }
-    if (!kvtool) {
-        return true;
     }
     const auto & waiting = kvtool->deferred;
     if ((!kvtool->defers(n_tokens) || waiting.n + (int) n_tokens > waiting.n_most) && !kvtool->sum_deferred(lctx)) {
@@ -351,4 +348,17 @@ bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
     }
 
     return true;
+}
+
+bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens) {
+    if (!lctx.kvtool) {
+        return true;
+    }
+    try {
+        return prepare(lctx, n_tokens);
+    } catch (const std::exception & e) {
+        // llama.cpp does not expect an exception here
+        LLAMA_LOG_ERROR("%s\n", e.what());
+        return false;
+    }
 }

@@ -123,10 +123,10 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more tokens can be decoded: the context is usable, and every row has enough free cells. llama.cpp
-// cannot check this, because it does not know the lengths of ragged rows and the cells that are reserved for recalled
-// tokens. Also prepares the cells that the step fills from the archive
-bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
+// Prepare a step of n_tokens tokens: compute deferred signals, and fill cells from the archive. Returns false if the step
+// cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check this, because it
+// does not know the lengths of ragged rows and the cells that are reserved for recalled tokens
+bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);

@@ -260,7 +260,7 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
     m.mctx = m.lctx->memory->init_batch(*m.lctx->balloc, m.lctx->cparams.n_ubatch, false);
 
     return m.mctx && m.mctx->get_status() == LLAMA_MEMORY_STATUS_SUCCESS && (int) m.mctx->get_ubatch().n_tokens == m.n &&
-        llama_kvtool_fits(*m.lctx, m.n) && m.mctx->apply();
+        llama_kvtool_prepare(*m.lctx, m.n) && m.mctx->apply();
 }
 
 namespace {

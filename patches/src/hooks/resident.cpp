@@ -205,7 +205,15 @@ bool llama_kvtool::keep_states(llama_context & lctx, int n_tokens) const {
 bool llama_kvtool::place_residents(llama_context & lctx, int n_tokens) {
     missed(lctx);
     lctx.synchronize();
-    if (!keep_states(lctx, n_tokens) || !resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version)) {
+    bool is_placed = false;
+    try {
+        is_placed = keep_states(lctx, n_tokens) && resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version);
+    } catch (...) {
+        drop_residents();
+        throw;
+    }
+    if (!is_placed) {
+        drop_residents(); // not all of their cells were written
         return false;
     }
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, params.n_recall - 1, params.n_recall);
