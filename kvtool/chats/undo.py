@@ -38,11 +38,14 @@ class Copy(NamedTuple):
         Open session file.
     archive
         Open archive file, if the session lists segments.
+    thought_budget
+        `Conversation.thought_budget`, which sessions do not store.
     """
 
     command: str
     file: BinaryIO
     archive: FileIO | None = None
+    thought_budget: int | None = None
 
     def close(self) -> None:
         self.file.close()
