@@ -389,6 +389,8 @@ class Engine:
             return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
         finally:
             self.checkpoints.is_paused = False
+            # after a stop or an error the cache is empty, so drop the checkpoints that were made until then
+            self.checkpoints.cut(self.n_past)
 
     def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.

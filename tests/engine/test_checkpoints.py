@@ -108,6 +108,12 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         assert np.abs(got - wanted).max() < 0.05
 
 
+def test_a_stopped_reading_of_a_whole_prompt_leaves_no_checkpoints(tiny_model):
+    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
+        assert engine.read(text(450), lambda: engine.n_past > 2 * SPACING) == 0
+        assert len(engine.checkpoints) == 0
+
+
 def test_distances_grow_with_age(tiny_model):
     with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
