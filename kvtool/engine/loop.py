@@ -416,6 +416,8 @@ class Engine:
         LibraryError if the settings ask for exact reading.
         """
         done, is_ready = 0, False
+        # evict now if an earlier call could not: there is room for one chunk only
+        self.evict_if_due(0)
         try:
             with self.exact_reader.staged(self.n_past + len(tokens)):
                 is_ready = True
