@@ -213,8 +213,9 @@ class Engine:
     def evict(self) -> None:
         """Let the policy observe the signals and make a plan, then apply the plan.
 
-        Raises PlanError for a plan that breaks a rule; the cache is then unchanged. Raises StreamEnd if the
-        cache is full and the policy keeps everything.
+        Raises PlanError for a plan that breaks a rule; the cache is then unchanged. Also raises PlanError if
+        the policy fails to move its state; tokens are then evicted, but the state of the remaining tokens may
+        belong to other tokens. Raises StreamEnd if the cache is full and the policy keeps everything.
         """
         cache = self.cache
         began = time.perf_counter()
