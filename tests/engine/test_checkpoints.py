@@ -7,9 +7,11 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine import checkpoints
+from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+from tests.engine.test_chunk_size import SLOW
 from tests.engine.test_rewind import logits, state
 
 N_CTX = 1024
@@ -266,6 +268,12 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
+    # no copy is made within a step, because the step exceeds the budget until it ends
+    with opened(path, "h2o", n_batch=160) as engine:
+        engine.chunk_size = ChunkSize(SLOW)
+        engine.read(text(700))
+        assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
+        assert len(engine.checkpoints) == 2
     says = "--checkpoints must be at least"
     with pytest.raises(UsageError, match=says), opened(path, "h2o", checkpoints=9):
         pass
