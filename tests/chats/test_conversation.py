@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from kvtool import policies
-from kvtool.chats import session
+from kvtool.chats import session, undo
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
@@ -582,14 +582,16 @@ def copy_of(n):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
-def test_what_copies_share_drops_none_of_them():
+def test_what_copies_share_drops_none_of_them(monkeypatch):
+    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+
     def share(file):
         return FileIO(os.dup(file.fileno()))
 
     with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
         named.write(b"x" * 500)
         named.flush()
-        copies = UndoStack(9, 100)
+        copies = UndoStack()
         for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
@@ -603,8 +605,10 @@ def test_what_copies_share_drops_none_of_them():
 
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
-def test_the_oldest_copies_are_dropped(sizes, left):
-    copies, given = UndoStack(3, 100), [copy_of(n) for n in sizes]
+def test_the_oldest_copies_are_dropped(monkeypatch, sizes, left):
+    monkeypatch.setattr(undo, "MOST", 3)
+    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+    copies, given = UndoStack(), [copy_of(n) for n in sizes]
     for i, file in enumerate(given):
         copies.push(Copy(str(i), file))
     assert len(copies) == left
