@@ -185,11 +185,15 @@ class Conversation:
         return whole.removesuffix(turn)
 
     def _postpone_past(self) -> None:
-        """Empty the cache; the next turn then reads the whole chat first. Raises UsageError."""
+        """Empty the cache; the next turn then reads the whole chat first. Raises UsageError.
+
+        Drops the marks, because turns begin at other tokens now.
+        """
         tokens, n = self._with_prefix(self._past(self.template))
         self.writer.engine.cache.check_pin(n + self.header.n)
         self.writer.postpone(tokens)
         self._pin(n)
+        self.undo_stack.drop_marks()
         self.version += 1
 
     # the start of a chat
@@ -474,6 +478,9 @@ class Conversation:
         """
         if isinstance(before, Copy):
             self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+            if before.thought_budget != self.thought_budget:
+                self.thought_budget = before.thought_budget
+                self.use_template(self._under(self.effort, self.thought_budget))
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
@@ -490,7 +497,8 @@ class Conversation:
             return False
         while True:
             try:
-                self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy())))
+                files = self.open_saved() or self._copy()
+                self.undo_stack.push(Copy(command, *files, self.thought_budget))
             except OSError:
                 # The disk may have no room. Drop the oldest mark or copy to make room for this copy: without
                 # this copy, undo could not go back to older marks and copies

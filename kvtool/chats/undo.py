@@ -38,11 +38,14 @@ class Copy(NamedTuple):
         Open session file.
     archive
         Open archive file, if the session lists segments.
+    thought_budget
+        `Conversation.thought_budget`, which sessions do not store.
     """
 
     command: str
     file: BinaryIO
     archive: FileIO | None = None
+    thought_budget: int | None = None
 
     def close(self) -> None:
         self.file.close()
@@ -90,9 +93,7 @@ class UndoStack:
     The oldest are dropped if there are too many copies, or if the copies have too many bytes.
     """
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
-        self.most = most
-        self.most_bytes = most_bytes
+    def __init__(self) -> None:
         self._points: list[UndoPoint] = []
 
     def __len__(self) -> int:
@@ -121,7 +122,7 @@ class UndoStack:
             return False
         newest = copies[-1].archive
         shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
-        return len(copies) > self.most or (len(copies) > 1 and self.n_bytes - shared > self.most_bytes)
+        return len(copies) > MOST or (len(copies) > 1 and self.n_bytes - shared > MOST_BYTES)
 
     @property
     def newest(self) -> UndoPoint | None:

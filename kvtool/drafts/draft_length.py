@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from statistics import median
 
+import numpy as np
+
 _EDGES = (3, 4, 6, 9, 17)
 """Draft tokens are grouped by support (see `DraftLength`). These are the lower bounds of the groups."""
 
@@ -45,13 +47,14 @@ class DraftLength:
 
     def choose(self, n_same: int, most: int) -> int:
         """Return the number of draft tokens, at most `most`. n_same: support of the first draft token."""
-        best, least = 0, self._cost(1) / _GAIN
+        costs = self._costs(most + 1)
+        best, least = 0, costs[0] / _GAIN
         expected, all_true = 1.0, 1.0
         for n in range(1, most + 1):
             at = _group(n_same + n - 1)
             all_true *= self._true[at] / self._all[at]
             expected += all_true
-            if (cost := self._cost(n + 1) / expected) < least:
+            if (cost := costs[n] / expected) < least:
                 best, least = n, cost
         self._since += 1
         if not best and most and self._since >= _TRY_EVERY:
@@ -74,20 +77,20 @@ class DraftLength:
         """Record the time of a step of n tokens."""
         self._times[n].append(seconds)
 
-    def _cost(self, n: int) -> float:
-        """Time of a step of n tokens, divided by the time of a one-token step. Interpolates measurements."""
-        if not (one := self._times.get(1)):
-            return 1 + _SLOPE * (n - 1)
-        base = median(one)
-        known = sorted((length, median(took) / base) for length, took in self._times.items() if len(took) > 1)
-        below = max((each for each in known if each[0] <= n), default=(1, 1.0))
-        above = min((each for each in known if each[0] >= n), default=None)
-        if above and above[0] == n:
-            return above[1]
-        if above:
-            share = (n - below[0]) / (above[0] - below[0])
-            return below[1] + share * (above[1] - below[1])
-        return below[1] + _SLOPE * (n - below[0])
+    def _costs(self, most: int) -> list[float]:
+        """Return the times of steps of 1 .. most tokens, divided by the time of a one-token step.
+
+        Interpolates measurements.
+        """
+        known = {1: 1.0}
+        if one := self._times.get(1):
+            base = median(one)
+            known |= {n: median(took) / base for n, took in self._times.items() if len(took) > 1}
+        lengths = sorted(known)
+        wanted = np.arange(1, most + 1)
+        costs = np.interp(wanted, lengths, [known[n] for n in lengths])
+        costs += _SLOPE * np.maximum(wanted - lengths[-1], 0)
+        return list(costs.tolist())
 
 
 def _group(n_same: int) -> int:

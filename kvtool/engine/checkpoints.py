@@ -39,10 +39,10 @@ take at most `_MOST_SAVED_BYTES`.
 _NAMES = 2**14
 """Maximum bytes of the names of the arrays in a copy of a whole cache."""
 
-_LEAST, _MOST_SHARE = 8, 4
+_N_ROOM, _MOST_OF_MEMORY = 8, 1 / 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
-_SHARE = 16
+_LEAST_OF_MEMORY = 1 / 16
 """The default limit for checkpoints of sliding and recurrent layers is at least a 16th of the free memory.
 
 The limit for copies of whole caches has no such minimum, because each copy is as large as the cache.
@@ -116,9 +116,9 @@ class Checkpoints:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
             n_free = free_bytes()
-            most = min(n_free // _MOST_SHARE, _LEAST * n_bytes)
+            most = min(int(n_free * _MOST_OF_MEMORY), _N_ROOM * n_bytes)
             if not self.are_whole:
-                most = max(n_free // _SHARE, most)
+                most = max(int(n_free * _LEAST_OF_MEMORY), most)
             self.max_bytes = most if most >= n_bytes else 0
         elif max_bytes < n_bytes:
             raise UsageError(
@@ -163,15 +163,19 @@ class Checkpoints:
 
         The limit is not reduced below the size of eight checkpoints.
         """
-        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _LEAST * self._most_bytes))
+        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _N_ROOM * self._most_bytes))
 
     @property
     def is_due(self) -> bool:
         """True if a checkpoint should be made now, because the stream has grown by `spacing` tokens."""
+        rows = self._cache.rows
         if not self.max_bytes or self.is_paused:
             return False
+        if self.are_whole and rows.n_kv > self._cache.policy.n_live:
+            # within a step that exceeds the budget, a copy would be too large
+            return False
         newest = self._all[-1].n_past if self._all else 0
-        return self._cache.rows.n_past - newest >= self.spacing
+        return rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
         """Make a checkpoint of the current state, unless it would be at the same token as the newest one."""
@@ -181,7 +185,7 @@ class Checkpoints:
         n_most = self._most_bytes
         while self._all and self.n_bytes + n_most > self.max_bytes:
             # make room before the copy is made, so that all checkpoints together never exceed the limit
-            self._thin()
+            self._drop_one()
         data = self._copy()
         base = rows.n_past - rows.next_rot
         part = SavedCheckpoint(rows.n_past, rows.n_kv, base, cache.n_restart, data.nbytes)
@@ -209,7 +213,7 @@ class Checkpoints:
         cache.n_pinned, cache.n_held = n_pinned, n_held
         cache.context.forget_logits()
 
-    def _thin(self) -> None:
+    def _drop_one(self) -> None:
         """Drop the checkpoint that is least useful for later rewinds. See `_least_useful`."""
         del self._all[_least_useful(self._all, self._cache.rows.n_past)]
 

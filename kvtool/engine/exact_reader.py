@@ -81,4 +81,6 @@ class ExactReader:
             yield
         finally:
             archive.stage(0)
-            cache.resize(cache.layer_cells)
+            # if the eviction after a chunk has failed, the chunk still needs its cells
+            if cache.rows.n_kv <= n_live:
+                cache.resize(cache.layer_cells)

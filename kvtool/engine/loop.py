@@ -213,8 +213,9 @@ class Engine:
     def evict(self) -> None:
         """Let the policy observe the signals and make a plan, then apply the plan.
 
-        Raises PlanError for a plan that breaks a rule; the cache is then unchanged. Raises StreamEnd if the
-        cache is full and the policy keeps everything.
+        Raises PlanError for a plan that breaks a rule; the cache is then unchanged. Also raises PlanError if
+        the policy fails to move its state; tokens are then evicted, but the state of the remaining tokens may
+        belong to other tokens. Raises StreamEnd if the cache is full and the policy keeps everything.
         """
         cache = self.cache
         began = time.perf_counter()
@@ -389,6 +390,8 @@ class Engine:
             return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
         finally:
             self.checkpoints.is_paused = False
+            # after a stop or an error the cache is empty, so drop the checkpoints that were made until then
+            self.checkpoints.cut(self.n_past)
 
     def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.
@@ -414,6 +417,8 @@ class Engine:
         LibraryError if the settings ask for exact reading.
         """
         done, is_ready = 0, False
+        # evict now if an earlier call could not: there is room for one chunk only
+        self.evict_if_due(0)
         try:
             with self.exact_reader.staged(self.n_past + len(tokens)):
                 is_ready = True

@@ -145,19 +145,16 @@ class Archive:
             self.segments, self.clusters = [], []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
-    def stage(self, n: int) -> int:
+    def stage(self, n: int) -> None:
         """Let later steps attend to all archived tokens (at most n) on the device of each layer.
 
         While a step is computed, the tokens are copied to the devices layer by layer, through two buffers.
-        n = 0 ends this. Return the bytes of the buffers.
-
-        Raises LibraryError if a device lacks memory or if the model does not support such steps.
+        n = 0 ends this. Raises LibraryError if a device lacks memory or if the model does not support such
+        steps.
         """
-        n_bytes: int = lib.llama_kvtool_stage(self._owner.handle, n)
-        check(n_bytes)
-        return n_bytes
+        check(lib.llama_kvtool_stage(self._owner.handle, n))
 
-    def reside(self, n_mean: int, n_token: int) -> int:
+    def reside(self, n_mean: int, n_token: int) -> None:
         """Let steps of one token and its draft tokens attend to residents, without a search of the archive.
 
         Residents are cells on the device that hold the means of all clusters, and some archived tokens.
@@ -172,12 +169,10 @@ class Archive:
         n_token
             Number of archived tokens that are resident in each row; 0 ends the use of residents.
 
-        Returns the bytes used on the devices. Raises LibraryError if the model, its cache or the policy does
-        not support it, and StreamEnd if a device lacks memory.
+        Raises LibraryError if the model, its cache or the policy does not support it, and StreamEnd if a
+        device lacks memory.
         """
-        n_bytes: int = lib.llama_kvtool_reside(self._owner.handle, n_mean, n_token)
-        check(n_bytes)
-        return n_bytes
+        check(lib.llama_kvtool_reside(self._owner.handle, n_mean, n_token))
 
     def resident_bytes(self, n_mean: int, n_token: int) -> int:
         """Return the bytes of the cells that `reside` would add.

@@ -12,14 +12,13 @@ import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.library import api
+from kvtool.llama.markers import CONTROL
 from kvtool.llama.rules import Rules
 
 if TYPE_CHECKING:
     import llguidance
 
     from kvtool.llama.model import Model
-
-_CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 
 _STACK_BYTES = 256 * 2**20
 """Stack size of the thread that compiles a grammar.
@@ -54,7 +53,7 @@ class Vocabulary:
         self.n = model.n_vocab
         self.pieces = [model.piece(token, special=True) for token in range(self.n)]
         attrs = [api.llama_vocab_get_attr(model.vocab, token) for token in range(self.n)]
-        self.control = frozenset(token for token, attr in enumerate(attrs) if attr & _CONTROL)
+        self.control = frozenset(token for token, attr in enumerate(attrs) if attr & CONTROL)
         self.ends = model.ends
         # a weak reference: `_vocabularies` must not keep the model alive
         self._model = weakref.ref(model)

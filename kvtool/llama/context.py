@@ -103,10 +103,14 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
+        n_earlier = n_draft + repeats
+        if n_earlier and model.layers.recurrent_bytes:
+            # llama.cpp aborts if it keeps earlier states and a batch has no room for two more tokens
+            n_batch = max(n_batch, n_earlier + 2)
         # llama.cpp limits batches to the cache's initial number of cells. Create enough cells for a batch;
         # `resize` below then reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
-        super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_draft + repeats, **how)
+        super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_earlier, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]

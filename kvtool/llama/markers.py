@@ -9,7 +9,8 @@ from typing import Any
 
 from kvtool.llama.library import api
 
-_CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
+CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
+"""llama.cpp's attributes of control tokens."""
 _DEFINED = api.LLAMA_TOKEN_ATTR_USER_DEFINED
 _N_START = 3
 """Length of the prefixes of markers that `find` searches for, before it looks up whole markers."""
@@ -47,10 +48,10 @@ class Markers:
     def of(cls, vocab: Any, n: int) -> Markers:
         """Return the markers of llama.cpp's vocabulary of n tokens."""
         all_attrs = map(api.llama_vocab_get_attr, repeat(vocab, n), range(n))
-        special = {token: attr for token, attr in enumerate(all_attrs) if attr & (_CONTROL | _DEFINED)}
+        special = {token: attr for token, attr in enumerate(all_attrs) if attr & (CONTROL | _DEFINED)}
         texts = [api.llama_vocab_get_text(vocab, token).decode("utf-8", "replace") for token in special]
         attrs = {text: attr for text, attr in zip(texts, special.values(), strict=True) if text[1:]}
-        markers = {text: attr for text, attr in attrs.items() if attr & _CONTROL or _MARKER.fullmatch(text)}
+        markers = {text: attr for text, attr in attrs.items() if attr & CONTROL or _MARKER.fullmatch(text)}
         return cls(markers, {text: attr for text, attr in attrs.items() if _TAG.fullmatch(text)})
 
     def and_tags(self, source: str) -> Markers:
@@ -82,7 +83,7 @@ class Markers:
 
     def is_word(self, marker: str) -> bool:
         """Return True if llama.cpp finds the marker in any text, because the marker is user-defined."""
-        return not self._attrs[marker] & _CONTROL
+        return not self._attrs[marker] & CONTROL
 
     def between(self, before: str, text: str, after: str) -> str:
         """Strip from a text the whitespace that llama.cpp drops next to markers.

@@ -166,8 +166,9 @@ class Slot:
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
         conversation.hold_header()
-        self._check_length(resumer.n_cached + len(tokens))
-        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - conversation.header.n_left_out
+        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
+        self._check_length(n_all)
+        n_prompt = n_all - conversation.header.n_left_out
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
         if not self.writer.stop:

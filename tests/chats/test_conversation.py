@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from kvtool import policies
-from kvtool.chats import session
+from kvtool.chats import session, undo
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
@@ -30,7 +30,11 @@ from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
+from tests import tiny
 from tests.engine.running import KINDS
+
+COUNTS = "{{ thinking_budget or 'any' }} tokens.<think></think>" + tiny.CHAT_TEMPLATE
+"""Template whose first words depend on the thinking budget."""
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +245,42 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     assert talk.writer.is_new
     assert talk.undo() is None
     assert "".join(talk.reply("Name a fruit.", 12)) == first
+
+
+def test_a_budget_in_the_prompt_is_taken_back_with_the_chat(chat):
+    talk = chat()
+    talk.undoable = True
+    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions())
+    talk.use_template(Template(COUNTS, "", ""))
+    "".join(talk.reply("Name a fruit.", 4))
+    past = talk._past(talk.template)
+    for budget in (64, None):
+        before = talk.thought_budget
+        assert talk.remember(f"/set think_budget {budget}")
+        talk.set_effort(None, budget)
+        assert files.generation.think_budget == budget
+        assert talk.undo() == f"/set think_budget {budget}"
+        assert talk.thought_budget == files.generation.think_budget == before
+        talk.set_effort(None, budget)
+    assert talk._past(talk.template) == past
+
+
+def test_turns_that_were_rendered_in_another_way_cannot_be_taken_back(chat):
+    talk = chat()
+    talk.use_template(Template(COUNTS, "", ""))
+    "".join(talk.reply("Name a fruit.", 4))
+    messages = list(talk.messages)
+    talk.set_effort(None, 64)
+    assert talk.undo() is None
+    assert talk.newest_turn is None
+    assert talk.messages == messages
+    # later turns can be taken back
+    "".join(talk.reply("And a colour.", 4))
+    assert talk.undo() == 'the turn "And a colour."'
+    assert talk.messages == messages
+    stream, piece = [*talk.writer.tokens, *talk.writer.unread], talk.writer.engine.model.piece
+    text = b"".join(piece(int(token), special=True) for token in stream)
+    assert text.decode() == talk._past(talk.template)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
@@ -542,14 +582,16 @@ def copy_of(n):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
-def test_what_copies_share_drops_none_of_them():
+def test_what_copies_share_drops_none_of_them(monkeypatch):
+    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+
     def share(file):
         return FileIO(os.dup(file.fileno()))
 
     with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
         named.write(b"x" * 500)
         named.flush()
-        copies = UndoStack(9, 100)
+        copies = UndoStack()
         for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
@@ -563,8 +605,10 @@ def test_what_copies_share_drops_none_of_them():
 
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
-def test_the_oldest_copies_are_dropped(sizes, left):
-    copies, given = UndoStack(3, 100), [copy_of(n) for n in sizes]
+def test_the_oldest_copies_are_dropped(monkeypatch, sizes, left):
+    monkeypatch.setattr(undo, "MOST", 3)
+    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+    copies, given = UndoStack(), [copy_of(n) for n in sizes]
     for i, file in enumerate(given):
         copies.push(Copy(str(i), file))
     assert len(copies) == left

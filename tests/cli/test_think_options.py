@@ -134,6 +134,14 @@ def test_a_session_keeps_its_budget(models, tmp_path):
     assert all("</think>" in reply for reply in replies)
 
 
+def test_a_session_is_read_again_only_if_the_budget_in_its_prompt_changes(models, tmp_path):
+    path, command = tmp_path / "talk.kv", ["chat", "-m", models(COUNTS), "-n", 4, "-t", 1, "--policy", "h2o"]
+    for n_mark, options in ((1, ["--think-budget", 3]), (2, []), (1, ["--think-budget", 4]), (2, [])):
+        assert called(*command, "--session", path, *options, stdin="Hello\n").returncode == 0
+        # turns before the chat was read again cannot be taken back, so they have no marks
+        assert len(session.read(path)[0]["marks"]) == n_mark
+
+
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
     taken = "the model's chat template takes on, low, medium and high"

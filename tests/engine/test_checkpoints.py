@@ -7,9 +7,11 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine import checkpoints
+from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+from tests.engine.test_chunk_size import SLOW
 from tests.engine.test_rewind import logits, state
 
 N_CTX = 1024
@@ -106,6 +108,12 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         # after the rewind, tokens attend to clusters of the archive, so the logits are only similar
         got, wanted = (logits(each, text(20, seed=2)) for each in (engine, fresh))
         assert np.abs(got - wanted).max() < 0.05
+
+
+def test_a_stopped_reading_of_a_whole_prompt_leaves_no_checkpoints(tiny_model):
+    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
+        assert engine.read(text(450), lambda: engine.n_past > 2 * SPACING) == 0
+        assert len(engine.checkpoints) == 0
 
 
 def test_distances_grow_with_age(tiny_model):
@@ -260,6 +268,12 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
+    # no copy is made within a step, because the step exceeds the budget until it ends
+    with opened(path, "h2o", n_batch=160) as engine:
+        engine.chunk_size = ChunkSize(SLOW)
+        engine.read(text(700))
+        assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
+        assert len(engine.checkpoints) == 2
     says = "--checkpoints must be at least"
     with pytest.raises(UsageError, match=says), opened(path, "h2o", checkpoints=9):
         pass

@@ -103,6 +103,18 @@ def test_drafts_look_into_an_archive_as_they_would_alone(tiny_model):
     assert np.abs(logits[0] - logits[1]).max() < 1e-3
 
 
+@pytest.mark.parametrize(("n_batch", "n_draft"), [(1, 0), (2, 0), (2, 1), (6, 5)])
+@pytest.mark.parametrize("settings", [{}, {"resident": 64}])
+def test_recurrent_layers_keep_earlier_states_with_any_batch_size(tiny_model, n_batch, n_draft, settings):
+    tokens, logits = text(20), []
+    for n in (0, n_draft):
+        sizes = {"n_batch": n_batch, "n_output": 1, "n_draft": n}
+        with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), **sizes, **settings) as engine:
+            engine.read(tokens)
+            logits.append([*told(engine, tokens, np.random.default_rng(1))])
+    assert np.abs(np.subtract(*logits)).max() < 1e-3
+
+
 def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
     tokens = text(20)
     with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), n_draft=N_DRAFT) as engine:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.llama.model import Model
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
@@ -133,6 +133,25 @@ def test_a_stop_between_chunks_keeps_what_was_read(tiny_model):
         stopped = engine.context.logits()[-1].copy()
     at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]
     assert np.abs(stopped - at_once).max() < TOLERANCE
+
+
+def test_a_full_disk_ends_the_stream_until_there_is_room_again(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    settings = {"prefill": "exact", "archive_type": "f32", "n_batch": 256}
+    at_once, counts, n_bytes = logits_of(path, fit(), [tokens], **settings)
+
+    def full(*_):
+        raise StreamEnd("the disk is full")
+
+    with open_engine(path, fit(), **settings) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.context.archive, "push", full)
+            for _ in range(2):
+                with pytest.raises(StreamEnd, match="the disk is full"):
+                    engine.read(tokens[engine.n_past :])
+        engine.read(tokens[engine.n_past :])
+        assert ((engine.n_kv, engine.n_archived), engine.cache_bytes) == (counts, n_bytes)
+        assert np.abs(engine.context.logits()[-1] - at_once[-1]).max() < TOLERANCE
 
 
 def test_it_goes_back_into_the_text(tiny_model):

@@ -15,7 +15,7 @@ import pytest
 from tests import forked, tiny
 from tests.forked import ROOT
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message
+from tests.serve.crowd_serve import message, request
 from tests.serve.late import openai
 from tests.serve.serving import ONE_THREAD, serving
 
@@ -47,6 +47,21 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
         assert answer.choices[0].text.startswith("Hello.")
         assert answer.usage.total_tokens == 96
+
+
+def test_a_changed_chat_that_is_longer_than_the_context_is_refused(chat_model):
+    options = ("--policy", "h2o", "--budget", "128", "-c", "512", "--overflow", "error", "--temp", "0")
+    with serving(chat_model, *options) as server:
+        chat = [message("user", "A tide. " * 20)]
+        for text in ("A wave. " * 30, "A wave. " * 28 + "A boat. " * 30):
+            status, answer = request(server.url, {"messages": chat, "max_tokens": 4})
+            assert status == 200
+            reply = chat[1] if len(chat) > 1 else answer["choices"][0]["message"]
+            chat = [chat[0], reply, message("user", text)]
+        # the cache is rewound to a checkpoint, and the tokens after the checkpoint are read again
+        status, answer = request(server.url, {"messages": chat, "max_tokens": 4})
+        assert (status, answer["error"]["type"]) == (400, "exceed_context_size_error")
+        assert answer["error"]["n_prompt_tokens"] > 512
 
 
 def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path, connect):

@@ -76,13 +76,15 @@ class ChatFiles:
 
     @property
     def generation(self) -> GenerationOptions:
-        """Options for generating text, with the thinking effort that the chat has now."""
-        return self._generation.changed(think=self.chat.effort)
+        """Options for generating text, with the thinking effort and budget that the chat has now."""
+        return self._generation.changed(think=self.chat.effort, think_budget=self.chat.thought_budget)
 
     def resume(self, path: Path) -> None:
         """Continue the chat that a session holds. Raises SessionError if the given options do not match."""
         system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path)
+        # the prompt may contain the budget; sessions of earlier versions have none
+        self.chat.set_effort(None, meta["options"].get("think_budget"))
         with restoring_progress(self.chat.archive):
             self.chat.resume(meta, arrays)
         self._archive_file.adopt(arrays)
