@@ -127,3 +127,21 @@ def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
         engine.step(tokens[7:8])
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
             engine.drop_drafts(1)
+
+
+def test_gaps_may_be_closed_right_after_draft_tokens_were_dropped(tiny_model):
+    tokens = text(260)
+    logits = []
+    for has_drafts in (False, True):
+        with open_engine(tiny_model("lfm2"), policies.fit("h2o", 48), n_ctx=200, n_draft=3) as engine:
+            for token in tokens[:187]:
+                engine.step([token])
+            if has_drafts:
+                engine.draft([tokens[187], 9, 9, 9])
+                engine.drop_drafts(3)
+            else:
+                engine.step([tokens[187]])
+            # these tokens do not fit in the context, so the positions of all tokens change first
+            engine.read(tokens[188:208])
+            logits.append(engine.context.next_logits.copy())
+    assert np.abs(logits[0] - logits[1]).max() < 1e-4

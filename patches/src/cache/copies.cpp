@@ -95,6 +95,7 @@ int64_t llama_kvtool::copy_fixed_state(
         }
         if (table_in) {
             memory::set_newest(*mem, table_in[n_table]);
+            memory::restored(*mem);
         }
     }
 

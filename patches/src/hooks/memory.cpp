@@ -458,6 +458,8 @@ void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
 
     mem.head = 0;
     mem.used = 1;
+}
 
+void memory::restored(llama_memory_recurrent & mem) {
     mem.set_rs_idx(0, 0);
 }

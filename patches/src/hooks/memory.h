@@ -123,9 +123,11 @@ struct llama_kvtool_memory {
     // tokens
     static int n_dropped(const llama_memory_recurrent & mem);
 
-    // Set the position of the newest token that recurrent layers have read; -1 if they have read no token. The next
-    // decode begins with the first state of each tensor, so this must be the state after that token
+    // Set the position of the newest token that recurrent layers have read; -1 if they have read no token
     static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
+
+    // call this after a state was written to the first state of each tensor; the next decode begins with it
+    static void restored(llama_memory_recurrent & mem);
 
 private:
     static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden);
