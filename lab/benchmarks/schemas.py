@@ -98,10 +98,10 @@ class Wanderer:
 
     def _drawn(self, fits: np.ndarray, n: int) -> int:
         """Draw a token that fits. n: number of tokens so far. A large n makes closing tokens more likely."""
-        share, likes = self._rng.random(), (self._ends, self._closes, self._is_short)
-        for bound, liked in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), likes, strict=True):
-            if share < bound and (fits & liked).any():
-                return int(self._rng.choice(np.flatnonzero(fits & liked)))
+        share, preferred = self._rng.random(), (self._ends, self._closes, self._is_short)
+        for bound, is_preferred in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), preferred, strict=True):
+            if share < bound and (fits & is_preferred).any():
+                return int(self._rng.choice(np.flatnonzero(fits & is_preferred)))
         return int(self._rng.choice(np.flatnonzero(fits)))
 
 

@@ -67,16 +67,16 @@ def fitting(constraint, model):
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=model.n_vocab, bitorder="little"))
 
 
-def wander(constraint, model, rng, n=400, likes=()):
+def wander(constraint, model, rng, n=400, preferred=()):
     """Draw random tokens that the constraint allows, until the turn ends.
 
-    likes: tokens to draw more often.
+    preferred: tokens to draw more often.
     """
     tokens = []
     while len(tokens) < n:
         allowed = fitting(constraint, model)
-        liked = np.intersect1d(allowed, likes)
-        token = int(rng.choice(liked if len(liked) and rng.random() < 0.3 else allowed))
+        drawable = np.intersect1d(allowed, preferred)
+        token = int(rng.choice(drawable if len(drawable) and rng.random() < 0.3 else allowed))
         assert constraint.accept(token)
         if model.ends_turn(token):
             return tokens
@@ -104,7 +104,7 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
     opens = [Vocabulary.of(model).tokens_of(tag.encode())[0] for tag in (tags.start, tags.end)]
     for _ in range(10):
         constraint = AfterThought(json_of(model), model, tags, header, budget)
-        tokens = wander(constraint, model, rng, likes=opens)
+        tokens = wander(constraint, model, rng, preferred=opens)
         thought, answer, had_thought = parts(model, tokens, tags, header)
         assert json.loads(answer)["city"] in ("Lille", "Nice")
         assert not answer.startswith("\n" * 3)

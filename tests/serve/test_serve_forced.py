@@ -32,17 +32,17 @@ def forced(engine, format, tools, choice=None):
     return CallRules(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
 
 
-def written(engine, rules, likes, n=900):
+def written(engine, rules, next_logits, n=900):
     """Return a text sampled under rules.
 
-    likes: function that takes the bytes of the text so far and returns 256 logits, one for each next byte.
+    next_logits: function that takes the bytes of the text so far and returns 256 logits, one for each next byte.
     """
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
     while len(text) < n:
         logits = np.full(engine.model.n_vocab, -90, np.float32)
         logits[engine.model.eos] = -50
-        logits[3:259] = likes(text)
+        logits[3:259] = next_logits(text)
         engine.context.logits()[-1] = logits
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
@@ -54,24 +54,24 @@ def written(engine, rules, likes, n=900):
 
 
 def dictates(text):
-    """Return `likes` for `written`: it strongly prefers this text, and an end of the turn after the text."""
+    """Return `next_logits` for `written`. It strongly prefers this text, and then an end of the turn."""
 
     wanted = text.encode()
 
-    def likes(so_far):
+    def next_logits(so_far):
         logits = np.full(256, -90 if so_far == wanted else 0, np.float32)
         if wanted.startswith(so_far) and so_far != wanted:
             logits[wanted[len(so_far)]] = 60
         return logits
 
-    return likes
+    return next_logits
 
 
 def wanders(seed, *ends):
-    """Return `likes` for `written`: random logits that are higher for the bytes of the texts `ends`."""
+    """Return `next_logits` for `written`: random logits that are higher for the bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
-    def likes(so_far):
+    def next_logits(so_far):
         logits = rng.normal(0, 2, 256).astype(np.float32)
         logits[0x7F:] = -90
         for end in map(str.encode, ends):
@@ -79,7 +79,7 @@ def wanders(seed, *ends):
             logits[end[n]] += 12 if n else 4
         return logits
 
-    return likes
+    return next_logits
 
 
 def holds(value, schema):

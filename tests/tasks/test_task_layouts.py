@@ -54,7 +54,7 @@ def test_half_a_character_is_one_that_can_be_read(tmp_path):
         ("a.jsonl", b'{"question": 3, "answers": ["x"], "ctxs": []}', "expected a text, got 3"),
     ],
 )
-def test_a_file_that_is_none_is_said_with_its_place(tmp_path, name, content, words):
+def test_a_file_of_another_layout_is_refused_with_its_place(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
