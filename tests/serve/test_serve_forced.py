@@ -35,7 +35,7 @@ def forced(engine, format, tools, choice=None):
 def written(engine, rules, next_logits, n=900):
     """Return a text sampled under rules.
 
-    next_logits: function that takes the bytes of the text so far and returns 256 logits, one for each next byte.
+    next_logits: function of the bytes of the text so far. Returns 256 logits, one for each next byte.
     """
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
