@@ -61,7 +61,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # beginnings of answers that were checked, each with True if the inner constraint allows it
+        # for each checked beginning of an answer: True if the inner constraint allows this beginning
         self._known: dict[bytes, bool] = {}
         self.restart()
 

@@ -89,7 +89,7 @@ def archive_path(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Remove the archive of the session at `path`, if it has one. Leave a file that is not an archive."""
+    """Delete the archive of the session at `path`, if there is one. Files of another type are not deleted."""
     for place in archive_paths(path):
         _delete(place)
 
@@ -371,7 +371,7 @@ class _Contents:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of an archived token in all layers."""
+        """Size of an archived token in all layers, in bytes."""
         return sum(self.layer_bytes)
 
     def parts(self, offsets: Mapping[Part, int]) -> list[Part]:
@@ -386,7 +386,7 @@ class _Contents:
         return parts
 
     def read(self, part: Part) -> np.ndarray:
-        """Return the bytes u8[n] of a part."""
+        """Return the content of a part, u8[n]."""
         if isinstance(part, SavedCheckpoint):
             return next(each.data for each in self._checkpoints if each.part == part)
         assert self._archive
@@ -395,7 +395,7 @@ class _Contents:
         return self._archive.read(part.begin, part.end)
 
     def keep(self, written: list[Part]) -> None:
-        """Store the written parts in the archive and the checkpoints, so that they are not written again."""
+        """Note in the archive and the checkpoints which parts are written. They are not written again."""
         if self._archive:
             self._archive.segments = [part for part in written if isinstance(part, Segment)]
             self._archive.clusters = [part for part in written if isinstance(part, Clusters)]
@@ -452,7 +452,7 @@ def _listing(parts: list[Part], layer_bytes: list[int], file: _PartFile | None) 
 
 
 def size(session: Path) -> int:
-    """Bytes of a session's archive, including a FILE.archive.next that a killed process may have left."""
+    """Size of a session's archive in bytes, including a FILE.archive.next that a killed process left."""
     n = 0
     for place in archive_paths(session):
         with suppress(OSError):

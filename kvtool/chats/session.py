@@ -132,7 +132,7 @@ def archive_id(path: Path) -> bytes | None:
 
 
 def size(path: Path) -> int:
-    """Bytes of a session and its archive. Raises OSError."""
+    """Size of a session and its archive in bytes. Raises OSError."""
     return path.stat().st_size + archive_file.size(path)
 
 

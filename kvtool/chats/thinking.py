@@ -104,7 +104,7 @@ class Splitter:
         return splitter
 
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
-        """Yield (is_thought, text). Text that may begin a tag waits for the next piece."""
+        """Yield (is_thought, text). Text that may begin a tag is held back until the next piece."""
         text, self._held = self._held + piece, ""
         if self._is_thought is None:
             bare = text.lstrip()
@@ -135,7 +135,7 @@ class Splitter:
             yield False, text
 
     def end(self) -> Iterator[tuple[bool, str]]:
-        """Yield the text that waited, at the end of the reply."""
+        """Yield the text that `feed` has held back. Called at the end of the reply."""
         if self._held:
             yield bool(self._is_thought), self._held
             self._held = ""

@@ -105,12 +105,12 @@ class UndoStack:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the copies on disk, without archives that a session file also uses."""
+        """Size of the copies on disk in bytes, without archives that a session file also uses."""
         files = sum(os.fstat(copy.file.fileno()).st_size for copy in self.on_disk)
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes of each archive that no session uses.
+        """Size in bytes of each archive that no session uses.
 
         The keys are the inodes of the archives, because several copies may share an archive.
         """

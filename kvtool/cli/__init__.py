@@ -177,7 +177,7 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # do not draw panels: drawing panels around thirty options takes longer than the rest of --help
+    # no panels: for thirty options, they would take longer than the rest of --help
     rich_markup_mode=None,
     # all commands inherit these settings
     context_settings={"help_option_names": ["-h", "--help"]},

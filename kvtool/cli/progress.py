@@ -145,7 +145,7 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
         nonlocal status
         if not progress.is_slow or not sys.stderr.isatty():
             return
-        # imported here, because short work needs no line
+        # imported here, because only slow work shows a line
         from rich.text import Text
 
         line = Text(progress.line(done, n))

@@ -47,8 +47,8 @@ class Budget(NamedTuple):
         """Return the number of cells per row and the batch size, which is at most n_batch tokens.
 
         A budget in bytes limits the whole cache. The cache includes padding, the cells for a batch, and the
-        memory of sliding and recurrent layers. The cells are the most that fit, in steps of 256 cells.
-        Raises UsageError if the bytes are too few for the smallest cache.
+        memory of sliding and recurrent layers. As many cells are used as fit, in steps of 256 cells. Raises
+        UsageError if the budget is too small for the smallest cache.
         """
         if not self.in_bytes:
             return self.n, n_batch

@@ -46,7 +46,7 @@ class DraftLength:
         self._since = 0
 
     def choose(self, n_same: int, most: int) -> int:
-        """Return the number of draft tokens, at most `most`. n_same: support of the first draft token."""
+        """Choose the number of draft tokens of a step, 0..most. n_same: support of the first draft token."""
         costs = self._costs(most + 1)
         best, least = 0, costs[0] / _GAIN
         expected, all_true = 1.0, 1.0

@@ -91,7 +91,7 @@ class ModelDraft:
         if self._has_copy and n < len(self._ahead):
             n = 0
             if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
-                # no copy could be made, because memory was short: start over
+                # there is no copy to rewind to, because memory was short: read the newest tokens again
                 self._begin()
         else:
             self._engine.drop_drafts(len(self._ahead) - n)

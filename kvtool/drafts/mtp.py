@@ -24,12 +24,12 @@ _N_BATCH = 128
 
 
 class MtpDraft:
-    """Draft tokens for an engine from MTP layers, which read the engine's hidden states. A `Source`.
+    """Drafts tokens for an engine with MTP layers, which read the engine's hidden states. A `Source`.
 
-    A row has two parts: the hidden state of a token of the stream, and the token after it. Rows are kept for
-    the stream's first and newest tokens. Cell i of the MTP layers' cache is for row i. If tokens of the
-    stream are dropped, their rows and cells are also dropped. If there are too many rows, the rows in the
-    middle are dropped, and the newest rows are read again.
+    The MTP layers read rows. A row has the hidden state of a token of the stream, and the token after it.
+    Only the stream's first and newest tokens have rows. Row i is in cell i of the MTP layers' cache. If
+    tokens of the stream are dropped, their rows and cells are also dropped. If there are too many rows, the
+    rows in the middle are dropped, and the MTP layers read the newest rows again.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -37,7 +37,7 @@ take at most `_MOST_SAVED_BYTES`.
 """
 
 _NAMES = 2**14
-"""Maximum bytes of the names of the arrays in a copy of a whole cache."""
+"""Maximum size of the arrays' names in a copy of a whole cache, in bytes."""
 
 _N_ROOM, _MOST_OF_MEMORY = 8, 1 / 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
@@ -155,7 +155,7 @@ class Checkpoints:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all checkpoints."""
+        """Size of all checkpoints in bytes."""
         return sum(each.part.n_bytes for each in self._all)
 
     def share(self, n: int) -> None:

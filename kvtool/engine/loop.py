@@ -52,7 +52,8 @@ class Engine:
     Attributes
     ----------
     model, policy, settings
-        The arguments of the constructor. A policy that recalls has been adapted to the model.
+        The constructor's arguments. If the policy recalls, `policy` is a version for this model: see
+        `Policy.on`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
     n_ctx
@@ -76,13 +77,13 @@ class Engine:
     whole_reader, exact_reader
         Objects for two ways of reading a text: see `reads_whole` and `n_exact`.
     n_refused
-        Length of a text that a GPU had too little memory to read whole or exactly. Later texts of at least
-        this length are read in another way. None if there was no such text.
+        Length of a text for which whole or exact reading has failed, because a GPU had too little memory.
+        Later texts of at least this length are read in another way. None if there was no such text.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
         Size of the parts into which steps are divided, so that other threads do not wait long. None if steps
-        are decoded whole.
+        are not divided.
     after_decode
         Function that is called after each decode, or None. Its arguments are the number of tokens in the
         stream before the decode and the number of tokens that were decoded.
@@ -144,7 +145,7 @@ class Engine:
         """Decode tokens i32[n] in one step. The last n_output tokens give logits.
 
         Raises UsageError for too many tokens, or for a token that is not in the vocabulary. Raises StreamEnd
-        if original positions run out. Also raises the errors of `evict`.
+        if the context is full and positions are "original". Also raises the errors of `evict`.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.evict_if_due()
@@ -202,10 +203,10 @@ class Engine:
             self.context.decode(tokens, self.rows.next_rot, n_output)
 
     def evict_if_due(self, n: int = 1) -> None:
-        """Evict if fewer than n tokens can be decoded before the next plan. Raises the errors of `evict`.
+        """Evict if `n_until_plan` is less than n. Raises the errors of `evict`.
 
-        Before a step, n is 1, so that there is room for one token. After a step, n is 0: this evicts if the
-        step decoded more tokens than there was room for.
+        n: 1 before a step, so that the step has room for a token. 0 after a step: then this evicts only if
+        the step decoded more tokens than `n_until_plan` was before it.
         """
         if self.n_until_plan < n:
             self.evict()
@@ -242,7 +243,10 @@ class Engine:
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     def _prepare(self, n: int) -> None:
-        """Provide positions and cells for n tokens. Raises StreamEnd if original positions run out."""
+        """Make room for n tokens, in the context and in ragged rows.
+
+        Raises StreamEnd if the context is full and positions are "original".
+        """
         if self.rows.next_rot + n > self.n_ctx:
             if self.settings.positions == "original":
                 raise StreamEnd(
@@ -268,7 +272,7 @@ class Engine:
     ) -> int:
         """Decode a text i32[n] of any length; its last token gives logits.
 
-        The first text of a stream is read whole if the policy or the settings ask for it.
+        See `reads_whole` and `n_exact` for other ways of reading.
 
         stopped
             Called before each part of a step. Reading ends if it returns True.
@@ -277,8 +281,7 @@ class Engine:
             computed. The model and the cache types must be the same, and no token may be evicted before the
             end of the prompt.
 
-        Returns the number of tokens that were read. If the text is read whole, this is n or 0. Raises the
-        errors of `step`.
+        Returns the number of tokens that were read; with whole reading, n or 0. Raises the errors of `step`.
         """
         if self.reads_whole(len(tokens)):
             try:
@@ -342,12 +345,16 @@ class Engine:
                 yield part
 
     def reads_whole(self, n: int) -> bool:
-        """True if a text of n tokens would now be decoded whole and then compressed once.
+        """True if a text of n tokens would now be decoded without evictions, and then compressed once.
 
-        Only the first text of a stream can be read in this way, and only if it is longer than the budget. It
-        is read whole if the settings ask for it, if the policy has a reconstruction pass, or if the policy
-        asks for it and the text fits. With a policy that recalls, it is also read whole if it cannot be read
-        exactly to its end, a GPU has room, and the settings do not name a way of reading.
+        Only the first text of a stream can be read in this way, and only if it is longer than the budget. One
+        of these conditions must hold:
+
+        - The settings require it.
+        - The policy has a reconstruction pass.
+        - The policy requests it, and the text fits.
+        - The policy recalls, the settings name no way of reading, a GPU has room, and the text cannot be read
+          exactly to its end.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
@@ -614,17 +621,17 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K and V of all cells, live or not."""
+        """Size of K and V of all cells, live or not, in bytes."""
         return self.context.cache_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the policy's state and of the table of rows, in host memory."""
+        """Size in bytes of the policy's state and of the table of rows. Both are in host memory."""
         return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
 
     @property
     def signal_bytes(self) -> int:
-        """Bytes of the signals and of stored queries, without the host's copies."""
+        """Size of the signals and of stored queries in bytes, without the host's copies."""
         return self.context.signal_bytes(self.context.layer_cells)
 
     @property
@@ -634,7 +641,7 @@ class Engine:
 
     @property
     def archive_bytes(self) -> int:
-        """Bytes of the archive, in host memory or on disk."""
+        """Size of the archive in bytes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
 
 

@@ -100,9 +100,9 @@ class PolicyCache:
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Set the number of cells of each layer. `rows` and `state` get as many cells as the longest layer.
+        """Set the number of cells of each layer to n_cell i32[layer].
 
-        n_cell: i32[layer].
+        Also resize the arrays in `rows` and `state`, which have as many cells per row as the longest layer.
         """
         self.context.resize(n_cell)
         if self.context.n_cell == self.rows.pos.shape[1]:

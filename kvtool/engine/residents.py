@@ -76,9 +76,9 @@ class Residents:
 
     @property
     def refusal(self) -> str:
-        """Reason why no step has had residents although the user asked for them.
+        """Reason why no step has had residents although the user requested them.
 
-        "" if steps have had residents, if nothing has been archived yet, or if the user did not ask for them.
+        "" if steps have had residents, if nothing has been archived yet, or if the user did not request them.
         """
         archive = self._cache.context.archive
         if self.obstacle or not self.n_token or self._n_mean or not (archive and archive.n):

@@ -89,8 +89,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
-        # Use the number of live cells at the checkpoint, but at most the policy's maximum. The number is
-        # higher if the checkpoint was made while a prompt was read whole
+        # Use the number of live cells at the checkpoint, but at most the policy's maximum. The number may
+        # exceed this maximum if the checkpoint was made during the whole reading of a prompt
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None

@@ -85,18 +85,18 @@ class WholeReader:
         return pad(n)
 
     def n_bytes(self, n: int) -> int:
-        """Return the bytes of K and V while a prompt of n tokens is read."""
+        """Return the size of K and V in bytes while a prompt of n tokens is read."""
         context = self._cache.context
         cell_bytes = sum(map(context.cell_bytes, range(len(context.layer_cells))))
         return context.cache_bytes + (self.n_cells(n) - context.n_cell) * cell_bytes
 
     def signal_bytes(self, n: int) -> int:
-        """Return the bytes of signals and queries while a prompt of n tokens is read."""
+        """Return the size of signals and queries in bytes while a prompt of n tokens is read."""
         context = self._cache.context
         return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
 
     def fits(self, n: int) -> bool:
-        """True if n tokens can be read whole.
+        """True if whole reading is possible for n tokens.
 
         The model must allow enough cells for them. If they do not fit in the context, `in_segments` must be
         True. Does not check the setting `positions`, which may forbid segments.
@@ -105,11 +105,12 @@ class WholeReader:
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
 
     def gpu_has_room(self, n: int) -> bool:
-        """True if a prompt of n tokens should be read whole although the settings do not ask for it.
+        """True if whole reading of a prompt of n tokens is faster than streaming, and a GPU has room for it.
 
-        This is only for policies that recall, with all layers on this machine's GPUs. A GPU reads a prompt
-        ten times as fast whole as streamed, because a CPU searches the archive for each token of a streamed
-        prompt. The cells for a whole prompt may take at most half of the free memory.
+        Always False if the settings name a way of reading, if the policy does not recall, or if some layers
+        are not on this machine's GPUs. On a GPU, whole reading is ten times as fast as streaming, because a
+        CPU searches the archive for each token of a streamed prompt. The cells for a whole prompt may take at
+        most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
         if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
@@ -126,8 +127,8 @@ class WholeReader:
         are reused.
 
         Returns n, or 0 if stopped. After a stop or an error, the cache is empty, but `n_pinned` and `n_held`
-        are unchanged. Raises StreamEnd or UsageError if the prompt cannot be read whole. Also raises the
-        errors of `Engine.step`.
+        are unchanged. Raises StreamEnd or UsageError if whole reading is impossible. Also raises the errors
+        of `Engine.step`.
         """
         n, cache = len(tokens), self._cache
         segments = np.array_split(tokens, self.n_segments(n))
@@ -146,7 +147,7 @@ class WholeReader:
         return n
 
     def _check(self, n: int, n_segment: int) -> None:
-        """Raise StreamEnd or UsageError if a prompt of n tokens cannot be read whole."""
+        """Raise StreamEnd or UsageError if whole reading of a prompt of n tokens is impossible."""
         model, n_ctx = self._cache.context.model, self._cache.n_ctx
         twice = ", read twice," if self.reconstruction else ""
         if n_segment > 1 and not self.in_segments:

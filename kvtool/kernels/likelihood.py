@@ -32,9 +32,10 @@ def token_nll(logits, target, nll):
 
 @kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
 def log_probs(logits, tokens, top, log_p):
-    """Log-probabilities in nats of some tokens: logits f32[n, n_vocab], tokens i32[n, k] -> log_p f32[n, k].
+    """Compute the log-probabilities of k tokens per prediction, in nats.
 
-    Also writes top i32[n], the likeliest token of each prediction: the lowest among equally likely tokens.
+    logits: f32[n, n_vocab]. tokens: i32[n, k]. Writes log_p f32[n, k], and top i32[n]: the most likely token
+    of each prediction; if several tokens are equally likely, the lowest id.
     """
     n, k = tokens.shape
     for i in range(n):

@@ -16,10 +16,10 @@ N_BIT = 14
 """Number of bits of a hash."""
 
 _MOST_PLACES = 64
-"""Maximum number of places that are compared. The newest places are compared first."""
+"""Maximum number of earlier places that are compared with the end of the text, newest first."""
 
 _MOST_SAME = 64
-"""Maximum number of tokens that are compared at each place."""
+"""Maximum number of tokens before a place that are compared with the last tokens of the text."""
 
 
 @kernel("i8(i4[::1], i8)")

@@ -175,7 +175,7 @@ class Archive:
         check(lib.llama_kvtool_reside(self._owner.handle, n_mean, n_token))
 
     def resident_bytes(self, n_mean: int, n_token: int) -> int:
-        """Return the bytes of the cells that `reside` would add.
+        """Return the size in bytes of the cells that `reside` would add.
 
         Raises LibraryError if the model, its cache or the policy does not support residents.
         """
@@ -262,7 +262,7 @@ class Archive:
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Bytes of a token's keys and values in each layer."""
+        """Size of a token's keys and values in each layer, in bytes."""
         return [self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer)]
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -291,7 +291,7 @@ class Archive:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's cluster assignment; 0 if the archive has no clusters."""
+        """Size of a block's cluster assignment in bytes; 0 if the archive has no clusters."""
         n_bytes: int = lib.llama_kvtool_clusters(self._owner.handle, None)
         check(n_bytes)
         return n_bytes

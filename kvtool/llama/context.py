@@ -169,11 +169,11 @@ class Context(Decoder):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all K and V tensors, including sliding layers, and of recurrent states."""
+        """Size of all K and V tensors, including sliding layers, and of recurrent states, in bytes."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
-        """Return the bytes of signals and stored queries. n_cell: i32[layer], number of cells of each layer.
+        """Return the size of signals and stored queries in bytes. n_cell: i32[layer], cells of each layer.
 
         A signal is an array f32[row, cell]. RECENT has such an array for each of n_query queries. Copies that
         the host makes while it reads from a device are not counted.
@@ -350,7 +350,7 @@ class Context(Decoder):
         self.layer_cells = n_cell
 
     def cell_bytes(self, layer: int) -> int:
-        """Return the bytes of K and V of a layer's cell."""
+        """Return the size of the K and V of a layer's cell, in bytes."""
         n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
         check(n_bytes)
         return n_bytes

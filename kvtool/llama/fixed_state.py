@@ -28,7 +28,7 @@ class FixedState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of both arrays."""
+        """Size of both arrays in bytes."""
         (n_table,), (n_data,) = self.shapes
         return n_table * np.int32().nbytes + n_data
 

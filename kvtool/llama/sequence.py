@@ -106,7 +106,7 @@ class SequenceContext(Decoder):
     see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse
 
     def cell_bytes(self, layer: int) -> int:
-        """Return the bytes of K and V of a cell in all layers."""
+        """Return the size of a cell's K and V in all layers, in bytes."""
         return self._cell_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:

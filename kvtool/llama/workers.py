@@ -18,7 +18,7 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Bytes of memory that a spare claims to have. A spare is an additional handle of a worker's device.
+"""Size of memory that a spare claims to have, in bytes. A spare is an additional handle of a worker's device.
 
 If a spare claimed 0 bytes, llama.cpp would assume the size of the host's memory, and put layers on the spare.
 """
@@ -102,7 +102,7 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
 
 
 def _served() -> list[tuple[int, dict[str, object]]]:
-    """Return (ggml's index, device) of each device to serve."""
+    """Return (ggml's index, device) of each device that `server` serves."""
     local = list(enumerate(devices()))
     gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
     return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]

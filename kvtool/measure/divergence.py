@@ -112,7 +112,7 @@ class ReferenceReader(Scores):
 
 
 class ReferenceWriter(Scores):
-    """Write a reference to an open file, and score the same predictions against it."""
+    """Scores of the full cache, whose predictions are written to an open file as the reference."""
 
     def __init__(self, file: BinaryIO, n: int, n_vocab: int) -> None:
         super().__init__(n)

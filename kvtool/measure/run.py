@@ -108,7 +108,7 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of keys and values in all rows, if each row uses all cells of its budget.
+    """Size of keys and values in all rows, in bytes, if each row uses all cells of its budget.
 
     If rows keep different numbers of cells, only their live cells are counted. llama.cpp's padding is not
     counted.
@@ -118,7 +118,7 @@ def budget_bytes(engine: Engine) -> int:
 
 
 def fixed_bytes(engine: Engine) -> int:
-    """Bytes of the cache outside the rows: sliding windows and recurrent states."""
+    """Size of the cache outside the rows in bytes: sliding windows and recurrent states."""
     context = engine.context
     return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
 

@@ -132,7 +132,7 @@ class Layers:
 
     @property
     def recurrent_bytes(self) -> int:
-        """Bytes of all recurrent layers' states. They do not depend on the budget."""
+        """Size of all recurrent layers' states in bytes. It does not depend on the budget."""
         return sum(layer.recurrent_bytes for layer in self.all)
 
     @property
@@ -150,14 +150,14 @@ class Layers:
         return [name for name, is_present in features.items() if is_present]
 
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of one token in all rows: its keys, its values and its keys of an index.
+        """Return the size of a token in all rows, in bytes: keys, values, and keys of an index.
 
         Raises UsageError for a type that does not fit the model's heads.
         """
         return self._token_bytes(Kind.ROWS, type_k, type_v) + self._token_bytes(Kind.INDEX, type_k, type_v)
 
     def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of the sliding layers' cache. They do not depend on the budget.
+        """Return the size of the sliding layers' cache in bytes. It does not depend on the budget.
 
         n_batch: maximum tokens of a batch. Raises UsageError for a type that does not fit the heads.
         """
@@ -165,7 +165,7 @@ class Layers:
         return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of the caches of sliding and recurrent layers.
+        """Return the size of the caches of sliding and recurrent layers, in bytes.
 
         Raises UsageError: see `cell_bytes`.
         """
@@ -207,7 +207,7 @@ class Layers:
         return 0, 1
 
     def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of the smallest cache: PAD cells and batches of one token. Raises UsageError."""
+        """Return the size in bytes of a cache with PAD cells and batches of one token. Raises UsageError."""
         return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:

@@ -63,7 +63,7 @@ def downloads() -> list[Stored]:
 
 
 def total(stored: Iterable[Stored]) -> int:
-    """Return the bytes of all files. A file that several models share is counted once."""
+    """Return the size of all files in bytes. A file that several models share is counted once."""
     return Stored("", tuple({path.resolve() for model in stored for path in model.files}), True).size
 
 

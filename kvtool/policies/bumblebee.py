@@ -11,7 +11,7 @@ equals. g is computed over the tokens that are live before the eviction. Kept to
 themselves, and the evicted token is now represented by its nearest neighbour. f therefore decreases by
 (1 - s) / (number of tokens), where s is the similarity of the evicted token to this neighbour.
 
-A prompt that was decoded whole is summarized offline (Algorithm 1). The token that raises g most is added,
+With --prefill whole, the prompt is summarized offline (Algorithm 1). The token that raises g most is added,
 the newest among equals, until the summary is full. The search is lazy or stochastic greedy (Mirzasoleiman et
 al. 2015).
 
@@ -57,7 +57,7 @@ class BumbleBee(Policy):
     phi
         Concave function of the attention: "log", which is log(1 + x), or "power", the paper's power form.
     greedy
-        Greedy algorithm for a prompt that was decoded whole: "lazy" or "stochastic".
+        Greedy algorithm that summarizes a prompt with --prefill whole: "lazy" or "stochastic".
     seed
         Seed of the stochastic greedy algorithm.
     similarity

@@ -44,7 +44,7 @@ class CORM(Policy):
     history
         Number of newest queries that can make a token important.
     t
-        Meaning of t: "stream" for the tokens of the stream, or "cells" for live cells.
+        Count in the threshold 1 / t: "stream" counts tokens of the stream, "cells" counts live cells.
     """
 
     budget: int

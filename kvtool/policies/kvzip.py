@@ -1,7 +1,7 @@
 """KVzip: keep the tokens needed to repeat the prompt (Kim et al. 2025, arXiv:2505.23416).
 
-A prompt that is longer than the budget is decoded whole. Then a reconstruction pass follows: the model gets a
-request to repeat the prompt, and after it the prompt again as the model's answer, in chunks of `chunk`
+A prompt longer than the budget is decoded without evictions. Then a reconstruction pass follows: the model
+gets a request to repeat the prompt, and after it the prompt again as the model's answer, in chunks of `chunk`
 tokens. A token's score is the highest attention that it gets from any query of the repeated chunk and any
 head of the group. The prompt is compressed once, by these scores. The scores do not depend on later questions
 about the prompt.

@@ -1,9 +1,9 @@
 """Scissorhands: keep the newest and the recently important tokens (Liu et al. 2023, arXiv:2305.17118).
 
 Algorithm 2. A query gives a low score to each token whose attention A is less than an even share: A < 1 / t,
-where t is the number of tokens that the query has seen. The tokens with the most low scores from the last
-`history` queries are evicted, the oldest first among equals. The paper's r recent tokens are our window, and
-its w queries are our history.
+where t is the number of tokens that the query has seen. An eviction counts the low scores that each token got
+from the last `history` queries. It evicts the tokens with the highest counts; among equal counts, the oldest
+first. The paper's r recent tokens are our window, and its w queries are our history.
 
 Differs from the paper: each KV head makes one decision, but each query head of its group gives separate
 scores; the paper has no grouped queries. Every layer has the same budget. The paper drops half of the cache

@@ -27,7 +27,8 @@ class TOVA(Ranked):
     Attributes
     ----------
     per
-        Unit whose attention decides: "layer" or "row".
+        "layer": the rows of a layer add their attention and keep the same tokens. "row": each row decides
+        alone.
     heads
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
         by need; needs per=row.

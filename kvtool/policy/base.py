@@ -57,8 +57,8 @@ class Policy:
     paper
         Source of the policy, such as an arXiv id.
     prefill
-        How to read a prompt: "stream" (in batches, with a plan after each batch) or "whole" (decoded whole,
-        then compressed once).
+        How to read a prompt: "stream" (in batches, with a plan after each batch) or "whole"
+        (decoded without evictions, then compressed once).
     sums
         Fields of `View` whose sums over all plans are the state. The default `start` and `observe` use them.
     merges
@@ -149,8 +149,8 @@ class Policy:
     def n_asked(self) -> int:
         """Budget that the user requested.
 
-        A prompt that is read whole is compressed if it has more tokens than this budget. The user may request
-        the average budget of the rows, or the number of cells that an eviction leaves. Both are less than
+        Whole reading compresses a prompt that has more tokens than this budget. The user may request the
+        average budget of the rows, or the number of cells that an eviction leaves. Both are less than
         `budget`, which is the maximum number of cells.
         """
         return self.budget
@@ -171,7 +171,8 @@ class Policy:
     def on(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
-        has_values: False if values are part of the keys (MLA). Recall then cannot use synthetic cells.
+        has_values: False if values are part of the keys (MLA). Without separate values, the policy `recall`
+        has no synthetic cells.
         """
         return self
 
@@ -270,7 +271,7 @@ class Policy:
             array[row, cell] = array[row, source[row, cell]]
 
     def compress(self, view: View) -> Plan:
-        """Return the plan for a prompt that was decoded whole. The signals cover the whole prompt."""
+        """Return the plan for a prompt, all tokens of which are live. The signals cover the whole prompt."""
         n_row, n_kv = view.pos.shape
         state = self.start(n_row, n_kv, 0 if view.keys is None else view.keys.shape[2])
         self.observe(view, state)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Default of `floor`: minimum cells of a row that shares its budget, as a fraction of an equal share."""
+"""Default of `floor`. A row that shares its budget keeps at least this fraction of an equal share."""
 
 _F32 = np.dtype(np.float32)
 

@@ -145,7 +145,7 @@ class Recalls:
 
 @dataclass(frozen=True, slots=True)
 class ReconstructionPass:
-    """Reconstruction pass: a prompt that was read whole is read again in chunks before it is compressed.
+    """Reconstruction pass: after whole reading, a prompt is read again in chunks before it is compressed.
 
     The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
     reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass. A

@@ -270,7 +270,7 @@ class Rendering:
         Return "" if the beginning is not known.
         """
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
-        # some templates write the tools after the first message: then only the system prompt is common
+        # if a template writes the tools after the first message, the chats share only the system prompt
         for listed in (shown_tools, None) if shown_tools else (None,):
             if system or listed:
                 prefix = system_prefix(self._bare, system, listed)

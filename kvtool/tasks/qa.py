@@ -125,7 +125,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
-            # if the answer is a year, the file has a number
+            # in the file, an answer may be a number instead of a string, such as a year
             answers = _answers(str(question["answer"]))
             yield Item("", prompt, answers, about={"category": question.get("category")})
 

@@ -15,7 +15,7 @@ from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.markdown import ReplyStream
 
 _EVERY_S = 1 / 12
-"""Minimum time between two drawings of the thought, in seconds."""
+"""Minimum time between two updates of the thought on the screen, in seconds."""
 
 _MOST_LINES = 8
 """While the model thinks, at most this many of the newest lines of its thought are shown."""

@@ -187,7 +187,7 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that no method has removed yet."""
+        """Names of the fields that have not been removed yet."""
         return list(self._left)
 
     def pop(self, name: str) -> Any:
@@ -259,7 +259,10 @@ class Fields:
             self._refuse(name, NOTHING, "remove it")
 
     def check_rest(self) -> None:
-        """Remove the known fields of other servers. Raises ApiError if a value is not supported."""
+        """Remove the fields in NEUTRAL and HARMLESS, which belong to other servers.
+
+        Raises ApiError if a field in NEUTRAL is turned on.
+        """
         for name, (neutral, hint) in NEUTRAL.items():
             self._refuse(name, neutral, hint)
         for name in HARMLESS:

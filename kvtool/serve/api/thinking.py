@@ -136,7 +136,7 @@ def _level(value: Any, name: str) -> str | None:
 def template_for(
     template: Template, efforts: Efforts, options: ThinkingOptions
 ) -> tuple[Template, list[str]]:
-    """Return the template with the variables for these options, and remarks on options without effect.
+    """Return the template with the variables for these options, and remarks on options that have no effect.
 
     Raises ApiError if the template does not support an effort that is needed, or if the template cannot
     render chats with these variables.

@@ -1,4 +1,4 @@
-"""Numbers of answers, tokens and seconds since the start, in Prometheus's format."""
+"""Metrics of the server in Prometheus's format: counters since the server's start, and gauges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the start: numbers of requests, and tokens and seconds of reading and of writing."""
+    """Counters since the server's start: requests, tokens, and seconds of reading and of writing."""
 
     answered: int = 0
     refused: int = 0

@@ -30,9 +30,10 @@ def serve(
     listening: socket.socket,
     ready: Callable[[SlotPool], None],
 ) -> int:
-    """Serve until a signal stops the server. Return the signal. An engine may still be running a step.
+    """Serve until a signal stops the server, and return the signal.
 
-    Raises KvtoolError if the engine cannot be opened.
+    The engine's thread may not have ended yet: it may still be decoding. Raises KvtoolError if the engine
+    cannot be opened.
 
     Parameters
     ----------

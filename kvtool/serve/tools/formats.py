@@ -144,7 +144,10 @@ HERMES = Format(
     *('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
 )
-"""Hermes, Qwen, Granite 4, Falcon H1. A call is a JSON object between tags. Each parser accepts it."""
+"""Format of Hermes, Qwen, Granite 4 and Falcon H1: each call is a JSON object between tags.
+
+`Parser` accepts such calls from every model, in addition to the model's own format.
+"""
 
 XML = Format(
     "xml",

@@ -92,7 +92,7 @@ def _with_calls_in_content(message: dict[str, Any], format: Format) -> dict[str,
 
 
 def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the results of a reply's calls by one message of the user."""
+    """Merge the results of each reply's tool calls into one user message."""
     converted: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: bool(message["role"] == "tool")):
         if is_result:
