@@ -20,8 +20,8 @@
 
 namespace kvtool {
 
-// A run of tokens whose keys are rotated to their positions minus `base`. In a long stream, positions start over when
-// they reach the end of the context. Each time this happens, another run begins.
+// A run of tokens whose keys are rotated to their positions minus `base`. In a long stream, the gaps between positions
+// are closed whenever the end of the context is reached. Each time, another run begins.
 struct frame {
     int64_t first; // position of the run's first token
     int64_t base;
@@ -253,8 +253,8 @@ public:
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
 
-    // Bytes of the archive and of one slab, including their clusters. The clusters lie in host memory even if the slabs
-    // lie in a file
+    // Size of the archive and of one slab in bytes, including their clusters. The clusters lie in host memory even if
+    // the slabs lie in a file
     int64_t bytes()      const;
     int64_t slab_bytes() const;
 

@@ -70,8 +70,8 @@ struct means {
     int64_t   n_embd_v;
     int       n_map_v;
     ggml_type type_v;
-    size_t    size_k; // Bytes of a side, which has 16 mean keys.
-    size_t    size_v; // Bytes of a mean value.
+    size_t    size_k; // Size of a side in bytes. A side has 16 mean keys.
+    size_t    size_v; // Size of a mean value in bytes.
 };
 
 // Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places in the

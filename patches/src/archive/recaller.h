@@ -48,8 +48,8 @@ public:
     // Calls f(i, contents) for each layer i, with the contents of these n cells. Returns false if a device failed
     using gatherer = std::function<bool (const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f)>;
 
-    // Archive these cells of all rows; the cache stays unchanged. If there is no memory, throws no_room and changes
-    // nothing. staging: stores the cells later if it can; may be null
+    // Copy these cells of all rows to the archive. If memory is short, throws no_room, and the archive is unchanged.
+    // staging: copies the cells later if it can; may be null
     void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
 
     // see llama_kvtool_rewind; no graph that uses these layers may be running

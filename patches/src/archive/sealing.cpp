@@ -202,8 +202,8 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // Rows are clustered one after the other. Blocks that have the same kind of clusters in the first and the last row
-    // therefore have this kind in all rows
+    // Rows are clustered in order. If a block has the same kind of clusters in the first row and in the last row, all
+    // rows between them also have this kind
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 

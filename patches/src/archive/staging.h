@@ -44,7 +44,7 @@ public:
 
     int64_t n_token() const { return n_room; }
 
-    // Bytes of the buffers on devices.
+    // Size of the buffers on devices, in bytes.
     int64_t bytes() const;
 
     // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
@@ -94,7 +94,7 @@ private:
 
         ggml_backend_buffer_ptr buffers[2];
         ggml_context_ptr        ctx;
-        ggml_tensor           * bytes[2]; // For each buffer: all of it, as a tensor of bytes.
+        ggml_tensor           * bytes[2]; // The complete buffers, as tensors of bytes.
         std::vector<queue>      queues;   // One queue per copying thread.
     };
 
@@ -137,7 +137,7 @@ private:
     std::vector<mark> marks;
     int64_t           n_live    = 0;
     size_t            n_reached = 0;
-    std::string       failed; // reason why a copy of a step failed. The decode does not notice it; `settle` throws it.
+    std::string       failed; // Why copies of a step failed. ggml reports success, so `settle` throws this reason.
 
     // cells that were pushed last
     std::vector<int32_t> cells;

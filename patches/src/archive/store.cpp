@@ -99,7 +99,7 @@ static int grow(int fd, off_t n_old, off_t n) {
 // only a limited number of maps (65,530 on Linux)
 static constexpr int64_t n_region_of_file = 64;
 
-// Bytes of memory that are mapped by one call of mmap. Pages without a slab are never touched, so they take no memory
+// Number of bytes that a call of mmap maps. Pages without a slab are never touched, so they take no memory
 static constexpr size_t region_bytes = 64u << 20;
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}

@@ -85,11 +85,11 @@ struct part {
     size_t align() const;
 };
 
-// put all these layers into one part, whose graph a ggml scheduler computes
+// return one part with all these layers; a ggml scheduler computes its graph
 part all_of(const std::vector<layer> & layers);
 
-// Put the layers of each device into one part, whose graph a ggml scheduler computes. A list is then sent to each
-// device only once
+// Group the layers by device: one part per device. A ggml scheduler computes the graph of each part. Each list of an
+// edit is sent to a device only once, because one graph reads it
 std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {

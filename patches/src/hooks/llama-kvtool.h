@@ -291,12 +291,12 @@ LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t lay
 // because their keys do not contain their positions
 LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
-// Copy the fixed state, which is the memory of layers without rows: all cells of the sliding layers, then all recurrent
-// states. `table` has as many numbers as llama_kvtool_n_fixed_state returns:
-// - if there are sliding layers: the index of the cell for their next token, then the positions in all their cells (-1
-//   in an empty cell)
-// - if there are recurrent layers: the position of the newest token (-1 before the first token), as the last number
-// `get` and `set` return the number of bytes. If its buffers are null, `get` does nothing else.
+// Copy the fixed state: the memory of layers without rows. `out` and `in` have all cells of the sliding layers, then
+// all recurrent states. `table` has llama_kvtool_n_fixed_state numbers:
+// - if there are sliding layers: first the index of the cell for their next token, then the position of the token in
+//   each of their cells (-1 if the cell is empty)
+// - if there are recurrent layers: last the position of the newest token (-1 before the first token)
+// `get` and `set` return the number of bytes in `out` or `in`. If `table` and `out` are null, `get` copies nothing.
 LLAMA_API int32_t llama_kvtool_n_fixed_state  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_fixed_state(struct llama_context * ctx, int32_t * table, uint8_t * out);
 LLAMA_API int64_t llama_kvtool_set_fixed_state(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
@@ -345,22 +345,22 @@ LLAMA_API int32_t llama_kvtool_archive(
 LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 
 // Make later steps attend to all archived tokens (at most n_token tokens) on the device of each layer. The tokens are
-// copied to the devices layer by layer through two buffers. n_token 0 ends this. Returns the bytes of the buffers on
-// devices. A step fails if the archived keys have different bases, or if any of them is beyond n_near. Not available
-// with signals, with log_n, or if values are a part of the keys (MLA).
+// copied to the devices layer by layer through two buffers. n_token 0 ends this. Returns the size of the buffers on
+// devices, in bytes. A step fails if the archived keys have different bases, or if any of them is beyond n_near. Not
+// available with signals, with log_n, or if values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has three kinds
 // of residents: the mean of each cluster (at most n_mean), the tokens without a cluster, and up to n_token tokens of
 // the clusters that the last queries attended to most. Residents lie in additional cells at the end of each row, so a
 // step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again. n_token 0
-// ends this. Returns the bytes on devices.
+// ends this. Returns the size of the additional cells and buffers on devices, in bytes.
 // Not available without flash attention or without synthetic cells, with signals, with log_n, with an index, if
 // values are a part of the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq
 // must be above n_draft.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
-// return the bytes of the cells that llama_kvtool_reside would add; fails if residents are not available
+// return the size in bytes of the cells that llama_kvtool_reside would add; fails if residents are not available
 LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much attention the last step
@@ -401,7 +401,7 @@ LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, con
 
 // Report which blocks have clusters in all rows. A block has the tokens of one slab (see llama_kvtool_archive_slab).
 // The tokens span[0] .. span[1] - 1 have clusters for tokens beyond n_near, and span[2] .. span[3] - 1 have clusters
-// for tokens within n_near. Returns the bytes of one block's clusters; 0 if the archive has no clusters.
+// for tokens within n_near. Returns the size of one block's clusters in bytes; 0 if there are no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
 // Copy the cluster numbers of the tokens from position begin to end - 1. is_far: true if these blocks have clusters for
@@ -418,7 +418,7 @@ LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const ui
 LLAMA_API int32_t llama_kvtool_seal(struct llama_context * ctx, int64_t n_max);
 
 // The archive allocates memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream
-// in all layers. When all tokens of a slab are deleted, its memory is used again. Returns the bytes of a slab.
+// in all layers. When all tokens of a slab are deleted, its memory is used again. Returns the size of a slab in bytes.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
 
 // Make every later step record, for each row, the n archived tokens that the row attends to most. If there are no
