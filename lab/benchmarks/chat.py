@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
-    """Measure one policy. Return the scored turns, and the facts that were asked for."""
+    """Measure one policy. Return the scores of the turns, and of the answers about the facts."""
     text, _, budget = name.partition("@")
     kind, options = split_policy(text)
     # 8 * N_WORDS tokens are enough for the turn that passes the last --at, and for a question

@@ -2,7 +2,7 @@
 
     python -m lab.benchmarks.facts BOOK --tokens 131072 --policy recall --budget 512
 
-Ten facts are put into one stream, at equal distances. They are about different things, so that a small model
+Ten facts are put into one stream, at equal intervals. They are about different things, so that a small model
 can tell them apart. At the end, a question asks for each fact, beginning with the oldest. Questions and
 answers stay in the stream.
 """

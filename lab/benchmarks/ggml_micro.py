@@ -43,7 +43,7 @@ from lab.benchmarks.ggml_lib import F16, F32, I32, I64, TYPES, Ggml, Work, media
 from lab.benchmarks.ggml_steps import streamed, writing
 
 PIECE_BYTES = 69_632
-"""Bytes of the keys (or the values) of 512 tokens of one KV head in q8_0."""
+"""Size in bytes of the keys (or the values) of 512 tokens of one KV head in q8_0."""
 
 
 def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:

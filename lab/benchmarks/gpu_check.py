@@ -147,7 +147,7 @@ class Check:
         self._writers: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> None:
-        """Run the parts that are asked for, then print the table."""
+        """Run the parts in --only, or all parts. Then print the table."""
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
         for name in dict.fromkeys(part.model for part in parts if part.model):
@@ -427,7 +427,7 @@ def tests_of(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a text with all rows, part by part."""
+    """Format the results as lines of text, part by part."""
     for part in dict.fromkeys(row["part"] for row in rows):
         of_part = [row for row in rows if row["part"] == part and not row.get("why")]
         yield f"\n== {part}"

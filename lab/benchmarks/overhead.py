@@ -120,7 +120,7 @@ class Kvtool:
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
-        """Step through two evictions, until the next is due. After that, evictions have equal distances."""
+        """Decode until the third eviction is due. From then on, evictions come at a fixed interval."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted

@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values in f16."""
+        """Size of keys and values in f16, in bytes."""
         return 2 * 2 * self.rows * self.cells * self.dim
 
 

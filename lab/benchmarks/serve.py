@@ -102,7 +102,7 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
 
 
 def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namespace) -> bool:
-    """Return True if `kvtool chat` writes exactly the same replies."""
+    """Return True if `kvtool chat` gives the same replies as `kvtool serve` gave."""
     options = args.command[args.command.index("serve") + 1 :]
     if "--port" in options:
         at = options.index("--port")

@@ -161,7 +161,7 @@ def worker(threads: int) -> Iterator[str]:
 
 
 def measure(meter: Meter, name: str, steps: Iterator[None]) -> dict:
-    """Decode single tokens. Return the bytes per token, by kind."""
+    """Decode single tokens. Return the number of bytes per token, by kind."""
     before = meter.read()
     n = sum(1 for _ in steps)
     after = meter.read()

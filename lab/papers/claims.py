@@ -27,7 +27,7 @@ MARGIN = 0.01
 _LEVEL = 0.05
 
 _CELL_BYTES = {"": 30 * 3 * 64 * 2 * 2, tables.LARGE: 28 * 2 * 128 * 2 * 2}
-"""Bytes of a token's keys and values, by model: layers x KV heads x head size x 2 (key, value) x 2 bytes."""
+"""Size of a token's K and V in bytes, by model: layers x KV heads x head size x 2 (key, value) x 2 bytes."""
 
 
 Key = tuple[str, str, str, str]

@@ -55,7 +55,7 @@ class Ask:
 
 
 class ByText:
-    """A run with one command for each text."""
+    """Base of a run that has one command for each text."""
 
     __slots__ = ()
 

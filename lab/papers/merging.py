@@ -5,11 +5,10 @@
 Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. A variant
 decides what happens to the value of an evicted token. Only tokens from number `--budget` on are scored. The
 table has four numbers for each variant: the mean nll, the mean difference from `evict` (its standard error
-comes from blocks of 64 tokens), the share of tokens whose nll is lower than with `evict`, and the own share.
-The own share says how much of a cached token's value is still its original value: it is the weight of the
-original value in the merged value at the end of the text, as the median over the tokens between sinks and
-window. A variant that already has a result in the folder of --nll is not
-measured again.
+comes from blocks of 64 tokens), the share of tokens whose nll is lower than with `evict`, and a median weight
+(column "own share"). The cached value of a token is a weighted sum of its original value and the values of
+victims. The median is over the weights that the original values have at the end of the text, in the tokens
+between sinks and window. A variant that already has a result in the folder of --nll is not measured again.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Variant(WeightedKV):
         """Return the state, three arrays f32[row, cell].
 
         The arrays have, for each token, the sum of its attention, the weight of the victims that were merged
-        into it, and 1 minus its own share.
+        into it, and 1 minus the weight of its original value in the cached value.
         """
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
@@ -224,10 +223,7 @@ def paired(difference: np.ndarray) -> str:
 
 
 def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray, float]:
-    """Return the nll f64[n - 1], and the median own share at the end.
-
-    The median is over the tokens between sinks and window.
-    """
+    """Return the nll f64[n - 1], and the number in the column "own share"."""
     path = None
     if args.nll:
         args.nll.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ class RulerRun:
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         """Yield a line for each task, protocol, policy and budget.
 
-        A result that does not depend on the protocol gives a line for each protocol.
+        If a result does not depend on the protocol, it is repeated in a line for each protocol.
         """
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in stored:

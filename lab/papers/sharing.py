@@ -3,7 +3,7 @@
 The score with a shared budget is compared with the score with equal budgets. Every row of a layer takes as
 many bytes as the longest row, so rows that share a budget take more bytes for the same number of cells. For
 a comparison at equal bytes, the score with equal budgets is therefore interpolated, item by item, between
-the measured shares and the full cache. The units of the tests are tasks. A task's number is the mean over all
+the measured shares and the full cache. The statistical tests use one number per task: the mean gain over all
 shares, and over the policies that were measured with and without sharing.
 """
 

@@ -180,9 +180,9 @@ class _ShownTable:
             yield f"| {name} | {' | '.join(cells)} |"
 
     def next_to(self, other: _ShownTable) -> _ShownTable | None:
-        """Return a table with the columns of both tables.
+        """Return one table with the columns of this table and of another table.
 
-        None if one of them has a title and several columns, or if they have different heads.
+        Returns None if one of the tables has a title and several columns, or if their heads differ.
         """
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None

@@ -308,7 +308,7 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
         patch.setattr(tempfile, "TemporaryFile", None)
         reset()
     assert (everything(talk), talk.messages) == (before, messages)
-    # If saving fails, the session file lacks the last turn, so it cannot serve as the copy.
+    # If saving fails, the session file lacks the last turn. Then `undo` needs a temporary file for the copy.
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
     before, messages = everything(talk), list(talk.messages)
@@ -761,7 +761,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
-    # A closed terminal stops the reply. Then the chat raises SIGHUP again, which these handlers ignore.
+    # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore it
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64), tmp_path / "chat.kvs"
     talk.undoable = True

@@ -86,7 +86,7 @@ def test_it_finds_what_the_definition_finds(monkeypatch):
 def test_no_usual_text_counts_as_a_loop(smollm2):
     paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
     paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
-    # a long file is cut to the length of a long reply
+    # of each file, use only a beginning that is as long as a long reply
     texts = [path.read_text(encoding="utf-8", errors="replace")[:60_000] for path in paths]
     texts += [
         "\n".join(f"{a} x {b} = {a * b}" for a in range(1, 13) for b in range(1, 13)),

@@ -111,7 +111,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         ("/exit now", "/exit takes no argument"),
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):
-        # a typed line that is longer than the terminal is wrapped, so the message is in the last line
+        # the terminal wraps the long line of `/system`, so take only the last line as the message
         message = chat.say(line).split("\n")[-1]
         assert words in message, line
     assert chat.say("/undo") == "there is nothing to undo"

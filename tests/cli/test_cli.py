@@ -476,7 +476,7 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # there is no notice of a limit that the user asked for
+    # if the user has set the limit, no notice is printed
     assert kvtool("generate", "Hello!", *options, "-n", 8).stderr == ""
 
 

@@ -258,7 +258,7 @@ def test_what_is_suggested_exists():
     ("words", "said"),
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
-        # ggml ends the process if it is asked for more threads
+        # with more threads, ggml would end the process
         (["-t", "513"], "--threads must be in 1..512, got 513"),
         (["--resident", "4294967360"], "--resident must be in 0..1048576, got 4294967360"),
         (["--temp", "-1"], "--temp must be in 0.."),

@@ -140,7 +140,7 @@ def test_a_thought_is_folded_to_a_line(hide):
     view = ReplyView(screen.console, Splitter(THINK), hide=hide)
     with view:
         for i in range(60):
-            # force a drawing; usually the view waits between two drawings
+            # make the view update the screen now; usually it waits between two updates
             view._drawn = 0.0
             write(view, f"{'<think>' * (i == 0)}thought {i}\n", seed=i)
         seen = "\n".join(screen.lines())

@@ -32,7 +32,7 @@ def opened(path, name, n_batch=16, **settings):
     return open_engine(path, fit(name), archive_type="f32", n_batch=n_batch, **settings)
 
 
-# with a context of 150 tokens, positions start over before each checkpoint
+# with a context of 150 tokens, gaps between positions are closed before each checkpoint
 @pytest.mark.parametrize("arch", KINDS)
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
 def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
@@ -73,8 +73,8 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
             n_kept = engine.rewind(n)
-            # with a short context, positions may start over between token n and the next checkpoint. A rewind
-            # cannot undo this. The stream then goes back to an earlier checkpoint
+            # With a short context, gaps between positions may be closed between token n and the next
+            # checkpoint. A rewind cannot undo this. The stream then goes back to an earlier checkpoint
             assert n_kept == n or (n_ctx < N_CTX and n - SPACING - 16 < n_kept < n)
             fresh.reset()
             fresh.read(tokens[:n_kept])

@@ -50,7 +50,7 @@ def test_a_short_rest_is_not_left_alone():
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
-    """Some steps reach the end of the context. Parts must not change where positions start over."""
+    """Some steps reach the end of the context. Dividing a step must not change where gaps are closed."""
     n_asked, tokens, runs = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)

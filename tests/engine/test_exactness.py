@@ -43,7 +43,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        # positions start over between steps, so steps must be as long as the engine's steps
+        # gaps are closed only between steps, so steps must be as long as the engine's steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
@@ -64,7 +64,7 @@ def score_errors(
     """Return f64[n - 1]: the absolute error of each token's NLL. Assert that the engine evicts.
 
     model: the reference's model, if it is loaded already.
-    restarts: True if positions must start over, False if they must not, None to accept both.
+    restarts: True if gaps between positions must be closed, False if they must not, None to accept both.
     """
     given = {} if n_block is None else {"n_block": n_block}
     want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
@@ -94,14 +94,14 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
 def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, name):
-    # tokens are evicted at 48, 64, ... 128 tokens; positions start over at 142 tokens, the trained length
+    # tokens are evicted at 48, 64, ... 128 tokens; position gaps are closed at 142 tokens, the trained length
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
     keep, observe = twin(name, params, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
     with open_engine(path, policy, positions="auto") as engine:
-        # with steps of one token, positions start over between two evictions
+        # with steps of one token, gaps between positions are closed between two evictions
         for at in range(len(tokens)):
             if stream.n >= policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
@@ -111,8 +111,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# positions=auto is left out: BUZZ's options change the lengths of steps, which decide where positions start
-# over
+# positions=auto is left out: BUZZ's options change the lengths of steps, which decide where gaps are closed
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -237,8 +236,8 @@ def test_recall_scores_like_the_definition(
 def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
-    # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
-    # Positions start over inside some blocks
+    # Distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
+    # Gaps between positions are closed inside some blocks
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)

@@ -51,7 +51,7 @@ def model(path):
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
-    # at the trained length, 130, positions start over, and the stored keys are rotated
+    # at the trained length, 130, gaps are closed, and the stored keys are rotated
     tokens = text(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
@@ -118,7 +118,7 @@ def test_quantized_keys_turn_as_well(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
     off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
-    # rotating the keys when positions start over, at 130, adds little to the error of q8_0
+    # the rotation that closes gaps, at 130, adds little to the error of q8_0
     assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
 
 

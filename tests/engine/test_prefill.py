@@ -1,4 +1,4 @@
-"""A prompt that is decoded whole is compressed once, and then the large cache is freed."""
+"""Whole reading: a prompt is compressed once, after all its tokens are decoded. Then its cache is freed."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # corm sets no number of tokens per row to which a prompt could be compressed
+        # CORM's rows keep as many tokens as they need, so it has no size for a compressed prompt
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

@@ -1,4 +1,7 @@
-"""A prompt that is read whole and then archived in one go (`--policy recall --prefill whole`)."""
+"""Whole reading with recall: a prompt's tokens are archived in one go after all of them were decoded.
+
+The options are `--policy recall --prefill whole`.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +148,7 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         # cells are allocated 256 at a time, so these tokens need a larger cache, for which the GPU has no
         # room
         assert not engine.reads_whole(300 + 256)
-        # a text within the budget needs no archive, so it is not read whole
+        # whole reading is only for texts longer than the budget
         assert not engine.reads_whole(48)
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
         assert engine.read(text(300)) == 300

@@ -110,8 +110,8 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 @pytest.mark.usefixtures("always_repeated")
 def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
-    # half of the context is 63 tokens. Older tokens keep this distance, so each step rotates their keys
-    # again. About every 70 tokens, positions start over, and all keys are rotated
+    # Half of the context is 63 tokens. Older tokens keep this distance, so each step rotates their keys
+    # again. About every 70 tokens, gaps between positions are closed, and all keys are rotated
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
     host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)

@@ -68,8 +68,8 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert state(engine) == state(fresh)
 
 
-# {trained context: (numbers of later tokens, lengths to rewind to)}. With a context of 256, positions start
-# over.
+# {trained context: (numbers of later tokens, lengths to rewind to)}. With a context of 256, gaps between
+# positions are closed.
 STREAMS = {
     1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
     256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),

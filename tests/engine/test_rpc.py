@@ -72,7 +72,7 @@ N_GPU_LAYERS = (99, 2)
 
 
 def model_of(tiny_model, arch="llama"):
-    # gemma3's trained context is shorter than the text of N_TOKENS, so that positions start over
+    # gemma3's trained context is shorter than the text of N_TOKENS, so that gaps are closed
     return tiny_model(arch="gemma3", window=16, n_ctx_train=100) if arch == "gemma3" else tiny_model()
 
 

@@ -30,7 +30,7 @@ def in_memory(engine):
 
 
 def clusters(engine):
-    """Return the clusters of each block: a dict of bytes with the keys (begin, is_far)."""
+    """Return {(begin, is_far): the stored clusters, as bytes} for all blocks."""
     archive = engine.context.archive
     n = archive.n_token
     return {

@@ -58,7 +58,7 @@ def test_nothing_evicted_scores_like_the_definition(gemma3):
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["streamingllm", "h2o", "tova"])
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
-    # at position 130, positions start over, and keys of the sliding layers are rotated too
+    # at position 130, gaps are closed, which also rotates the keys of the sliding layers
     path = gemma3(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 400)
     how = {"positions": positions, "restarts": positions != "original"}
@@ -98,8 +98,8 @@ def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
-    # stored keys are rounded to type_k. When positions start over (after 130 tokens), keys are rotated and
-    # rounded again, which may increase the error only a little
+    # Stored keys are rounded to type_k. When gaps are closed (after 130 tokens), keys are rotated and rounded
+    # again, which may increase the error only a little
     assert np.median(off[130:]) < 3 * np.median(off[:130])
 
 

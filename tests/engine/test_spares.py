@@ -1,7 +1,7 @@
-"""Spares: two more handles of each device of a worker, for edits of the cache.
+"""Spares: two additional handles of each device of a worker, on which edits of the cache are computed.
 
-A worker keeps only the last graph of each device. Edits are computed on the spares, so that the graph of
-decoding is kept and need not be sent again for every token.
+For each handle, a worker keeps only the last graph. Because edits use the spares, the worker keeps the graph
+of decoding, so this graph is not sent again for every token.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """
@@ -47,7 +47,7 @@ N_LAYER = 4
 # for which the sent bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
-"""Bytes of the command that computes a graph again."""
+"""Size in bytes of the command that computes a graph again."""
 
 
 def step(engine, token):

@@ -68,7 +68,7 @@ def whole_file(path):
 
 
 def damaged(number, data, numbers, end):
-    """Return the bytes of the damaged file with this number.
+    """Return the content of the damaged file with this number.
 
     data: bytes of a valid model.
     numbers: (offset, size) of each number in its header.

@@ -142,7 +142,7 @@ class Wire:
 
 
 def request(path, body, method="POST", headers=(), version="1.1"):
-    """Return the bytes of a well-formed request."""
+    """Return a well-formed request as bytes."""
     lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers]
     if body is not None:
         lines.append(f"Content-Length: {len(body)}")

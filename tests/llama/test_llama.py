@@ -1,4 +1,4 @@
-"""The patched library, called through Context: edits and signals equal their definitions."""
+"""Tests of the patched library through `Context`: edits and signals give the results that are defined."""
 
 from __future__ import annotations
 
@@ -771,7 +771,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
         fill(context, 30)
         context.hide(30)
         context.resize(np.full(2, 512))
-        # positions may start over, because no query sees the hidden cells
+        # the new tokens may have the same positions, because no query sees the hidden cells
         fill(context, 9, seed=1)
         context.resize(np.full(2, 1024))
         context.decode(tokens(1), 9, 1)

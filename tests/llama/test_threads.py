@@ -32,7 +32,7 @@ def idle(n):
 
 
 def busy(n):
-    """Seconds of a step if another program uses one of 8 cores.
+    """Return the time of a step if another program uses one of 8 cores.
 
     With 8 threads, each step waits for that core.
     """
@@ -40,7 +40,7 @@ def busy(n):
 
 
 def full(n):
-    """Seconds of a step if other programs use all cores.
+    """Return the time of a step if other programs use all cores.
 
     Each further thread makes all threads wait longer.
     """

@@ -1,4 +1,4 @@
-"""Weights on a GPU that is too small: the last layers are placed first, experts after all other weights."""
+"""Placement of weights on a GPU without room for all: the last layers first, experts after other weights."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def draw(seed, n=40, n_vocab=300):
 
 
 def scored(p, q, target, tmp_path):
-    """Write a reference of p, and score q against it, in steps of 7 tokens.
+    """Write the predictions p as the reference, and score the predictions q against it, 7 tokens at a time.
 
     Return (writer, reader, NLL of p, NLL of q).
     """

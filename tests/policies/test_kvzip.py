@@ -126,7 +126,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     model, parts = transformer.Llama(path), []
     with open_engine(path, policy) as engine:
         assert engine.whole_reader.n_segments(n) == 3
-        # each segment has 133 or 134 tokens, so it is repeated in more than one chunk
+        # a segment has 133 or 134 tokens, more than a chunk, so each segment is repeated in several chunks
         assert engine.whole_reader.reconstruction.n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
         for segment in np.array_split(tokens[:n], 3):

@@ -47,9 +47,10 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the number of middle tokens that evictions leave in the long run.
+    """Return the number of middle tokens that each eviction leaves in the long run.
 
-    This is the smallest n for which an eviction leaves at most n of n old and threshold + 1 - n new tokens.
+    This is the smallest n with the following property: if there are n old and threshold + 1 - n new tokens,
+    an eviction leaves at most n tokens.
     """
 
     def left(n):

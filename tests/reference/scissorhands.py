@@ -26,8 +26,8 @@ def keep(rows, *, next, slack, history, **how):
 def _count(row, next, n_part, n_query):
     """Return {pos: number of low scores that the token got in the history}.
 
-    The stream is divided into parts of n_query queries. The history is the newest n_part parts. A pair
-    (query, head) gives a token a low score if its attention is less than 1 / t.
+    The stream is divided into parts of n_query queries. The history is the newest n_part parts. A head of a
+    query gives a token a low score if the head's attention to the token is less than 1 / t.
     """
     part = (next - 1) // n_query
     count = {}

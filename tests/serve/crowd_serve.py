@@ -37,7 +37,7 @@ If a client changes an earlier message, the server divides the prompt differentl
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
-"""System prompts. The last one is long: the server stores it separately, and needs a budget of 512."""
+"""System prompts. The last one is long: the server stores it separately. It needs a budget of 512."""
 
 
 def message(role, content):

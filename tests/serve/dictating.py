@@ -89,7 +89,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # if the client has left, closing the connection to the server makes the server end its answer
+            # close the connection to the server, so that the server stops answering if the client has left
             link.close()
             self.close_connection = True
 

@@ -32,7 +32,7 @@ from tests.cli.called import called
 DATA = Path(__file__).parents[1] / "data"
 
 NIAH = {
-    # (number of keys, number of values, number of values asked for, kind of keys, kind of values). If the
+    # (number of keys, number of values, number of values in the answer, kind of keys, kind of values). If the
     # numbers are None, every line is a needle
     "niah_single_1": (1, 1, 1, "word", "number"),
     "niah_single_2": (1, 1, 1, "word", "number"),

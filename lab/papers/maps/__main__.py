@@ -28,10 +28,9 @@ from lab.papers.maps.measure import Heads, Place, Reading
 from lab.papers.maps.observe import Observed
 
 NEAR = (1, 16, 256)
-"""Distances in tokens.
+"""Maximum distances, in tokens, for the map `queries`.
 
-For each distance, the map `queries` shows the share of queries whose most similar earlier query is at most
-this far back.
+For each distance, the map shows the share of queries whose most similar earlier query is not farther back.
 """
 
 WITH_PLACES = ("attention", "queries")

@@ -1,4 +1,4 @@
-"""Maps of a model's attention against the definitions and the transformer in NumPy."""
+"""Compare maps of a model's attention with their definitions and with the transformer in NumPy."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 
 
 def products(what, vectors):
-    """Return products f64[head, n, n]. Unlike vectors, they do not depend on the order of dimensions.
+    """Return the dot products of all pairs of vectors, f64[head, n, n].
 
-    The transformer in NumPy orders dimensions in another way. Queries are normalised, because some
-    architectures scale them before attention and others within it.
+    The transformer in NumPy has another order of dimensions, which changes vectors but not dot products.
+    Queries are normalised, because some architectures scale them before attention and others within it.
     """
     vectors = vectors.astype(np.float64)
     if what is Observed.QUERIES:

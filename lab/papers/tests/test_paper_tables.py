@@ -144,7 +144,7 @@ def test_the_papers_differences_are_counted():
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
     assert counted(lower, slower) == Verdict(same=1)
-    # a difference of two single numbers has no test
+    # if each policy has only one number, their difference cannot be tested
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in stored]
     assert counted(single, table) == Verdict(untested=3)
 
