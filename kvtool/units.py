@@ -68,7 +68,7 @@ def parse_count(text: str) -> tuple[int, bool]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size like "64MiB". Return bytes, rounded down. Raises UsageError.
+    """Parse a size like "64MiB". Return the number of bytes, rounded down. Raises UsageError.
 
     1 KiB or 1 K is 1024 bytes, 1 KB is 1000 bytes. Units may be in upper or lower case. A whole number
     without a unit is a number of bytes.

@@ -52,8 +52,7 @@ class Engine:
     Attributes
     ----------
     model, policy, settings
-        The constructor's arguments. If the policy recalls, `policy` is a version for this model: see
-        `Policy.on`.
+        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.on`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
     n_ctx

@@ -55,7 +55,7 @@ def buffers() -> dict[str, int]:
 
 
 def memory_of(device: int) -> tuple[int, int]:
-    """Return (free, total) bytes of a device."""
+    """Return the (free, total) memory of a device in bytes."""
     size = ctypes.POINTER(ctypes.c_size_t)
     bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -106,7 +106,7 @@ def _is_worker(device: dict[str, Any]) -> bool:
 
 
 def gpu_free_bytes(only: int | None = None) -> int:
-    """Return the free bytes of all GPUs together; 0 if any of them belongs to a worker.
+    """Return the free memory of all GPUs together in bytes; 0 if any of them belongs to a worker.
 
     only: index in `gpus` of the only GPU to count; None to count all.
     """

@@ -68,7 +68,7 @@ def total(stored: Iterable[Stored]) -> int:
 
 
 def remove(name: str) -> tuple[Stored, int]:
-    """Delete a model from the caches. Return the model and the bytes freed. Raises ModelError.
+    """Delete a model from the caches. Return the model and the number of freed bytes. Raises ModelError.
 
     name: a name of models.txt, a URL, a repository, or the path of a file in a cache. Files outside the
     caches are not deleted. Files that another model also uses are kept.

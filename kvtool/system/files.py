@@ -59,7 +59,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def free_disk_bytes(path: str) -> int:
-    """Return the free bytes of the disk on which a file is or will be. Raises OSError."""
+    """Return the free space, in bytes, of the disk on which a file is or will be. Raises OSError."""
     return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
