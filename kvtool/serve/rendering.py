@@ -246,10 +246,10 @@ class Rendering:
         except ModelError:
             return {}
         starts: dict[int, str] = {}
+        at = 0
         for i, mark in marks.items():
-            before, shown, rest = text.partition(mark)
-            if shown:
-                starts[i], text = before, rest
+            if (end := text.find(mark, at)) >= 0:
+                starts[i], at = text[at:end], end + len(mark)
         return starts
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:

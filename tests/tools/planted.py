@@ -313,8 +313,8 @@ PLANTED = {
     "serve, ids of calls": Fault(
         "results without an id all belong to the first call",
         "kvtool/serve/api/messages.py",
-        "            waiting.remove(call)\n",
-        "",
+        "self._calls.pop(numbers.popleft(), None)",
+        "self._calls.get(numbers[0])",
         ("serve/test_serve_tools.py",),
     ),
     "doctor, leftovers": Fault(
