@@ -152,7 +152,8 @@ class Template:
     def _copy(self) -> Template:
         """Return a copy that has no cached properties except the tags."""
         tags, other = self.tags, copy(self)
-        for name in vars(self):
+        # look at the copy only: another thread may be adding a property to this template
+        for name in list(vars(other)):
             if isinstance(getattr(Template, name, None), cached_property):
                 delattr(other, name)
         other.tags, other._roles = tags, Roles(other._as_it_is)

@@ -218,6 +218,7 @@ def _opened(
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.batching import ComputeLock, StepBatcher
     from kvtool.serve.pool import SlotPool
+    from kvtool.serve.rendering import Renderings
     from kvtool.serve.slot import N_OUTPUT, Slot
     from kvtool.serve.store.chats import ChatStore, lock_folder
     from kvtool.system.memory import free_bytes
@@ -260,10 +261,12 @@ def _opened(
 
         batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
 
+        renderings = template and Renderings(engine.model, template)
+
         def slot(engine: Engine) -> Slot:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
             rest = serving.overflow, meta, serving.pin, batcher
-            return Slot(writer, template, chats, *rest)
+            return Slot(writer, renderings, chats, *rest)
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
