@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
 from kvtool.chats.thinking import THINK, Tags, tags_in
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, TemplateError
 from kvtool.llama.markers import Markers
 
 Message = dict[str, str]
@@ -78,7 +78,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """Renders messages ({"role", "content"}) in the model's chat format. Raises ModelError if it fails.
+    """Renders messages ({"role", "content"}) in the model's chat format. Raises TemplateError if it fails.
 
     Texts of messages and tools are marked, so that they contain no markers: see `chats.marks`.
 
@@ -266,7 +266,7 @@ class Template:
         chat = [*before, {"role": "assistant", "content": stand_in}, *messages]
         _, is_there, text = self.render(chat, tools=tools).rpartition(stand_in)
         if not is_there:
-            raise ModelError(f"the model's chat template leaves replies out; {RAW}")
+            raise TemplateError(f"the model's chat template leaves replies out; {RAW}")
         return text
 
     def reply_start(self) -> str:
@@ -396,6 +396,6 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _failed(error: Exception) -> ModelError:
+def _failed(error: Exception) -> TemplateError:
     first = str(error).split("\n")[0] or type(error).__name__
-    return ModelError(f"the model's chat template fails ({first}); {RAW}")
+    return TemplateError(f"the model's chat template fails ({first}); {RAW}")

@@ -17,7 +17,7 @@ from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import RAW, Template
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, TemplateError
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
@@ -331,7 +331,7 @@ class Rendering:
         whole = self._text(*self._prepared([*messages[: i - 1], reply, *messages[i:]], tools))
         _, last, text = whole.rpartition(self.format.written([(name, {})]))
         if not last:
-            raise ModelError("the model's chat template leaves calls out")
+            raise TemplateError("the model's chat template leaves calls out")
         return text
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:

@@ -20,7 +20,7 @@ from kvtool.chats.template import RAW
 from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
-from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
+from kvtool.errors import InputError, KvtoolError, StreamEnd, TemplateError, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
@@ -142,8 +142,7 @@ class Slot:
             raise _too_long(self.engine, self._n_request, str(error)) from None
         except InputError as error:
             raise ApiError(str(error)) from None
-        except ModelError as error:
-            # the template cannot render the messages
+        except TemplateError as error:
             raise ApiError(str(error).removesuffix(f"; {RAW}"), code="chat_template") from None
         except RecursionError:
             raise ApiError("the request is nested too deeply") from None
