@@ -15,6 +15,10 @@ from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.models.layers import PAD
 
 
+MOST = 256
+"""Maximum contexts of a joint step, which is llama.cpp's maximum number of sequences."""
+
+
 @dataclass(eq=False)
 class Part:
     """One context's part of a joint step: the context and the arguments for its `decode`."""
@@ -33,7 +37,7 @@ class JointContext:
     like
         One of the contexts. All of them have the same model, request and settings.
     n_most
-        Maximum contexts of a step.
+        Maximum contexts of a step, at most `MOST`.
     n_batch
         Maximum tokens of a step.
 
