@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.cli.chat.files import fixed_of, meta_of
 from kvtool.cli.console import say
@@ -97,6 +97,9 @@ class _ServeOptions(Options):
 
 @dataclass(frozen=True)
 class _RequestDefaults(GenerationOptions):
+    # no API has a finish reason for a loop
+    hidden: ClassVar = ("stop_loops",)
+
     n: int = redeclared(
         GenerationOptions,
         "n",
