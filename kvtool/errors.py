@@ -37,10 +37,6 @@ class ModelError(KvtoolError):
     exit_code = 3
 
 
-class TemplateError(ModelError):
-    """The model's chat template cannot render a chat."""
-
-
 class LibraryError(KvtoolError):
     """llama.cpp is missing, unpatched, out of date, or reported an error."""
 

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
 from kvtool.chats.thinking import THINK, Tags, tags_in
-from kvtool.errors import ModelError, TemplateError
+from kvtool.errors import ModelError
 from kvtool.llama.markers import Markers
 
 Message = dict[str, str]
@@ -64,6 +64,10 @@ _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
 
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names of the field with a message's thought, in different templates."""
+
+
+class TemplateError(ModelError):
+    """The model's chat template cannot render a chat."""
 
 
 class _Generation(jinja2.ext.Extension):

@@ -16,8 +16,8 @@ from kvtool.chats.effort import NAMES, Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.template import RAW, Template
-from kvtool.errors import ModelError, TemplateError
+from kvtool.chats.template import RAW, Template, TemplateError
+from kvtool.errors import ModelError
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules

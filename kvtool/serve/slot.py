@@ -16,11 +16,11 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import Offsets, logprobs, unknown
 from kvtool.chats.prompt import wants_bos
-from kvtool.chats.template import RAW
+from kvtool.chats.template import RAW, TemplateError
 from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
-from kvtool.errors import InputError, KvtoolError, StreamEnd, TemplateError, UsageError
+from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
