@@ -264,7 +264,7 @@ def _opened(
 
         batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
 
-        renderings = template and Renderings(engine.model, template)
+        renderings = Renderings(engine.model, template) if template else None
 
         def slot(engine: Engine) -> Slot:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))

@@ -14,7 +14,6 @@ from kvtool.llama.library import error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.models.layers import PAD
 
-
 MOST = 256
 """Maximum contexts of a joint step, which is llama.cpp's maximum number of sequences."""
 

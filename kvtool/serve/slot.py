@@ -79,7 +79,7 @@ class Slot:
         self.model = writer.engine.model
         self.chats = chats
         self.overflow = overflow
-        self.template = renderings and renderings.template
+        self.template = renderings.template if renderings else None
         self._batcher = batcher
         # number of prompt tokens of the request that is being answered
         self._n_request = 0
