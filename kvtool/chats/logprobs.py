@@ -7,17 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.errors import ModelError
 from kvtool.llama.model import Model
+
+_IMPOSSIBLE = -9999.0
+"""OpenAI's log-probability of a token whose probability is 0, because JSON has no infinity."""
 
 
 def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, Any]:
     """Return the record of a token in OpenAI's format, plus the token's id. logits: f32[n_vocab].
 
     Log-probabilities are in nats. They come from the model's logits, before any sampler changes them.
-    n: number of most likely tokens to list. Among equally likely tokens the lower id comes first.
+    n: number of most likely tokens to list. Among equally likely tokens the lower id comes first. Raises
+    ModelError if a logit is NaN.
     """
+    # a NaN anywhere makes the maximum NaN
+    highest = float(logits.max())
+    if not np.isfinite(highest):
+        raise ModelError("the model's logits are not finite; the model file may be damaged")
     # in double precision, so that a sum over the vocabulary is exact enough
-    shifted = logits.astype(np.float64) - float(logits.max())
+    shifted = logits.astype(np.float64) - highest
     values = shifted - np.log(np.exp(shifted).sum())
     # sort only tokens that may be among the n most likely: sorting a whole vocabulary takes long
     least = np.partition(values, -n)[-n] if 0 < n < len(values) else -np.inf
@@ -38,7 +47,7 @@ def _record(model: Model, token: int, values: np.ndarray | None) -> dict[str, An
         "token": piece.decode("utf-8", "replace"),
         "bytes": list(piece),
         "id": token,
-        "logprob": None if values is None else float(values[token]),
+        "logprob": None if values is None else max(float(values[token]), _IMPOSSIBLE),
     }
 
 

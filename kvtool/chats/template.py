@@ -66,6 +66,10 @@ _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names of the field with a message's thought, in different templates."""
 
 
+class TemplateError(ModelError):
+    """The model's chat template cannot render a chat."""
+
+
 class _Generation(jinja2.ext.Extension):
     """Jinja tag {% generation %}, which marks the model's text for training. Here it has no effect."""
 
@@ -78,7 +82,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """Renders messages ({"role", "content"}) in the model's chat format. Raises ModelError if it fails.
+    """Renders messages ({"role", "content"}) in the model's chat format. Raises TemplateError if it fails.
 
     Texts of messages and tools are marked, so that they contain no markers: see `chats.marks`.
 
@@ -152,7 +156,8 @@ class Template:
     def _copy(self) -> Template:
         """Return a copy that has no cached properties except the tags."""
         tags, other = self.tags, copy(self)
-        for name in vars(self):
+        # look at the copy only: another thread may be adding a property to this template
+        for name in list(vars(other)):
             if isinstance(getattr(Template, name, None), cached_property):
                 delattr(other, name)
         other.tags, other._roles = tags, Roles(other._as_it_is)
@@ -265,7 +270,7 @@ class Template:
         chat = [*before, {"role": "assistant", "content": stand_in}, *messages]
         _, is_there, text = self.render(chat, tools=tools).rpartition(stand_in)
         if not is_there:
-            raise ModelError(f"the model's chat template leaves replies out; {RAW}")
+            raise TemplateError(f"the model's chat template leaves replies out; {RAW}")
         return text
 
     def reply_start(self) -> str:
@@ -395,6 +400,6 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _failed(error: Exception) -> ModelError:
+def _failed(error: Exception) -> TemplateError:
     first = str(error).split("\n")[0] or type(error).__name__
-    return ModelError(f"the model's chat template fails ({first}); {RAW}")
+    return TemplateError(f"the model's chat template fails ({first}); {RAW}")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.cli.chat.files import fixed_of, meta_of
 from kvtool.cli.console import say
@@ -97,6 +97,9 @@ class _ServeOptions(Options):
 
 @dataclass(frozen=True)
 class _RequestDefaults(GenerationOptions):
+    # no API has a finish reason for a loop
+    hidden: ClassVar = ("stop_loops",)
+
     n: int = redeclared(
         GenerationOptions,
         "n",
@@ -218,6 +221,7 @@ def _opened(
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.batching import ComputeLock, StepBatcher
     from kvtool.serve.pool import SlotPool
+    from kvtool.serve.rendering import Renderings
     from kvtool.serve.slot import N_OUTPUT, Slot
     from kvtool.serve.store.chats import ChatStore, lock_folder
     from kvtool.system.memory import free_bytes
@@ -260,10 +264,12 @@ def _opened(
 
         batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
 
+        renderings = Renderings(engine.model, template) if template else None
+
         def slot(engine: Engine) -> Slot:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
             rest = serving.overflow, meta, serving.pin, batcher
-            return Slot(writer, template, chats, *rest)
+            return Slot(writer, renderings, chats, *rest)
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes

@@ -194,7 +194,8 @@ def at_pointer(root: Any, pointer: str) -> Any:
     """Return the value at a JSON pointer, or None."""
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+        # Python does not parse a number that has thousands of digits
+        if isinstance(root, list) and name.isdecimal() and len(name) < 10 and int(name) < len(root):
             root = root[int(name)]
         else:
             root = root.get(name) if isinstance(root, Mapping) else None
@@ -292,7 +293,7 @@ def _beyond(key: str, number: float) -> Iterator[Any]:
     if key in _BOUNDS:
         kind, bound = _BOUNDS[key]
         yield {"type": kind, bound: number}
-    elif key in _COUNTS and (number := number + _COUNTS[key][2]) >= 0:
+    elif key in _COUNTS and 0 <= (number := number + _COUNTS[key][2]) < 2**53:
         kind, bound, _ = _COUNTS[key]
         yield {"type": kind, bound: number}
 

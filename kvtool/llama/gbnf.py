@@ -28,6 +28,9 @@ _PART = re.compile(
 _CHAR = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt\\\"\[\]]))|([^\\])", re.S
 )
+_MOST_DIGITS = 10
+"""Maximum digits of a number of repetitions. llguidance takes 32-bit numbers."""
+
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -112,6 +115,8 @@ class _Parser:
         elif part["sign"] == "|":
             self._rule.options.append([])
         elif part["times"]:
+            if max(len(part["least"] or ""), len(part["most"] or "")) > _MOST_DIGITS:
+                self._fail(f"a number of more than {_MOST_DIGITS} digits")
             if part["most"] and int(part["most"]) < int(part["least"]):
                 self._fail(f"{part['times']} is empty")
             self._repeat("".join(part["times"].split()))

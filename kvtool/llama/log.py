@@ -86,4 +86,5 @@ def because() -> str:
 
 def no_memory() -> bool:
     """Return True if a recorded error reports a failed allocation."""
-    return any("alloc" in line for line in log_tail)
+    # a copy, because another thread may log an error now
+    return any("alloc" in line for line in log_tail.copy())

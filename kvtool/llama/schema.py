@@ -69,6 +69,9 @@ def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
         raise UsageError(f"the JSON schema is not JSON: {error}") from None
     except RecursionError:
         raise UsageError("the JSON schema is nested too deeply") from None
+    except ValueError:
+        # Python refuses to parse a number that has thousands of digits
+        raise UsageError("the JSON schema has a number of too many digits") from None
     if not isinstance(parsed, dict):
         raise UsageError(f"the JSON schema must be an object {{...}}, got {schema.strip()[:40]}")
     return enforced(parsed, strict=strict)

@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
-from kvtool.llama.joint import JointContext, Part
+from kvtool.llama.joint import MOST, JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
 """A time slice ends after SLICE_STEPS steps, or after the step during which SLICE_S seconds have passed."""
@@ -145,7 +145,7 @@ class StepBatcher:
 
     def __init__(self, lock: ComputeLock, n_max: int, say: Callable[[str], None] = lambda line: None) -> None:
         self.n = 0
-        self._lock, self._n_max, self._say = lock, n_max, say
+        self._lock, self._n_joint, self._say = lock, min(n_max, MOST), say
         self._waiting: list[_DueStep] = []
         self._joint: JointContext | None = None
         self._is_joint = n_max > 1
@@ -212,8 +212,10 @@ class StepBatcher:
     def _decode(self, waiting: list[_DueStep]) -> None:
         # a step that began with a single member may have draft tokens, so decode it separately
         single = [step for step in waiting if len(step.part.tokens) == 1]
-        if len(single) > 1 and self._decode_joint([step.part for step in single]):
-            waiting = [step for step in waiting if step not in single]
+        for first in range(0, len(single), self._n_joint):
+            group = single[first : first + self._n_joint]
+            if len(group) > 1 and self._decode_joint([step.part for step in group]):
+                waiting = [step for step in waiting if step not in group]
         for step in waiting:
             part = step.part
             try:
@@ -225,7 +227,7 @@ class StepBatcher:
         """Decode the parts in one step. If this is impossible, decode nothing and return False."""
         if not self._joint:
             try:
-                self._joint = JointContext(parts[0].context, self._n_max, self._n_max)
+                self._joint = JointContext(parts[0].context, self._n_joint, self._n_joint)
             except KvtoolError as error:
                 # try this only once, because every further try would also fail
                 self._is_joint = False

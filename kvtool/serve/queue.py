@@ -158,9 +158,10 @@ def _stopped() -> ApiError:
 def answer(job: Job, handler: Callable[[Job], None]) -> None:
     """Let a handler answer a job. If the handler fails, only this job ends with an error."""
     try:
-        handler(job)
-    except ApiError as error:
-        job.emit("error", error=job.request.places.in_error(error))
+        try:
+            handler(job)
+        except ApiError as error:
+            job.emit("error", error=job.request.places.in_error(error))
     except Exception as error:  # noqa: BLE001
         # this is a bug in kvtool; report it, so that the client does not wait forever
         job.emit("error", error=internal_error(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from bisect import bisect_left
 from copy import copy
 from functools import cached_property
@@ -15,7 +16,7 @@ from kvtool.chats.effort import NAMES, Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.template import RAW, Template
+from kvtool.chats.template import RAW, Template, TemplateError
 from kvtool.errors import ModelError
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.model import Model
@@ -34,15 +35,25 @@ _N_KEPT = 16
 
 
 class Renderings:
-    """Makes and keeps a `Rendering` for each set of template variables in requests."""
+    """Makes and keeps a `Rendering` for each set of template variables in requests.
+
+    Slots and threads share it. Then a chat that is compared with several slots is tokenized only once.
+
+    Attributes
+    ----------
+    template
+        The model's template.
+    """
 
     def __init__(self, model: Model, template: Template) -> None:
-        self._model, self._template = model, template
+        self._model = model
+        self.template = template
         self._by_variables: dict[str, Rendering] = {}
+        self._lock = threading.Lock()
 
     @cached_property
     def _efforts(self) -> Efforts:
-        return Efforts.of(self._template)
+        return Efforts.of(self.template)
 
     def of(self, options: ThinkingOptions) -> tuple[Rendering, list[str]]:
         """Return the rendering for a request's options, and a remark on each option that has no effect.
@@ -50,15 +61,16 @@ class Renderings:
         Raises ApiError. See `template_for`.
         """
         sets_effort = options.effort is not None or options.budget is not None
-        template, remarks = self._template, list[str]()
-        if sets_effort or options.variables:
-            template, remarks = template_for(template, self._efforts, options)
-        key = json.dumps(template.variables, sort_keys=True)
-        if key not in self._by_variables:
-            if len(self._by_variables) >= _N_KEPT:
-                del self._by_variables[next(iter(self._by_variables))]
-            self._by_variables[key] = Rendering(self._model, template, self._past(template))
-        return self._by_variables[key], remarks
+        template, remarks = self.template, list[str]()
+        with self._lock:
+            if sets_effort or options.variables:
+                template, remarks = template_for(template, self._efforts, options)
+            key = json.dumps(template.variables, sort_keys=True)
+            if key not in self._by_variables:
+                if len(self._by_variables) >= _N_KEPT:
+                    del self._by_variables[next(iter(self._by_variables))]
+                self._by_variables[key] = Rendering(self._model, template, self._past(template))
+            return self._by_variables[key], remarks
 
     def _past(self, template: Template) -> str:
         """Return the variables of the template as a key for `History`.
@@ -66,7 +78,7 @@ class Renderings:
         The key is "" if the variables do not change how earlier turns are rendered.
         """
         is_known = template.variables.keys() <= NAMES
-        same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
+        same = is_known and _earlier_turns(template) == _earlier_turns(self.template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
 
 
@@ -246,10 +258,10 @@ class Rendering:
         except ModelError:
             return {}
         starts: dict[int, str] = {}
+        at = 0
         for i, mark in marks.items():
-            before, shown, rest = text.partition(mark)
-            if shown:
-                starts[i], text = before, rest
+            if (end := text.find(mark, at)) >= 0:
+                starts[i], at = text[at:end], end + len(mark)
         return starts
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -319,7 +331,7 @@ class Rendering:
         whole = self._text(*self._prepared([*messages[: i - 1], reply, *messages[i:]], tools))
         _, last, text = whole.rpartition(self.format.written([(name, {})]))
         if not last:
-            raise ModelError("the model's chat template leaves calls out")
+            raise TemplateError("the model's chat template leaves calls out")
         return text
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,11 +16,11 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import Offsets, logprobs, unknown
 from kvtool.chats.prompt import wants_bos
-from kvtool.chats.template import RAW, Template
+from kvtool.chats.template import RAW, TemplateError
 from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
-from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
+from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
@@ -48,8 +49,8 @@ class Slot:
     ----------
     writer
         Reads prompts and writes answers with the slot's engine.
-    template
-        The model's chat template, or None if the model has no template. Without one, chats are refused.
+    renderings
+        Renders chats. None if the model has no chat template; then chats are refused.
     chats
         The stored chats.
     overflow
@@ -66,7 +67,7 @@ class Slot:
     def __init__(
         self,
         writer: Writer,
-        template: Template | None,
+        renderings: Renderings | None,
         chats: ChatStore,
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
@@ -78,17 +79,15 @@ class Slot:
         self.model = writer.engine.model
         self.chats = chats
         self.overflow = overflow
-        self.template = template
+        self.template = renderings.template if renderings else None
         self._batcher = batcher
         # number of prompt tokens of the request that is being answered
         self._n_request = 0
         self._resumer: Resumer | None = None
-        if template:
-            self._renderings = Renderings(self.model, template)
-            conversation, rendering = (
-                Conversation(writer, template),
-                self._renderings.of(ThinkingOptions())[0],
-            )
+        if renderings:
+            self._renderings = renderings
+            conversation = Conversation(writer, renderings.template)
+            rendering, _ = renderings.of(ThinkingOptions())
             pins = pins or not self.engine.policy.recall
             self._resumer = Resumer(conversation, rendering, chats, meta, pins)
         self._logprobs: list[dict[str, Any]] = []
@@ -113,6 +112,10 @@ class Slot:
             return self._resumer.n_shared(request.messages, _offered(request))
         except (ApiError, KvtoolError, RecursionError):
             # ignore the error here, because the answer will report it
+            return 0
+        except Exception as error:  # noqa: BLE001
+            # this is a bug in kvtool, which must not end the thread that chooses slots for all requests
+            traceback.print_exception(error)
             return 0
 
     def count(self, request: ChatRequest) -> int:
@@ -139,8 +142,7 @@ class Slot:
             raise _too_long(self.engine, self._n_request, str(error)) from None
         except InputError as error:
             raise ApiError(str(error)) from None
-        except ModelError as error:
-            # the template cannot render the messages
+        except TemplateError as error:
             raise ApiError(str(error).removesuffix(f"; {RAW}"), code="chat_template") from None
         except RecursionError:
             raise ApiError("the request is nested too deeply") from None

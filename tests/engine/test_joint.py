@@ -15,7 +15,7 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
-from kvtool.llama.joint import JointContext, Part
+from kvtool.llama.joint import MOST, JointContext, Part
 from kvtool.llama.library import error_text, lib
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
@@ -194,6 +194,32 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
     assert line.startswith(
         "answers are written one after the other: no memory to decode for 2 chats at once; "
     )
+
+
+def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, monkeypatch):
+    monkeypatch.setattr(batching, "MOST", 2)
+    policy, tokens, batchers = policies.fit("h2o", 48), [text(60, seed=i) for i in range(5)], []
+
+    def in_groups(lock):
+        batchers.append(Counting(lock, 300))
+        return batchers[0]
+
+    with closing(Model(tiny_model(n_ctx_train=400))) as model:
+        alone, beside = (
+            lives(model, policy, tokens, [3] * 5, make_batcher=each)
+            for each in (lambda lock: StepBatcher(lock, 1), in_groups)
+        )
+    assert batchers[0].sizes == [2] * 6
+    for one, other in zip(alone, beside, strict=True):
+        assert np.array_equal(one[0], other[0])
+        assert np.abs(one[3] - other[3]).max() < LOGITS
+
+
+def test_a_joint_step_takes_as_many_streams_as_llama_cpp(opened):
+    context = opened(policies.fit("h2o", 48)).context
+    JointContext(context, MOST, MOST).close()
+    with pytest.raises(LibraryError, match="n_seq_max must be <= 256"):
+        JointContext(context, MOST + 1, MOST + 1)
 
 
 class Broken(Counting):

@@ -173,6 +173,10 @@ def test_each_text_begins_the_grammar_anew(engine):
         ("root ::= []", "an empty set of characters in line 1, before `[]`"),
         ("root ::= [z-a]", "the range z-a is empty in line 1, before `[z-a]`"),
         ('root ::= "a"{3,2}', "{3,2} is empty in line 1, before `{3,2}`"),
+        (
+            f"root ::= [a]{{1,{'9' * 5000}}}",
+            f"a number of more than 10 digits in line 1, before `{{1,{'9' * 37}`",
+        ),
         ("root ::= * [a]", "nothing stands before * in line 1, before `* [a]`"),
         ('root ::= "a"\n"b"', 'expecting a rule\'s name and ::= in line 2, before `"b"`'),
     ],
@@ -430,7 +434,14 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 
 
-@pytest.mark.parametrize("typed", [["--grammar", "root ::= x"], ["--json-schema", '{"type": 5}']])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--grammar", "root ::= x"],
+        ["--json-schema", '{"type": 5}'],
+        ["--json-schema", f'{{"minimum": {"9" * 5000}}}'],
+    ],
+)
 def test_a_command_says_why_before_it_reads(chat_model, typed):
     done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from contextlib import contextmanager
 
 import numpy as np
@@ -708,6 +709,16 @@ def test_a_cache_that_grows_and_shrinks_keeps_every_byte_and_the_logits(tiny_mod
         context.decode(tokens(3), 70, 1)
         assert (context.logits() == after[0]).all()
         assert context.state() == after[1]
+
+
+def test_an_error_that_another_thread_logs_does_not_disturb_the_search_for_reasons(monkeypatch):
+    class Line(str):
+        def __contains__(self, word):
+            log.log_tail.append("another error")
+            return False
+
+    monkeypatch.setattr(log, "log_tail", deque([Line("an error")] * 2, 8))
+    assert not log.no_memory()
 
 
 def test_a_larger_cache_holds_more_tokens(tiny_model):

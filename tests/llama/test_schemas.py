@@ -331,6 +331,8 @@ ENDLESS = {
     "a pattern of many": {"type": "string", "pattern": "|".join(f"(a{i}.*b)+c{{{i}}}" for i in range(2000))},
     "a pattern that looks back": {"type": "string", "pattern": ".*a.{1000}"},
     "patterns at once": {"type": "string", "allOf": [{"pattern": f"a.*b{{{i}}}"} for i in range(1, 14)]},
+    "a place of many digits": {"oneOf": [{"type": "string"}, {"$ref": f"#/oneOf/{'1' * 5000}"}]},
+    "a number of many digits": {"not": {"maxLength": 10**4300 - 1}},
     "great text": {"const": "a" * 2**21},
 }
 """Small schemas on which a careless compiler never ends, or runs out of memory or stack."""

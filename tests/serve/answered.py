@@ -15,6 +15,7 @@ from kvtool.serve import queue
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.queue import Job
+from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 
@@ -97,7 +98,7 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         chats = ChatStore(folder, 10**9, {})
-        template = Template(source, "", "", model.markers)
-        slot = Slot(Writer(engine, Sampler(model)), template, chats, "forget", lambda chat: {"fixed": {}})
+        renderings = Renderings(model, Template(source, "", "", model.markers))
+        slot = Slot(Writer(engine, Sampler(model)), renderings, chats, "forget", lambda chat: {"fixed": {}})
         with closing(chats):
             yield Answering(slot, Defaults(**defaults))

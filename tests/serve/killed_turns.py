@@ -29,6 +29,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
+from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 from tests.serve.crowd_serve import message
@@ -51,7 +52,7 @@ class SlotServer:
         # 600,000 bytes are too few for all chats, so some chats are deleted
         self.slot = Slot(
             writer,
-            template_of(model),
+            Renderings(model, template_of(model)),
             ChatStore(folder, 600_000, {}),
             "forget",
             lambda chat: {"fixed": {}},

@@ -190,6 +190,16 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
         assert names == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
 
 
+@pytest.mark.parametrize("messages", [None, 5, ["x"], [{"content": "x"}]])
+def test_a_session_without_the_messages_of_a_chat_is_left_as_it_is(tmp_path, messages):
+    meta = {"digest": "abcd", "fixed": {}} | ({} if messages is None else {"messages": messages})
+    for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1"):
+        session.write(tmp_path / name, meta, [("tokens", np.arange(3, dtype=np.int32))])
+    with closing(ChatStore(tmp_path, 10**9, {})) as chats:
+        assert (len(chats), chats.n_others) == (0, 2)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
 def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     old, alive, young = (tmp_path / f"serve-{name}" for name in ("old", "alive", "young"))

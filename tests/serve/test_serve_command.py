@@ -13,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from tests import forked, tiny
+from tests.cli.called import called
 from tests.forked import ROOT
 from tests.held import PATIENCE_S
 from tests.serve.crowd_serve import message, request
@@ -173,6 +174,12 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr
+
+
+def test_a_server_has_no_option_for_loops():
+    # no API has a finish reason for a loop
+    assert "--stop-loops" not in called("serve", "--help").stdout
+    assert "--stop-loops" in called("generate", "--help").stdout
 
 
 def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):

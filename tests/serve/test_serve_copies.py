@@ -9,9 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from kvtool.chats import session
+from kvtool.chats import archive_file, session
 from kvtool.llama.model import Model
 from kvtool.llama.segment import listed_checkpoints
+from kvtool.serve.store.chats import ChatStore
 from tests import tiny
 from tests.serve.crowd_serve import message
 from tests.serve.killed_turns import SlotServer
@@ -93,6 +94,33 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
     with serving(sliding, *arguments) as server:
         more = [*messages, reply, message("user", "Why?")]
         assert ask(server.url, more)[2] < 100
+
+
+def test_the_size_of_stored_chats_is_known_without_looking_at_their_files(sliding, tmp_path, monkeypatch):
+    folder = tmp_path / "chats"
+
+    def n_bytes():
+        return sum(path.stat().st_size for path in folder.iterdir())
+
+    with closing(Model(sliding)) as model:
+        server = SlotServer(model, "recall", folder)
+        store = server.slot.chats
+        store.most_bytes = 10**9
+        for i in range(2):
+            messages = [message("user", f"{i}: " + "Waves come and go. " * 60)]
+            messages += [message("assistant", server.ask(messages)[0]), message("user", "Why?")]
+            server.ask(messages)
+        again = ChatStore(folder, 10**9, store.fixed)
+        # from here on, sizes of files can no longer be read
+        size = n_bytes()
+        monkeypatch.setattr(archive_file, "size", lambda path: 1 / 0)
+        assert len(store) == 2
+        assert store.n_bytes == again.n_bytes == size
+        kept = store.chats[-1]
+        store.most_bytes = size - 1
+        store._shrink(keep=kept)
+        assert store.chats == [kept]
+        assert store.n_bytes == n_bytes()
 
 
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import partial
 
 import pytest
 
 from kvtool.llama.sampling import MOST
 from kvtool.serve.api import anthropic, requests, responses
-from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import HARMLESS, NEUTRAL
 from kvtool.serve.api.requests import Defaults
+from kvtool.serve.queue import Job, answer
 from tests.serve.crowd_serve import message
 from tests.serve.here import here
 
@@ -195,6 +198,43 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
     assert request.places.in_error(error).param == "tools[1].input_schema.x"
     assert request.places.in_error(error).message == "tools[1].input_schema: no"
+
+
+class Unlisted(dict):
+    """A map that can be asked for keys, but not walked through."""
+
+    def __iter__(self):
+        raise AssertionError
+
+
+def test_places_are_looked_up_and_not_tried_one_after_the_other():
+    tool = "messages[1].tool_calls[0].function"
+    places = ClientPlaces(Unlisted({"messages[1]": "input[3]", tool: "input[4]", "stop": "stops"}))
+    for text, translated in (
+        ("messages[1].content[0]: no", "input[3].content[0]: no"),
+        (f"{tool}.arguments.x.y", "input[4].arguments.x.y"),
+        ("messages[10], messages[1]", "messages[10], input[3]"),
+        ("stops, x.stop, stop", "stops, x.stop, stops"),
+    ):
+        assert places.in_text(text) == translated
+
+
+def test_an_error_reaches_the_client_whatever_places_it_names():
+    def error_for(request, message):
+        async def answered():
+            job = Job(request, "me")
+            answer(job, partial(refuse, ApiError(message)))
+            return (await job.next_event())["error"]
+
+        return asyncio.run(answered())
+
+    def refuse(error, job):
+        raise error
+
+    long = f"messages[{'9' * 5000}] is no type"
+    assert error_for(chat(Defaults(system="Be brief.")), long).message == long
+    # places cannot be translated, because there is no request
+    assert error_for(None, "x").status == 500
 
 
 def _of(translated):

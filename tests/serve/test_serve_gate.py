@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+import threading
 import zlib
 from contextlib import suppress
 
@@ -13,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.http import app
+from kvtool.serve.http import app, gate
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
@@ -101,6 +102,59 @@ def test_a_small_body_does_not_become_a_large_one():
         assert post(data, encoding, limits=limits)[:2] == (413, "the body has more than 10000 bytes")
     parts = gzip.compress(b" " * 6_000)
     assert post(parts * 2, "gzip", limits=limits)[0] == 413
+
+
+def test_a_body_of_many_parts_is_decoded_piece_by_piece(monkeypatch):
+    n_fed, made = 0, zlib.decompressobj
+
+    class Counting:
+        def __init__(self, window):
+            self._decoder = made(window)
+
+        def decompress(self, data, most):
+            nonlocal n_fed
+            n_fed += len(data)
+            return self._decoder.decompress(data, most)
+
+        def __getattr__(self, name):
+            return getattr(self._decoder, name)
+
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    n_part = 1000
+    assert post(packed(b"") * n_part + packed(BODY), "gzip")[:2] == (200, None)
+    assert n_fed <= (n_part + 1) * 2**10
+
+
+def test_long_bodies_and_texts_do_not_hold_up_the_event_loop(monkeypatch):
+    threads = []
+
+    def noted(function):
+        return lambda *values: threads.append(threading.current_thread()) or function(*values)
+
+    def thread():
+        return threads.pop() is threading.main_thread()
+
+    monkeypatch.setattr(gate, "parsed", noted(gate.parsed))
+    post(BODY)
+    assert thread()
+    for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):
+        assert post(content, encoding)[0] == 200
+        assert not thread()
+    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: "a")}
+    for path, content in (("tokenize", b'{"content": "a"}'), ("detokenize", b'{"tokens": [1]}')):
+        assert send(f"/{path}", "POST", content=content, **tokenizer).status_code == 200
+        assert not thread()
+
+
+@pytest.mark.parametrize(
+    ("key", "encoding"),
+    [("schl\xfcssel", "utf-8"), ("schl\xfcssel", "latin-1"), ("voil\xe0", "utf-8"), ("\u20ac", "utf-8")],
+)
+def test_a_key_may_have_any_character(key, encoding):
+    limits, sent = Limits((key,)), key.encode(encoding)
+    for headers in ({"X-Api-Key": sent}, {"Authorization": b"Bearer " + sent}):
+        assert send("/v1/models", headers=headers, limits=limits).status_code == 200
+    assert send("/v1/models", headers={"X-Api-Key": sent[:-1]}, limits=limits).status_code == 401
 
 
 def test_a_wrong_method_gets_the_right_ones():

@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 
 from kvtool import open_run
-from kvtool.chats.logprobs import Offsets
+from kvtool.chats.logprobs import Offsets, logprobs
 from kvtool.config.run import ScoreOptions
+from kvtool.errors import ModelError
+from kvtool.llama.context import Context
+from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
+from kvtool.serve.api.completions import server_event
 from tests import tiny
 from tests.held import PATIENCE_S
+from tests.serve.crowd_serve import message
+from tests.serve.here import here
 from tests.serve.serving import serving
 
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
 """Tokens of a text, with the vocabulary of tests/tiny.py."""
+
+NOT_FINITE = "the model's logits are not finite; the model file may be damaged"
 
 
 def scored(server, prompt, **more):
@@ -104,6 +112,35 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
             assert answer.status_code == 400
             assert answer.json()["error"]["message"].startswith(message)
             assert answer.json()["error"]["message"].isprintable()
+
+
+def test_logits_that_are_not_finite_are_an_error_of_the_server(chat_model, monkeypatch):
+    def broken(*arguments):
+        raise ModelError(NOT_FINITE)
+
+    scores = {"prompt": TOKENS, "echo": True, "logprobs": 1, "max_tokens": 0}
+    chat = {"messages": [message("user", "Hi.")], "max_tokens": 2}
+    with here(chat_model, policy="full") as server:
+        nan = np.full((len(TOKENS), server.pool.slots[0].model.n_vocab), np.nan, np.float32)
+        monkeypatch.setattr(Context, "logits", lambda context: nan)
+        monkeypatch.setattr(Sampler, "sample", broken)
+        for path, body in (("completions", scores), ("chat/completions", chat)):
+            answer = server.ask(f"/v1/{path}", body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["message"]) == (500, "server_error", NOT_FINITE)
+            assert NOT_FINITE in server.ask(f"/v1/{path}", body | {"stream": True}).text
+        with pytest.raises(ModelError, match=NOT_FINITE):
+            logprobs(server.pool.slots[0].model, np.array([1, np.nan, 2], np.float32), 0, 2)
+
+
+def test_json_has_no_infinity(model):
+    logits = np.full(model.n_vocab, -np.inf, np.float32)
+    logits[5] = 1
+    record = logprobs(model, logits, 6, 2)
+    assert (record["logprob"], record["top_logprobs"][0]["logprob"]) == (-9999, 0)
+    for number in (float("nan"), -float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            server_event("x", number=number)
 
 
 def test_offsets_count_characters_of_pieces_that_break_them():

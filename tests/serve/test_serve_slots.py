@@ -19,15 +19,17 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.serve import batching, pool
+from kvtool.serve import batching, pool, rendering
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.pool import SlotPool
 from kvtool.serve.queue import JobQueue
+from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
+from kvtool.serve.store.resumer import Resumer
 from tests.held import PATIENCE_S, until
 from tests.serve.crowd_serve import message, request, streaming
 from tests.serve.serving import serving
@@ -88,6 +90,7 @@ class Serving:
         self.lock, self.jobs, self.lines, self.loads = ComputeLock(), JobQueue(queue), [], []
         fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
         chats = ChatStore(folder, 10**9, {})
+        renderings = Renderings(model, template_of(model))
         load = chats.load
         chats.load = lambda snapshot: self.loads.append(snapshot) or load(snapshot)
 
@@ -98,7 +101,7 @@ class Serving:
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
             rest = "forget", meta, False, self.batcher
-            return Slot(writer, template_of(model), chats, *rest)
+            return Slot(writer, renderings, chats, *rest)
 
         self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.lines.append)))
         self.slots_made = []
@@ -333,6 +336,38 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
         assert again.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["held"]["tokens"]
+
+
+def has_two_free_slots(server):
+    """Answer two requests at once, so that the server has two slots. Return when both are free."""
+    assert all(job.text for job in beside(server, question(0), question(1)))
+    until(lambda: len(server.pool._free) == 2)
+    return True
+
+
+def test_a_chat_is_tokenized_once_however_many_slots_are_free(talker, tmp_path, one_step, monkeypatch):
+    n_call, tokens = 0, rendering.prefix_tokens
+
+    def counted(*arguments):
+        nonlocal n_call
+        n_call += 1
+        return tokens(*arguments)
+
+    with served(talker, "h2o", tmp_path) as server:
+        assert has_two_free_slots(server)
+        monkeypatch.setattr(rendering, "prefix_tokens", counted)
+        assert server.put(question(2)).text
+        assert n_call == 1
+
+
+def test_an_error_while_a_slot_is_chosen_does_not_end_the_server(
+    talker, tmp_path, one_step, monkeypatch, capfd
+):
+    with served(talker, "h2o", tmp_path) as server:
+        assert has_two_free_slots(server)
+        monkeypatch.setattr(Resumer, "n_shared", lambda *arguments: 1 / 0)
+        assert server.put(question(2)).text
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):

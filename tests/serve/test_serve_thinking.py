@@ -8,6 +8,7 @@ import os
 import httpx2 as httpx
 import pytest
 
+from kvtool.chats import template
 from kvtool.chats.effort import Efforts
 from kvtool.chats.template import Template
 from kvtool.llama.model import Model
@@ -248,6 +249,26 @@ def test_a_chat_is_another_one_under_variables_that_change_its_beginning(serve, 
     n = end["held"]["tokens"]
     chat += [end["message"], {"role": "user", "content": "And?"}]
     assert serve(chat, "</think>Yes.", reasoning_effort="high")["n_cached"] == n
+
+
+def test_a_request_may_set_variables_while_others_are_rendered(bytewise, monkeypatch):
+    """A server renders chats in several threads. They share the template and all its renderings."""
+    copy, are_locked = template.copy, []
+    source = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
+    renderings = Renderings(bytewise, Template(source, "", "", bytewise.markers))
+
+    def copied(shared):
+        other = copy(shared)
+        # another thread now asks the shared template for something that it has to find out
+        vars(shared).pop("has_tools", None)
+        assert shared.has_tools in (True, False)
+        are_locked.append(renderings._lock.locked())
+        return other
+
+    monkeypatch.setattr(template, "copy", copied)
+    rendering, _ = renderings.of(ThinkingOptions(variables={"a": 1}))
+    assert rendering.template.variables == {"a": 1}
+    assert are_locked[0]
 
 
 def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from kvtool.chats.template import Template
-from kvtool.serve.api import messages
+from kvtool.serve.api import anthropic, messages
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools.prompt import for_template, tools_text
+from tests.serve.crowd_serve import message
 
 
 def tool(name, parameters=None, **more):
@@ -162,6 +163,32 @@ def test_calls_and_results_come_as_clients_send_them():
     # in Ollama's format, a result has the tool's name instead of the call's id
     _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
     assert third["tool_call_id"] == "x"
+
+
+class Name(str):
+    """A text that counts how often it is compared with another text."""
+
+    n_compared = 0
+
+    def __eq__(self, other):
+        Name.n_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_names_are_looked_up_and_not_compared_with_each_other(monkeypatch):
+    monkeypatch.setattr(Name, "n_compared", 0)
+    n = 1000
+    check_tools([tool(Name(f"f{i}")) for i in range(n)])
+    calls = [{"id": Name(f"c{i}"), "function": {"name": Name("f")}} for i in range(n)]
+    results = [{"role": "tool", "tool_call_id": Name(f"c{i}"), "name": "f"} for i in range(n)]
+    messages._name_calls([{"role": "assistant", "tool_calls": calls}, *results])
+    tools = [{"name": Name(f"f{i}"), "input_schema": {"type": "object"}} for i in range(n)]
+    found = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
+    content = [{"type": "tool_result", "tool_use_id": "x", "content": found}]
+    anthropic.as_chat({"messages": [message("user", content)], "tools": tools}, is_counted=True)
+    assert Name.n_compared < 50 * n
 
 
 def test_calls_in_another_form_are_the_same_chat():

@@ -257,8 +257,8 @@ PLANTED = {
     "serve, keys": Fault(
         "the beginning of a key is enough",
         "kvtool/serve/http/gate.py",
-        "hmac.compare_digest(given, key.encode())",
-        "key.encode().startswith(given)",
+        "hmac.compare_digest(each, key.encode())",
+        "key.encode().startswith(each)",
         ("serve/test_serve_chats.py",),
     ),
     "serve, hosts": Fault(
@@ -292,8 +292,8 @@ PLANTED = {
     "serve, decoded bodies": Fault(
         "a small body may become a large one",
         "kvtool/serve/http/gate.py",
-        "        if len(decoded) > most:\n            raise _too_large(most)\n        if not decoder.eof:",
-        "        if not decoder.eof and not decoded:",
+        "        if len(decoded) > most:\n            raise _too_large(most)\n        at +=",
+        "        at +=",
         ("serve/test_serve_gate.py",),
     ),
     "serve, origins": Fault(
@@ -313,8 +313,8 @@ PLANTED = {
     "serve, ids of calls": Fault(
         "results without an id all belong to the first call",
         "kvtool/serve/api/messages.py",
-        "            waiting.remove(call)\n",
-        "",
+        "self._calls.pop(numbers.popleft(), None)",
+        "self._calls.get(numbers[0])",
         ("serve/test_serve_tools.py",),
     ),
     "doctor, leftovers": Fault(

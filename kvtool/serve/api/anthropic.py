@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
@@ -57,8 +57,9 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         raise ApiError("messages must have at least one message", param="messages")
     given = fields.pop("tools")
     tools = [] if given is None else _tools(given, places)
+    functions = _functions(tools)
     for i, each in enumerate(asked):
-        for where, message in _messages(each, f"messages[{i}]", tools):
+        for where, message in _messages(each, f"messages[{i}]", functions):
             add(where, message)
     chat: Body = {"messages": messages}
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
@@ -97,11 +98,11 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
         raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
 
 
-def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:
+def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Iterator[tuple[str, Body]]:
     """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
 
     The place is the part of the request from which the message is made, such as "messages[2].content[0]".
-    Each result of a tool becomes a message of the chat.
+    Each result of a tool becomes a message of the chat. functions: the result of `_functions`.
     """
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
@@ -120,7 +121,7 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
-            yield at, _result(block, at, tools)
+            yield at, _result(block, at, functions)
     if texts or calls or not n_result:
         more: Body = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
@@ -159,7 +160,7 @@ def _call(block: Body, where: str) -> Body:
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Body, where: str, tools: list[Any]) -> Body:
+def _result(block: Body, where: str, functions: Mapping[str, Body]) -> Body:
     content = block.get("content")
     texts, definitions = [], []
     kinds = ("text", "tool_reference")
@@ -167,21 +168,26 @@ def _result(block: Body, where: str, tools: list[Any]) -> Body:
         if part["type"] == "text":
             texts.append(_text(part, "text", at))
         else:
-            definitions.append(_definition(part, at, tools))
+            definitions.append(_definition(part, at, functions))
     if definitions:
         texts.append("\n".join(["<functions>", *definitions, "</functions>"]))
     return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": "".join(texts)}
 
 
-def _definition(block: Body, where: str, tools: list[Any]) -> str:
+def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
     """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
     name = _text(block, "tool_name", where)
-    for tool in tools:
-        if isinstance(tool, dict) and tool["function"]["name"] == name:
-            definition = {key: value for key, value in tool["function"].items() if value is not None}
-            return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
-    where += ".tool_name"
-    raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
+    if name not in functions:
+        where += ".tool_name"
+        raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
+    definition = {key: value for key, value in functions[name].items() if value is not None}
+    return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
+
+
+def _functions(tools: list[Any]) -> dict[str, Body]:
+    """Return the functions of tools by their names. Leave out tools without a name."""
+    functions = [tool["function"] for tool in tools if isinstance(tool, dict)]
+    return {each["name"]: each for each in functions if isinstance(each["name"], str)}
 
 
 def _tools(value: object, places: dict[str, str]) -> list[Any]:

@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 def server_event(kind: str, **values: Any) -> str:
     """Return a named event of a stream."""
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values}, ensure_ascii=False)}\n\n"
+    return f"event: {kind}\n{_line({'type': kind, **values})}"
 
 
 class AnswerBodies:
@@ -201,4 +201,5 @@ def _timings(name: str, n: int, seconds: float) -> Body:
 
 
 def _line(body: Body) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    # clients cannot parse NaN and Infinity
+    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"

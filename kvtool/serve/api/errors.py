@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
+_PLACE = re.compile(r"(?<![\w.])\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?){0,2}")
+"""Pattern of places in a body, such as "messages[1].content". Keys of `ClientPlaces.places` fit it."""
+
 
 @dataclass(eq=False)
 class ApiError(Exception):
@@ -73,11 +76,15 @@ class ClientPlaces:
     def in_text(self, text: str) -> str:
         """Replace places in the chat by places in the client's request. Return the new text."""
         if self.shift:
-            text = re.sub(r"\bmessages\[(\d+)\]", lambda match: self._message(int(match[1])), text)
-        if not self.places:
-            return text
-        known = "|".join(map(re.escape, sorted(self.places, key=len, reverse=True)))
-        return re.sub(rf"(?<![\w.])({known})(?!\w)", lambda match: self.places[match[1]], text)
+            text = re.sub(r"\bmessages\[(\d{1,9})\]", lambda match: self._message(int(match[1])), text)
+        return _PLACE.sub(lambda match: self._translated(match[0]), text) if self.places else text
+
+    def _translated(self, place: str) -> str:
+        """Replace the longest known beginning of a place."""
+        known = place
+        while known and known not in self.places:
+            known = known[: max(known.rfind("."), known.rfind("["), 0)]
+        return self.places.get(known, "") + place[len(known) :]
 
     def _message(self, i: int) -> str:
         return f"messages[{i + self.shift}]" if i + self.shift >= 0 else "the server's system prompt"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
@@ -80,28 +82,49 @@ def _name_calls(messages: list[Message]) -> None:
 
     Raises ApiError for a result without an id if no call waits for a result.
     """
-    waiting: list[Message] = []
+    waiting = _Waiting([])
     n = 0
     for i, message in enumerate(messages):
-        if "tool_calls" in message:
-            waiting = list(message["tool_calls"])
         for call in message.get("tool_calls", ()):
             n += 1
             call["id"] = call["id"] or f"call_{n}"
+        if "tool_calls" in message:
+            waiting = _Waiting(message["tool_calls"])
         if message["role"] != "tool":
             continue
-        id, name = message["tool_call_id"], message.get("name")
-        fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # a result without an id belongs to the first waiting call that has the same name; if no call has this
-        # name, the result belongs to the first waiting call
-        same_name = [call for call in fitting if call["function"]["name"] == name]
-        call = next(iter(same_name or fitting), None)
-        if call:
-            waiting.remove(call)
+        id = message["tool_call_id"]
+        if call := waiting.pop(id, message.get("name")):
             message["tool_call_id"] = call["id"]
         elif not id:
             where = f"messages[{i}].tool_call_id"
             raise ApiError(f"{where} is missing, and no call waits for a result", param=where)
+
+
+class _Waiting:
+    """The calls of a reply that wait for a result."""
+
+    def __init__(self, calls: list[Message]) -> None:
+        self._calls = dict(enumerate(calls))
+        # numbers of the calls with an id and a name; None stands for any id or name
+        self._numbers: dict[tuple[str | None, str | None], deque[int]] = {}
+        for number, call in self._calls.items():
+            for key in product((call["id"], None), (call["function"]["name"], None)):
+                self._numbers.setdefault(key, deque()).append(number)
+
+    def pop(self, id: str | None, name: str | None) -> Message | None:
+        """Remove and return the call to which a result belongs. Return None if there is none.
+
+        This is the first call with the id and name of the result. If no call has this name, it is the first
+        call with the id.
+
+        id: None if the result has no id; then it fits every call.
+        """
+        for key in ((id, name), (id, None)):
+            numbers = self._numbers.get(key, deque())
+            while numbers:
+                if call := self._calls.pop(numbers.popleft(), None):
+                    return call
+        return None
 
 
 def _content(value: object, where: str) -> str:

@@ -36,10 +36,12 @@ def check_tools(value: object) -> list[dict[str, Any]]:
     true. Raises ApiError.
     """
     tools = [_tool(each, f"tools[{n}]") for n, each in enumerate(optional(value, list, "tools") or [])]
-    names = [tool["function"]["name"] for tool in tools]
-    for n, name in enumerate(names):
-        if name in names[:n]:
+    names = set()
+    for n, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in names:
             _wrong(f"tools[{n}].function.name", f"must be unique; there are two tools {name!r}")
+        names.add(name)
     return tools
 
 

@@ -382,12 +382,16 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
     content = fields.text("content") or fields.text("prompt") or ""
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)
-    assert site.tokenize
-    assert site.detokenize
-    tokens: list[Any] = site.tokenize(content, adds_special, parses_special)
-    if fields.flag("with_pieces"):
-        tokens = [{"id": token, "piece": site.detokenize([token])} for token in tokens]
-    return JSONResponse({"tokens": tokens})
+    with_pieces = fields.flag("with_pieces")
+
+    def tokens() -> list[Any]:
+        assert site.tokenize
+        assert site.detokenize
+        plain = site.tokenize(content, adds_special, parses_special)
+        return [{"id": each, "piece": site.detokenize([each])} for each in plain] if with_pieces else plain
+
+    # use other threads here and below, because long texts take time
+    return JSONResponse({"tokens": await asyncio.to_thread(tokens)})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -395,7 +399,7 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
-    text = site.detokenize(tokens)
+    text = await asyncio.to_thread(site.detokenize, tokens)
     return JSONResponse({"content": text, "prompt": text})
 
 

@@ -23,6 +23,14 @@ _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 """Content encodings of request bodies that can be decoded."""
 
+_SMALL = 2**16
+"""Maximum number of bytes of a body that is parsed at once. Longer bodies are parsed in another thread."""
+
+_PIECE = 2**10
+"""Number of encoded bytes that are decoded at once. The decoder copies the bytes after the end of a part, so
+with longer pieces, many short parts would take long.
+"""
+
 
 @dataclass(slots=True)
 class Limits:
@@ -72,10 +80,11 @@ def check_key(limits: Limits, http: Request) -> None:
     if not limits.keys:
         return
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
-    key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
-    given = key.encode("utf-8", "surrogatepass")
+    key = bearer.strip(" \t") if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+    # headers are decoded as Latin-1, but most clients send UTF-8
+    given = key.encode("latin-1"), key.encode()
     # compare with all keys, so that the time for the comparison says nothing about the keys
-    if not sum(hmac.compare_digest(given, key.encode()) for key in limits.keys):
+    if not sum(hmac.compare_digest(each, key.encode()) for key in limits.keys for each in given):
         raise ApiError(
             "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
         )
@@ -133,10 +142,14 @@ async def body(limits: Limits, http: Request) -> Any:
         data = await asyncio.wait_for(_bytes(limits, http), limits.read_timeout)
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
-    if encoding in _ENCODINGS:
-        # decode in another thread, because decoded data can be a thousand times as long
-        data = await asyncio.to_thread(_decoded, data, encoding, limits.most_bytes)
-    return parsed(data)
+    if encoding not in _ENCODINGS and len(data) <= _SMALL:
+        return parsed(data)
+    # use another thread, because large data take time, and decoded data can be a thousand times as long
+    return await asyncio.to_thread(_parsed, data, encoding, limits.most_bytes)
+
+
+def _parsed(data: bytes, encoding: str, most: int) -> Any:
+    return parsed(_decoded(data, encoding, most) if encoding in _ENCODINGS else data)
 
 
 async def _bytes(limits: Limits, http: Request) -> bytes:
@@ -154,21 +167,22 @@ def _decoded(data: bytes, encoding: str, most: int) -> bytes:
     # some clients send deflate without a zlib header; in a header, the low 4 bits of the first byte are 8
     is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
     window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
-    decoded = b""
-    while True:
-        decoder = zlib.decompressobj(window)
+    decoder, decoded, at = zlib.decompressobj(window), bytearray(), 0
+    while at < len(data):
+        if decoder.eof:
+            # continue with the rest, because gzip data may have several parts
+            decoder = zlib.decompressobj(window)
+        piece = data[at : at + _PIECE]
         try:
-            decoded += decoder.decompress(data, most + 1 - len(decoded))
+            decoded += decoder.decompress(piece, most + 1 - len(decoded))
         except zlib.error:
             raise ApiError(f"the body is not {encoding}, as its Content-Encoding says") from None
         if len(decoded) > most:
             raise _too_large(most)
-        if not decoder.eof:
-            raise ApiError(f"the body ends in the middle of its {encoding} data")
-        # continue with the rest, because gzip data may have several parts
-        data = decoder.unused_data
-        if not data:
-            return decoded
+        at += len(piece) - len(decoder.unused_data)
+    if not decoder.eof:
+        raise ApiError(f"the body ends in the middle of its {encoding} data")
+    return bytes(decoded)
 
 
 def _too_large(most: int) -> ApiError:

@@ -44,7 +44,7 @@ class StoredChat:
     digest
         Digest of the messages.
     n_bytes
-        Number of bytes of the session file.
+        Number of bytes of the session file and its archive.
     is_start
         True if the chat has only a system prompt. Several chats may begin with it.
     marks
@@ -110,7 +110,7 @@ class ChatStore:
     @property
     def n_bytes(self) -> int:
         """Number of bytes of all sessions and archives."""
-        return sum(archive_file.size(chat.path) + chat.n_bytes for chat in self.chats)
+        return sum(chat.n_bytes for chat in self.chats)
 
     def __len__(self) -> int:
         return len(self.chats)
@@ -180,7 +180,7 @@ class ChatStore:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
             meta = {**meta, "digest": digest.hex(), "marks": marks, "checkpoints": places}
             listed = conversation.save_to(path, archive, meta)
-            n_bytes = path.stat().st_size
+            n_bytes = session.size(path)
             is_written = True
         except OSError as error:
             raise session.cannot("write", path, error) from None
@@ -214,8 +214,11 @@ class ChatStore:
 
     def _shrink(self, keep: StoredChat) -> None:
         """Delete the least recently used chats until all files together have at most `most_bytes`."""
-        while self.n_bytes > self.most_bytes and len(self.chats) > 1:
-            self.drop(min((each for each in self.chats if each is not keep), key=lambda each: each.used))
+        n_bytes = self.n_bytes
+        for chat in sorted(self.chats, key=lambda each: each.used):
+            if n_bytes > self.most_bytes and chat is not keep:
+                self.drop(chat)
+                n_bytes -= chat.n_bytes
 
     def _read(self, names: list[str]) -> None:
         """Read the chats that earlier servers have stored in the folder."""
@@ -252,9 +255,10 @@ class ChatStore:
                 del numbered[-1]
         try:
             meta = session.read_meta(path)
-            digest, stat = bytes.fromhex(meta["digest"]), path.stat()
+            digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
+            messages, is_start = meta["messages"], _is_start(meta["messages"])
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
@@ -262,13 +266,13 @@ class ChatStore:
             self.n_others += 1 + len(numbered)
             return
         for file in numbered:
-            with suppress(OSError, SessionError, LookupError):
-                messages = session.read_meta(file)["messages"]
-                if messages == meta["messages"][: len(messages)]:
+            with suppress(OSError, SessionError, LookupError, TypeError):
+                earlier = session.read_meta(file)["messages"]
+                if earlier == messages[: len(earlier)]:
                     file.unlink()
-        used = time.monotonic() - max(time.time() - stat.st_mtime, 0)
-        archive, is_start = archive_file.ArchiveFile(path), _is_start(meta["messages"])
-        self.chats.append(StoredChat(path, archive, digest, stat.st_size, is_start, marks, places, used))
+        used = time.monotonic() - max(time.time() - used_at, 0)
+        archive = archive_file.ArchiveFile(path)
+        self.chats.append(StoredChat(path, archive, digest, n_bytes, is_start, marks, places, used))
 
 
 def _marks_in(meta: session.Meta) -> list[Mark]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from kvtool.chats.template import Template
@@ -106,21 +106,23 @@ def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace a reply with several calls by one reply for each call, each followed by the call's result."""
     converted: list[dict[str, Any]] = []
-    rest = list(messages)
-    while rest:
-        message = rest.pop(0)
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
             converted.append(message)
             continue
-        n = next((n for n, later in enumerate(rest) if later["role"] != "tool"), len(rest))
-        results, rest = rest[:n], rest[n:]
+        later = (messages[n] for n in range(at, len(messages)))
+        results = [*takewhile(lambda message: message["role"] == "tool", later)]
+        at += len(results)
+        by_call: dict[Any, list[dict[str, Any]]] = {}
+        for result in results:
+            by_call.setdefault(result.get("tool_call_id"), []).append(result)
         for number, call in enumerate(calls):
             # keep the text and the thought only in the reply with the first call
             emptied = dict.fromkeys({"content", "reasoning_content"} & message.keys(), "") if number else {}
             converted.append({**message, **emptied, "tool_calls": [call]})
-            of_call = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            converted += of_call
-            results = [result for result in results if result not in of_call]
-        converted += results
+            converted += by_call.pop(call.get("id"), [])
+        converted += [result for result in results if result.get("tool_call_id") in by_call]
     return converted
