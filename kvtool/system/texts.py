@@ -1,4 +1,7 @@
-"""Read texts and names from outside. They are UTF-8 in every locale, and their lines end with LF."""
+"""Read texts and names from outside. They are UTF-8 in every locale.
+
+The lines of prompts and chats end with LF. A text that is measured keeps its line ends (`TextSource`).
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,9 @@ def stdin_lines() -> Iterator[str]:
 class TextSource:
     """A text from a file, a named pipe or stdin. Only the necessary part of the text is read.
 
+    Line ends are not converted: a perplexity is comparable with that of other programs and with recorded ones
+    only if the text is the same.
+
     Attributes
     ----------
     name
@@ -127,7 +133,7 @@ class TextSource:
         if b"\0" in self._data:
             raise InputError(f"{self.name} is binary; it must be a text")
         try:
-            return with_lf(getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole))
+            return getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole)
         except UnicodeDecodeError as error:
             raise InputError(f"{self.name} is not UTF-8 (byte {error.start}); {_CONVERT}") from None
 
@@ -159,6 +165,9 @@ def exists(name: str) -> bool:
 
 
 def read_text(file: str) -> str:
-    """Return the text of a file, or of stdin for "-". Raises InputError if it is not text in UTF-8."""
+    """Return the text of a file, or of stdin for "-", with line ends as LF.
+
+    Raises InputError if it is not text in UTF-8.
+    """
     with closing(TextSource(file)) as source:
-        return source.start()
+        return with_lf(source.start())

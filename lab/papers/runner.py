@@ -107,14 +107,30 @@ def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model
 
 
 def _keep(path: Path, lines: Iterable[Line]) -> None:
-    """Add these lines, replacing lines of the same policy, budget and text."""
+    """Add these lines, replacing lines of the same policy, budget and text.
+
+    Ends the program if the file has lines of another text with the same name.
+    """
     new = [_rounded(line) for line in lines]
     places = {_place(line) for line in new}
-    records.rewrite(path, lambda old: [line for line in old if _place(line) not in places] + new)
+    hashes = {_text(line): line["text_sha256"] for line in new if "text_sha256" in line}
+
+    def added(old: list[Line]) -> list[Line]:
+        kept = [line for line in old if _place(line) not in places]
+        for line in kept:
+            if (known := hashes.get(_text(line))) and line.get("text_sha256", known) != known:
+                sys.exit(f"{path} has results of another text that is called {line['of']}; remove them first")
+        return kept + new
+
+    records.rewrite(path, added)
 
 
 def _place(line: Line) -> tuple[object, ...]:
     return tuple(line.get(name) for name in ("label", "budget", "of", "tokens", "part"))
+
+
+def _text(line: Line) -> tuple[object, ...]:
+    return tuple(line.get(name) for name in ("of", "tokens", "model"))
 
 
 def _kvtool(*arguments: str) -> str:
