@@ -12,6 +12,7 @@ times as long.
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +22,14 @@ _N_AT_ONCE = 100
 
 _LEAST_BLOCKS = 8
 """Minimum number of blocks for an estimate of their spread."""
+
+
+def perplexity_of(nll: float) -> float:
+    """Perplexity of a mean nll in nats. It is infinite if it is too large for a number."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def block_size(n: int) -> int:

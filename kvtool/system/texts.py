@@ -9,6 +9,7 @@ import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,20 @@ def shown(text: object) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Encode a value as ASCII JSON. U+FFFD replaces bytes of a path that are not UTF-8."""
+    """Encode a value as ASCII JSON.
+
+    U+FFFD replaces bytes of a path that are not UTF-8, and null replaces numbers that JSON does not have.
+    """
     import json
 
-    return json.dumps(_cleaned(value), indent=indent)
+    return json.dumps(_cleaned(value), indent=indent, allow_nan=False)
 
 
 def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else shown(value)
+    if isinstance(value, float):
+        return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return {_cleaned(key): _cleaned(item) for key, item in value.items()}
     return [_cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
