@@ -690,9 +690,12 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
-    for wrong in ("0", "-3", "many"):
+    # Python refuses to convert more than 4,300 digits
+    for wrong in ("0", "-3", "many", "9" * 5000):
         commands.run(f"/cells {wrong}")
-    assert out.getvalue().count("/cells takes a number of tokens") == 3
+        commands.run(f"/undo {wrong}")
+    assert out.getvalue().count("/cells takes a number of tokens") == 4
+    assert out.getvalue().count("/undo takes a number of changes") == 4
 
 
 def test_what_is_held_and_archived_is_all_that_was_said(chat):
