@@ -58,7 +58,7 @@ _CHAT: dict[str, Any] = {
         "parameters": {"budget": int, "slack": int},
     },
 }
-"""Values that the JSON of every chat has, with their types. Each item of a list has the values of the first."""
+"""Values that the JSON of every chat has, with their types. A list may have any number of such items."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]

@@ -153,7 +153,7 @@ def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(cha
 def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
     talk = chat(budget=64, system="word " * 200)
     talk.undoable = True
-    with pytest.raises(UsageError, match="choose a budget of"):
+    with pytest.raises(UsageError, match="choose a larger budget"):
         "".join(talk.reply("Hello", 4))
     assert talk.undo() is None
 
