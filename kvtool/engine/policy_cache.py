@@ -253,7 +253,10 @@ class PolicyCache:
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
         """Return i32[row]: number of cells that the plan keeps. Raises the errors of `check_plan`."""
-        n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
+        policy = self.policy
+        # a cap may be as large as the context
+        may_fill = policy.capped or not policy.slack
+        n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
         return n_keep
