@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvtool.measure import records
+from kvtool.system import interrupt
 from lab.benchmarks.common import make_parser, note
 from lab.papers import tables
 from lab.papers.claims import fill_claims
@@ -139,13 +141,15 @@ def _kvtool(*arguments: str) -> str:
 
 
 def _python(*arguments: str) -> str:
-    """The stdout of a Python program. Exits if that program fails."""
+    """The stdout of a Python program. Exits if that program fails. Raises KeyboardInterrupt after Ctrl-C."""
     # the user's own defaults must not change results
     clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
     clean["KVTOOL_CONFIG"] = os.devnull
     done = subprocess.run(
         [sys.executable, *arguments], env=clean, stdout=subprocess.PIPE, check=False, text=True
     )
+    if done.returncode in (interrupt.EXIT_CODE, -signal.SIGINT):
+        raise KeyboardInterrupt
     if done.returncode:
         sys.exit(f"python {' '.join(arguments)}: exit code {done.returncode}")
     return done.stdout
@@ -219,7 +223,7 @@ def main() -> None:
     running.add_argument("data", type=Path, metavar="DATA")
     showing = commands.add_parser("show")
     for each in (planning, naming, running, showing):
-        each.add_argument("names", nargs="*", metavar="ID", help="; ".join(EXPERIMENTS))
+        each.add_argument("names", nargs="*", default=[], metavar="ID", help="; ".join(EXPERIMENTS))
     running.add_argument("--models", type=Path, default=Path(), help="folder of the runs' own models")
     running.add_argument("-m", "--model", default="", help="another model in place of all; needs --results")
     running.add_argument("-t", "--threads", type=int, default=1)

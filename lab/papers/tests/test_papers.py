@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -389,6 +390,26 @@ def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "made-up", CompareRun(("no-such-file.txt",), ("full",), (), 64))
     with pytest.raises(SystemExit, match="no-such-file.txt.*exit code 5"):
         runner.run(tmp_path, tmp_path, ["made-up"], [], tmp_path)
+
+
+def test_ctrl_c_ends_a_run_in_one_line_without_the_command(monkeypatch, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        runner._python("-c", "raise SystemExit(130)")
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "main", stopped)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lab.papers", run_name="__main__")
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped; the same command continues\n"
+
+
+def test_without_a_folder_only_the_folder_is_asked_for(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        program(monkeypatch, "run")
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: DATA\n")
 
 
 def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):
