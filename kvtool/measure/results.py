@@ -50,7 +50,7 @@ class ComparisonResults:
 
     def has_other_text(self) -> bool:
         """Return True if the file has results of a text with this name and length and another content."""
-        what = self.common.what | {"tokens": self.common.n_tokens}
+        what = {**self.common.what, "tokens": self.common.n_tokens}
         same = ("text", "model_sha256", "tokens")
         return any(
             all(record.get(name) == what[name] for name in same)

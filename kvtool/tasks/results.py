@@ -139,14 +139,11 @@ class TaskResults:
 
 def means(finished: Sequence[Record]) -> dict[str, Mean]:
     """Mean of each score, by name."""
-    return {
-        name: Mean(
-            float(np.mean(values)),
-            *statistics.item_interval(np.array(values), are_hits=name in _HITS),
-            len(values),
-        )
-        for name, values in scores(finished).items()
-    }
+    found = {}
+    for name, values in scores(finished).items():
+        low, high = statistics.item_interval(np.array(values), are_hits=name in _HITS)
+        found[name] = Mean(float(np.mean(values)), low, high, len(values))
+    return found
 
 
 def scores(finished: Sequence[Record]) -> dict[str, list[float]]:
