@@ -4,6 +4,7 @@ A message is one line, which names the fault and a remedy.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ _ALIKE = 0.2
 """Names are suggested if their similarity (difflib's ratio) is above the best similarity minus this."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+
+_LIBRARIES = {"importlib", "numba", "numpy"}
+"""Packages in which an error is raised, but whose caller has the fault."""
 
 
 class KvtoolError(Exception):
@@ -109,16 +113,27 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 def where(error: BaseException) -> str:
     """Describe an error in one line, with its source file and line number.
 
-    These are from the traceback's innermost frame outside kvtool: if kvtool refuses an argument, the fault is
-    in the caller. If all frames are inside kvtool, they are from the innermost frame.
+    These are from the traceback's innermost frame outside kvtool and `_LIBRARIES`: if kvtool refuses an
+    argument, the fault is in the caller. If there is no such frame, they are from kvtool's innermost frame.
+    They are left out if kvtool has called a library. numba's errors name the place in a compiled function.
     """
     trace, place, is_own = error.__traceback__, "", True
     # skip the traceback of a SyntaxError, because it ends in the import system; the message names the line
     while trace and not isinstance(error, SyntaxError):
         file = trace.tb_frame.f_code.co_filename
         inside = file.startswith(_PACKAGE)
-        if not file.startswith("<") and (is_own or not inside):
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+            place = "" if is_own else place
+        elif not file.startswith("<") and (is_own or not inside):
             place, is_own = f" ({Path(file).name}, line {trace.tb_lineno})", inside
         trace = trace.tb_next
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}{place}"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    if lines[0].startswith("Failed in nopython mode") and len(lines) > 1:
+        # the first line of numba's messages does not name the cause
+        del lines[0]
+        if compiled := re.search(r'File "(.*)", line (\d+)', text):
+            place = f" ({Path(compiled[1]).name}, line {compiled[2]})"
+        if lines[0].endswith(":"):
+            lines[0] += f" {''.join(lines[1:2]).removeprefix('>>> ')}"
+    return f"{type(error).__name__}: {lines[0]}{place}"

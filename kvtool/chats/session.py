@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -43,6 +44,21 @@ A file with a number at the end holds an earlier turn. Earlier versions of kvtoo
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
 """Names of arrays, each with the format number of a session that has this array."""
+
+_CHAT: dict[str, Any] = {
+    **dict.fromkeys(("kvtool", "saved"), str),
+    **dict.fromkeys(("n_turn", "n_past", "n_reply", "cells", "kv_bytes"), (int, float)),
+    "system": (str, NoneType),
+    "messages": [{"role": str}],
+    "writer": {"seed": int, "recent": list, "unread": list},
+    "options": {"model": str},
+    "fixed": {
+        **dict.fromkeys(("model_sha256", "policy"), str),
+        "llama_cpp": object,
+        "parameters": {"budget": int, "slack": int},
+    },
+}
+"""Values that the JSON of every chat has, with their types. A list may have any number of such items."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -113,15 +129,35 @@ def read_meta(path: Path) -> Meta:
         return _head(file, str(path))[0]
 
 
+def read_chat(path: Path) -> Meta:
+    """Read only the JSON of a chat. Raises SessionError as `read` does, and as `check_chat` does."""
+    return check_chat(path, read_meta(path))
+
+
+def check_chat(path: Path, meta: Meta) -> Meta:
+    """Return the JSON of a session. Raises SessionError if a value that every chat has is missing."""
+    if not _fits(meta, _CHAT):
+        raise SessionError(f"{path} lacks values of a chat, or they are damaged; name another file")
+    return meta
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), wanted[name]) for name in wanted)
+    if isinstance(wanted, list):
+        return isinstance(value, list) and all(_fits(each, wanted[0]) for each in value)
+    return isinstance(value, wanted)
+
+
 def peek(path: Path) -> Meta | None:
     """Read the JSON of the session that `write` would replace; None if the file is missing or empty.
 
-    Raises SessionError as `read` does, so that only sessions are replaced.
+    Raises SessionError as `read_chat` does, so that only sessions are replaced.
     """
     with _as_session_error("read", path):
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return None
-    return read_meta(path)
+    return read_chat(path)
 
 
 def archive_id(path: Path) -> bytes | None:
@@ -232,7 +268,11 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     if hashlib.sha256(line).hexdigest() != first[2].decode():
         what = "damaged" if line.endswith(b"\n") else "truncated"
         raise SessionError(f"{name} is {what}, and so is its text; restore a copy, or name another file")
-    return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), first[3].decode()
+    try:
+        meta = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        raise SessionError(f"{name} has no text that kvtool can read; name another file") from None
+    return meta, _N_FIRST + len(line), first[3].decode()
 
 
 def _is_cut(data: mmap.mmap, at: int) -> bool:

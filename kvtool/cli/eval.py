@@ -22,7 +22,7 @@ from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
 from kvtool.options import Options, option, redeclared, repeated
 from kvtool.system import interrupt
@@ -405,7 +405,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
     if errors := [record["error"] for record in results.records if "error" in record]:
         line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
         if len(errors) == len(results):
-            raise KvtoolError(line)
+            raise InputError(line)
         # some items may not fit in the cache under this policy: report the errors, and score all other items
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
@@ -468,7 +468,8 @@ _MEAN_COLUMNS = ("mean", "95 % interval", "items")
 
 def _mean_cells(score: Mean) -> tuple[str, str, str]:
     """Return the table cells of a mean, in the order of `_MEAN_COLUMNS`."""
-    return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
+    between = "-" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
+    return f"{score.mean:.3f}", between, f"{score.n}"
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:

@@ -26,7 +26,7 @@ EXAMPLES = {
         "kvtool bench -m smollm2-135m --json > before.json",
         "kvtool bench --depths 512,8k --compare before.json --plot speed.png",
     ),
-    "eval": ("kvtool eval", "kvtool eval retrieval --policy snapkv --budget 20% --limit 50"),
+    "eval": ("kvtool eval", "kvtool eval passkey --policy snapkv --budget 20% --limit 50"),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
         "kvtool inspect book.txt --policy recall --budget 512 --html book.html",

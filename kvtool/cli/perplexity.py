@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from contextlib import closing, suppress
@@ -43,7 +42,7 @@ class _PerplexityOptions(Options):
         "--windows N",
         None,
         "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
-        least=2,
+        least=3,
     )
     stride: int | None = option(
         "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", least=1
@@ -70,13 +69,15 @@ def perplexity(
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
+    from kvtool.measure.statistics import perplexity_of
     from kvtool.system.memory import peak_rss_bytes
 
     tokens: np.ndarray
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        start, n_least = args.windows is None, args.windows or 2
+        # with a stride, the first token after a piece begins the piece whose end is scored
+        start, n_least = args.windows is None, (args.windows or 2) + (args.stride is not None)
         tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
         return args.windows or len(tokens)
 
@@ -103,7 +104,7 @@ def perplexity(
                 """Show the current perplexity next to the bar. Raises _Stop after Ctrl-C."""
                 nonlocal total, n_done
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
-                step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
+                step(n_done, f"perplexity {perplexity_of(total / n_done):.3f}" if n_done else "perplexity")
                 if work.stop:
                     raise _Stop
 
@@ -116,7 +117,7 @@ def perplexity(
         seconds = time.monotonic() - started
         mean, is_complete = total / n_done, not work.stop or n_done == n_all
         result = {
-            "perplexity": math.exp(mean),
+            "perplexity": perplexity_of(mean),
             "nll": mean,
             "tokens": n_done,
             "complete": is_complete,

@@ -61,7 +61,7 @@ def policies(
         package = known.owners(name) if known.package(name) else None
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
         about = {"name": name, "paper": policy.paper, "params": params, "what": summary, "package": package}
-        return about | {"explained": explained}
+        return about | {"explained": explained, "required": known.required(policy)}
 
     built_in = known.names()
     listed = [described(policy) for policy in ([name] if name else built_in)]
@@ -92,8 +92,13 @@ def _print_one(policy: dict[str, Any], budget: int | None) -> None:
     if about := ", ".join(filter(None, [paper, policy["package"] and f"from {policy['package']}"])):
         console.print(about)
     columns = "parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"
+    no_default = dict.fromkeys(policy["required"], "required")
     rows = [
-        (key, "automatic" if value is None else str(value), policy["explained"].get(key, ""))
+        (
+            key,
+            no_default.get(key, "automatic") if value is None else str(value),
+            policy["explained"].get(key, ""),
+        )
         for key, value in policy["params"].items()
     ]
     console.print()

@@ -188,9 +188,9 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]
 
     n_run: number of runs. n_token: number of tokens that each run scores.
     """
-    from math import exp
-
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from kvtool.measure.statistics import perplexity_of
 
     words_column = TextColumn("{task.fields[words]}", markup=False)
     columns = BarColumn(bar_width=20), TaskProgressColumn(), words_column, TimeRemainingColumn()
@@ -211,7 +211,7 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]
                 end = "" if bars.console.is_terminal else f" ({n_done}/{n_run}, {left / 60:.0f} min left)"
                 bars.console.print(f"{run.name}: {_in_short(record)}{end}", soft_wrap=True)
             else:
-                words = f"{event.n:,} tokens, perplexity {exp(event.nll):.3f}" if event.n else ""
+                words = f"{event.n:,} tokens, perplexity {perplexity_of(event.nll):.3f}" if event.n else ""
                 bars.update(tasks[run], completed=event.n, words=words)
             running = sum(task.completed for task in bars.tasks if task.id != whole)
             words = f"{n_done} of {n_run} runs"

@@ -30,9 +30,9 @@ File = Annotated[
 @app.command()
 def show(file: File, as_json: Json = False) -> None:
     """Show a chat's model, policy and length, and check that the file is whole."""
-    from kvtool.chats.session import read, read_meta, size
+    from kvtool.chats.session import read, read_chat, size
 
-    meta = read_meta(file)
+    meta = read_chat(file)
     problem = None
     try:
         read(file)
@@ -98,9 +98,9 @@ def _print(info: dict[str, Any], has_archive: bool) -> None:
 def export(file: File, as_json: Json = False) -> None:
     """Print the text of a chat. This works even if the rest of the file is damaged."""
     from kvtool.chats.conversation import transcript
-    from kvtool.chats.session import read_meta
+    from kvtool.chats.session import read_chat
 
-    messages = read_meta(file)["messages"]
+    messages = read_chat(file)["messages"]
     if as_json:
         # do not escape characters if stdout can encode them
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"

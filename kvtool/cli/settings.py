@@ -43,6 +43,8 @@ Settings for all commands do not change them.
 """
 
 _MODELS = "models"
+_MOST_WORDS = 4
+"""The names of a table that is for one model and one command have this many parts at most."""
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
@@ -149,6 +151,8 @@ def read() -> tuple[dict[str, Any], Path]:
         return tomllib.loads(text), path
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} has a number of too many digits, or too many nested brackets") from None
 
 
 def config_file() -> Path:
@@ -212,6 +216,10 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
     if words and words[0] not in COMMANDS:
         raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")
+    if len(words) > _MOST_WORDS:
+        raise UsageError(
+            f"{path}: a table's name has at most {_MOST_WORDS} parts, such as [models.NAME.chat]"
+        )
     is_in_group = not words or words[0] in GROUPS
     if len(words) > 1 and not is_in_group:
         raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")

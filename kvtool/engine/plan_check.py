@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
 
 from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
 from kvtool.policy import Merge, Plan, Policy, View
+from kvtool.policy.view import SIGNALS
 
 
 def ask(policy: Policy, method: str, *args: object) -> Any:
@@ -17,7 +21,20 @@ def ask(policy: Policy, method: str, *args: object) -> Any:
     except KvtoolError:
         raise
     except Exception as error:
-        raise PlanError(f"{type(policy).__name__}.{method}: {where(error)}") from error
+        hint = next(_absent(policy, error, args), None)
+        told = TypeError(hint).with_traceback(error.__traceback__) if hint else error
+        raise PlanError(f"{type(policy).__name__}.{method}: {where(told)}") from error
+
+
+def _absent(policy: Policy, error: Exception, args: Iterable[object]) -> Iterator[str]:
+    """Yield a line for each signal that the failed code uses, but that `reads` does not name."""
+    code = " ".join(frame.line or "" for frame in extract_tb(error.__traceback__))
+    used = {*re.findall(r"\bview\.(\w+)", code), *policy.sums}
+    for view in (arg for arg in args if isinstance(arg, View)):
+        for signal, spec in SIGNALS.items():
+            for name in spec.fields:
+                if name in used and getattr(view, name) is None:
+                    yield f"view.{name} is None; add Signal.{signal.name} to reads"
 
 
 def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
@@ -32,20 +49,23 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
             raise PlanError(f"{name}: state {i} of start must be writable and zero: a new token's cell is")
 
 
-def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
+def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool, may_fill: bool) -> np.ndarray:
     """Return i32[row]: number of cells that a plan keeps in each row.
 
     Raises PlanError if the plan breaks a rule, for example if a row keeps `budget` or more cells. Raises
-    StreamEnd if the rows are full and the plan evicts nothing. name: the policy's name, for messages.
+    StreamEnd if the rows are full, the plan evicts nothing and the policy may fill the cache. name: the
+    policy's name, for messages.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
     keep, n_kv = plan.keep, view.pos.shape[1]
     kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
-    if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
+    if kind != f"bool{view.pos.shape}":
         raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
+    if not keep.flags.c_contiguous:
+        raise PlanError(f"{name}: keep is not C-contiguous; copy it with np.ascontiguousarray")
     counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
-    if n_kv >= budget and counts.min() == n_kv:
+    if may_fill and n_kv >= budget and counts.min() == n_kv:
         raise StreamEnd(
             f"the cache ({n_kv:,} tokens) is full, and the policy evicts nothing; "
             "raise --ctx-size, or choose another policy, such as --policy recall"

@@ -176,7 +176,7 @@ class PolicyCache:
         if self.pinnable(n) > room:
             raise UsageError(
                 f"the pinned text takes {n} cells, and a budget of {self.policy.n_asked} has {room} for it; "
-                f"choose a budget of {self._budget_for(n)} or more, or a shorter text"
+                f"choose a larger budget ({self._budget_for(n)} is enough), or a shorter text"
             )
 
     def pin(self, n: int) -> None:
@@ -204,7 +204,7 @@ class PolicyCache:
         if n >= self.policy.n_keep - self.n_pinned:
             raise UsageError(
                 f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
-                f"choose a budget of {self._budget_for(self.n_pinned + n)} or more"
+                f"choose a larger budget ({self._budget_for(self.n_pinned + n)} is enough)"
             )
         self.n_held = n
 
@@ -253,7 +253,10 @@ class PolicyCache:
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
         """Return i32[row]: number of cells that the plan keeps. Raises the errors of `check_plan`."""
-        n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
+        policy = self.policy
+        # a cap may be as large as the context
+        may_fill = policy.capped or not policy.slack
+        n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
         return n_keep

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.errors import LibraryError, OutOfMemory, UsageError
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.batch import Batch
 from kvtool.llama.bindings import api
 from kvtool.llama.crash import crash_means, damaged
@@ -24,6 +24,12 @@ FLASH = {"auto": -1, "off": 0, "on": 1}
 """llama.cpp's numbers for the values of --flash-attn."""
 
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
+
+
+def check_finite(values: np.ndarray) -> None:
+    """Raise ModelError if a value is not finite. values: logits, or numbers that are computed from them."""
+    if not np.isfinite(values).all():
+        raise ModelError("the model's logits are not finite; the model file may be damaged")
 
 
 class Decoder:

@@ -14,7 +14,7 @@ from kvtool.errors import UsageError
 from kvtool.llama import gbnf, schema
 from kvtool.llama.candidates import apply, candidates
 from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
-from kvtool.llama.decoder import Decoder
+from kvtool.llama.decoder import Decoder, check_finite
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
@@ -201,8 +201,10 @@ class Sampler:
     def sample(self, cache: Decoder) -> int:
         """Sample the next token from the cache's `next_logits`.
 
-        Raises UsageError if no token of the vocabulary fits the constraint.
+        Raises UsageError if no token of the vocabulary fits the constraint, and ModelError if a logit is NaN.
         """
+        # a NaN anywhere makes the maximum NaN; a logit of -inf is allowed
+        check_finite(cache.next_logits.max())
         mask = self.constraint.mask() if self.constraint else None
         n_vocab, fits = self.model.n_vocab, None
         if mask is not None:

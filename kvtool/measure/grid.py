@@ -198,7 +198,7 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
     Raises UsageError if the text is not I/N.
     """
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
     i, n = map(int, match.groups()) if match else (0, 0)
     if not 1 <= i <= n:
         raise UsageError(f"a shard is I/N with I from 1 to N, for example 1/4, got {text!r}")

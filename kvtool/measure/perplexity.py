@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtool.engine.loop import Engine
 from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.decoder import check_finite
 
 Progress = Callable[[np.ndarray], None]
 """Function to call after each batch, with the nll f64[n] of the tokens that were scored."""
@@ -42,10 +43,12 @@ def stream(
 
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
-    """Yield the result of `stream`, batch by batch."""
+    """Yield the result of `stream`, batch by batch. Raises ModelError if a value is not finite."""
     for part in engine.steps(tokens):
         target = tokens[part.start + 1 : part.stop + 1]
-        yield score(engine.context.logits()[: len(target)], target)
+        nll = score(engine.context.logits()[: len(target)], target)
+        check_finite(nll)
+        yield nll
 
 
 def windows(

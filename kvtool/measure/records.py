@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvtool.errors import InputError
 from kvtool.system.files import locked, replacing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvtool.llama.model import Model
 
 Record = Mapping[str, Any]
 """Result as a JSON object."""
@@ -18,6 +24,11 @@ Record = Mapping[str, Any]
 def key(record: Record, names: Iterable[str]) -> str:
     """Return the values of the fields `names` as one string. The value of a missing field is null."""
     return json.dumps([record.get(name) for name in names], sort_keys=True)
+
+
+def text_sha256(model: Model, tokens: np.ndarray) -> str:
+    """Return the SHA-256 of the text of tokens i32[n]. It shows whether two results are of the same text."""
+    return hashlib.sha256(b"".join(model.piece(token, special=True) for token in tokens.tolist())).hexdigest()
 
 
 def versions() -> dict[str, str | None]:

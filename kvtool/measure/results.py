@@ -48,6 +48,16 @@ class ComparisonResults:
             elif _rank(record) > _rank(self.of_run.get(run)):
                 self.of_run[run] = record
 
+    def has_other_text(self) -> bool:
+        """Return True if the file has results of a text with this name and length and another content."""
+        what = {**self.common.what, "tokens": self.common.n_tokens}
+        same = ("text", "model_sha256", "tokens")
+        return any(
+            all(record.get(name) == what[name] for name in same)
+            and record.get("text_sha256") != what["text_sha256"]
+            for record in self.others
+        )
+
     def missing(self, kl: bool = False) -> list[Run]:
         """Return the runs that have no record and the runs that failed.
 

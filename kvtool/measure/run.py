@@ -8,7 +8,6 @@ at the end writes a record or an error.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.config.run import ScoreOptions
-from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
+from kvtool.errors import KvtoolError, OutOfMemory, where
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,9 +85,6 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
                 kv_peak_bytes = max(kv_peak_bytes, engine.cache_bytes)
                 report(n, total)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-            if not math.isfinite(total):
-                # raise inside the block, so that `against` does not complete the reference file
-                raise ModelError("the model's logits are not finite; the model file may be damaged")
         held = {name: value for name, value in describe(engine, run.policy).items() if name in _HELD}
         return quality(np.concatenate(parts), scores) | {
             "tokens_per_s": len(tokens) / seconds,
@@ -135,16 +131,17 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     """
     import numpy as np
 
-    from kvtool.measure.statistics import block_counts, block_sums, interval, joined, mean_of_text
+    from kvtool.measure import statistics
+    from kvtool.measure.statistics import block_sums, mean_of_text, perplexity_of
 
     n, sums = len(nll), block_sums(nll)
     value, error = mean_of_text(sums, n)
-    low, high = interval(*joined(sums, block_counts(n)))
+    low, high = statistics.interval(*statistics.joined(sums, statistics.block_counts(n)))
     record: dict[str, Any] = {
         "n_scored": n,
-        "perplexity": math.exp(value),
-        "perplexity_low": math.exp(low),
-        "perplexity_high": math.exp(high),
+        "perplexity": perplexity_of(value),
+        "perplexity_low": perplexity_of(low),
+        "perplexity_high": perplexity_of(high),
         "nll": value,
         "nll_stderr": error,
         "nll_blocks": sums.tolist(),

@@ -12,6 +12,7 @@ times as long.
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +22,14 @@ _N_AT_ONCE = 100
 
 _LEAST_BLOCKS = 8
 """Minimum number of blocks for an estimate of their spread."""
+
+
+def perplexity_of(nll: float) -> float:
+    """Perplexity of a mean nll in nats. It is infinite if it is too large for a number."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def block_size(n: int) -> int:
@@ -124,14 +133,19 @@ def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
     return mean, None if np.isnan(error) else error
 
 
-def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean of independent scores f64[n].
+def item_interval(
+    scores: np.ndarray, *, are_hits: bool, level: float = 0.95
+) -> tuple[float, float] | tuple[None, None]:
+    """Confidence interval of the mean of independent scores f64[n]. (None, None) for a single score.
 
-    If all scores are 0 or 1, this is Wilson's interval (1927), which has a width even if all scores are
-    equal. Otherwise this is the interval of the bootstrap.
+    are_hits: True for scores that are hits (1) and misses (0), or shares of several hits. This is then
+    Wilson's interval (1927), which has a width even if all scores are equal; for shares it is wider than
+    necessary. For other scores this is the interval of the bootstrap.
     """
     n, mean = len(scores), scores.mean()
-    if not np.isin(scores, (0, 1)).all():
+    if n < 2:
+        return None, None
+    if not are_hits:
         return interval(scores, np.ones(n), level)
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle, half = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)

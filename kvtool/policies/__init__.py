@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -112,7 +112,8 @@ def _load_installed(name: str) -> type[Policy]:
     try:
         policy = entries[0].load()
     except Exception as error:
-        raise UsageError(f"policy {name!r} of {of} cannot be loaded: {where(error)}") from error
+        what = f"policy {name!r} of {of} ({entries[0].value})"
+        raise UsageError(f"{what} cannot be loaded: {where(error)}") from error
     return _checked(policy, f"policy {name!r} of {of}: {entries[0].value}")
 
 
@@ -132,6 +133,19 @@ def params(policy: type[Policy]) -> dict[str, object]:
 def chosen(policy: Policy) -> dict[str, object]:
     """Return the parameters of a fitted policy, with their values."""
     return {name: getattr(policy, name) for name in params(type(policy))}
+
+
+def required(policy: type[Policy]) -> list[str]:
+    """Return the `-o` parameters without which the policy cannot be made. A policy's own `fit` needs none."""
+    from kvtool.policy import Policy, Ranked
+
+    if policy.fit.__func__ not in (Policy.fit.__func__, Ranked.fit.__func__):  # type: ignore[attr-defined]
+        return []
+    return [
+        field.name
+        for field in fields(policy)
+        if field.default is field.default_factory is MISSING and field.name not in (*_COMMON, "window")
+    ]
 
 
 def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
@@ -178,6 +192,8 @@ class PolicySpec(NamedTuple):
         """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
+        if missing := [name for name in required(self.kind) if name not in self.params]:
+            raise UsageError(f"{self.name}: set it with {' '.join(f'-o {name}=...' for name in missing)}")
         try:
             fitted = self._fitted(budget)
             on(fitted)

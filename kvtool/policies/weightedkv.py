@@ -3,7 +3,8 @@
 Algorithm 1. A token's average is its attention sum divided by the steps that it has lived (the paper's a /
 n). The token with the smallest average is evicted. Its key is lost, but its value is merged into the value of
 the next live token in the row. The merged value is the mean of both values, weighted by the averages of the
-two tokens. The average of the token that stays does not change.
+two tokens. If both averages are 0, both weights are 1/2. The average of the token that stays does not
+change.
 
 Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
 --evict-every 1 does. All averages are computed before the eviction. Then the evicted tokens are merged one at

@@ -30,6 +30,13 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
         )
 
 
+def check_numbers(name: str, array: np.ndarray, pos: np.ndarray) -> None:
+    """Raise ValueError if the array f32[row, cell] is NaN for a live cell. pos: as in `View`."""
+    # a NaN anywhere makes the maximum NaN, and finding the maximum is fast
+    if array.size and np.isnan(array.max()) and np.isnan(array[pos >= 0]).any():
+        raise ValueError(f"{name} has a value that is not a number")
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless the value is one of the choices."""
     if value not in choices:

@@ -10,7 +10,8 @@ class Merge:
     """New values of kept cells: V[row, dst] becomes the sum of weight * V[row, src] over all its terms.
 
     Terms with the same (row, dst) are adjacent. All sources are read before any value is written. Keys do not
-    change. Indices of cells are the same as in the view.
+    change. Indices of cells are the same as in the view. Include dst itself as a source if its value should
+    stay.
 
     Attributes
     ----------

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvtool.kernels.selection import keep_highest, keep_shared, layer_entropy
 from kvtool.policy.base import Policy, State, split_budget
-from kvtool.policy.checks import check_cells, check_choice, check_kept, check_whole
+from kvtool.policy.checks import check_cells, check_choice, check_kept, check_numbers, check_whole
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
@@ -121,7 +121,7 @@ class Ranked(Policy):
         """Return b1[row, n_kv]: True for the cells that stay if tokens are ranked by these scores."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
-        check_cells("the score", scores, view.pos.shape, _F32)
+        _check_score(view, scores)
         first, recent = protected(view, self.n_keep, *self.exempt)
         n_keep = self._shares(view, scores, first, recent)
         floor = self.floor if self.heads == "adaptive" else 1.0
@@ -178,11 +178,17 @@ def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: 
     Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more]. Among equal scores the
     newer token stays. Raises TypeError or ValueError if the score has another type or shape.
     """
-    check_cells("the score", score, view.pos.shape, _F32)
+    _check_score(view, score)
     first, recent = protected(view, n_keep, sinks, window)
     keep = np.empty(view.pos.shape, np.bool_)
     keep_highest(view.pos, score, first, recent, n_keep, keep)
     return keep
+
+
+def _check_score(view: View, score: np.ndarray) -> None:
+    """Raise TypeError or ValueError unless the score is f32[row, n_kv or more], and no live cell is NaN."""
+    check_cells("the score", score, view.pos.shape, _F32)
+    check_numbers("the score", score[:, : view.n_kv], view.pos)
 
 
 def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:

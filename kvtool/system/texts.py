@@ -1,4 +1,7 @@
-"""Read texts and names from outside. They are UTF-8 in every locale, and their lines end with LF."""
+"""Read texts and names from outside. They are UTF-8 in every locale.
+
+The lines of prompts and chats end with LF. A text that is measured keeps its line ends (`TextSource`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +47,20 @@ def shown(text: object) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Encode a value as ASCII JSON. U+FFFD replaces bytes of a path that are not UTF-8."""
+    """Encode a value as ASCII JSON.
+
+    U+FFFD replaces bytes of a path that are not UTF-8, and null replaces numbers that JSON does not have.
+    """
     import json
 
-    return json.dumps(_cleaned(value), indent=indent)
+    return json.dumps(_cleaned(value), indent=indent, allow_nan=False)
 
 
 def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else shown(value)
+    if isinstance(value, float):
+        return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return {_cleaned(key): _cleaned(item) for key, item in value.items()}
     return [_cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -82,6 +91,9 @@ def stdin_lines() -> Iterator[str]:
 
 class TextSource:
     """A text from a file, a named pipe or stdin. Only the necessary part of the text is read.
+
+    Line ends are not converted: a perplexity is comparable with that of other programs and with recorded ones
+    only if the text is the same.
 
     Attributes
     ----------
@@ -127,7 +139,7 @@ class TextSource:
         if b"\0" in self._data:
             raise InputError(f"{self.name} is binary; it must be a text")
         try:
-            return with_lf(getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole))
+            return getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole)
         except UnicodeDecodeError as error:
             raise InputError(f"{self.name} is not UTF-8 (byte {error.start}); {_CONVERT}") from None
 
@@ -159,6 +171,9 @@ def exists(name: str) -> bool:
 
 
 def read_text(file: str) -> str:
-    """Return the text of a file, or of stdin for "-". Raises InputError if it is not text in UTF-8."""
+    """Return the text of a file, or of stdin for "-", with line ends as LF.
+
+    Raises InputError if it is not text in UTF-8.
+    """
     with closing(TextSource(file)) as source:
-        return source.start()
+        return with_lf(source.start())

@@ -17,6 +17,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
 from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.decoder import check_finite
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
@@ -233,6 +234,7 @@ class Reader:
             token_nll(logits, target, nll[n : n + len(target)])
             greedy = greedy and bool((logits.argmax(axis=1) == target).all())
             n += len(target)
+        check_finite(nll)
         return Likelihood(-float(nll.sum()), n, greedy)
 
     @contextmanager

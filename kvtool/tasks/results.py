@@ -19,6 +19,9 @@ from kvtool.measure.records import Record
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, Task
 
+_HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
+"""Scores that are 1 for a hit and 0 for a miss, or the share of several hits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -29,16 +32,16 @@ class Mean:
     mean
         The mean.
     low
-        Lower end of the 95 % interval of the mean.
+        Lower end of the 95 % interval of the mean. None for a single item.
     high
-        Upper end of this interval.
+        Upper end of this interval. None for a single item.
     n
         Number of items.
     """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
 
@@ -136,10 +139,11 @@ class TaskResults:
 
 def means(finished: Sequence[Record]) -> dict[str, Mean]:
     """Mean of each score, by name."""
-    return {
-        name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
-        for name, values in scores(finished).items()
-    }
+    found = {}
+    for name, values in scores(finished).items():
+        low, high = statistics.item_interval(np.array(values), are_hits=name in _HITS)
+        found[name] = Mean(float(np.mean(values)), low, high, len(values))
+    return found
 
 
 def scores(finished: Sequence[Record]) -> dict[str, list[float]]:

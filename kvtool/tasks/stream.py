@@ -79,8 +79,13 @@ class StreamTask(Task):
                 about = {"chat_id": number if name is None else name, "turn": i + 1, "number": len(items)}
                 chat = f"{data.stem(path)}-{about['chat_id']}-{i + 1}"
                 items.append(Item(chat, question, [] if answer is None else [answer], about=about))
-        if not items:
-            raise InputError(f"there are no turns in {', '.join(map(str, files))}")
+        names = ", ".join(map(str, files))
+        if all(is_answer for _, _, (_, _, is_answer) in parsed):
+            raise InputError(f"there are no turns in {names}")
+        if not any(item.references for item in items):
+            raise InputError(
+                f"no turn in {names} has a right answer, so nothing would be scored; add the file of answers"
+            )
         return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:

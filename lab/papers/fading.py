@@ -116,7 +116,8 @@ def main() -> None:
     args = parser.parse_args()
 
     rules = {name: None if name == "full" else Rule.parse(name) for name in args.rules.split(",")}
-    tokens = load_tokens(load_model(args.model), args.file, args.max_tokens)
+    vocabulary = load_model(args.model)
+    tokens = load_tokens(vocabulary, args.file, args.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
         tiny.dequantize(resolve(args.model), Path(folder) / "f32.gguf")
         model = Llama(Path(folder) / "f32.gguf")
@@ -134,6 +135,7 @@ def main() -> None:
         n_byte[name] = of_row * n_row
         print(f"| `{name}` | {np.exp(of_tokens.mean()):.3f} | {of_row:,} |", flush=True)
     about = {"file": args.file.name, "model": resolve(args.model).name, "tokens": len(tokens)}
+    about["text_sha256"] = records.text_sha256(vocabulary, tokens)
     about |= {"budget": args.budget, **records.versions()}
     write_json(args.json, about | {"nll_blocks": blocks, "cpu_s": seconds, "bytes": n_byte})
 

@@ -28,6 +28,8 @@ cells
     The budget of each item, in cells.
 bytes
     Bytes of keys and values on the device, and of the archive on the host.
+text_sha256
+    The SHA-256 of the text of the tokens. Older lines lack it.
 seconds, and VERSIONS
     The time and the versions of the measurement.
 """
@@ -105,11 +107,12 @@ def option_words(label: str) -> list[str]:
 
 
 def about(*measured: records.Record, lines: int = 1) -> Line:
-    """Return the seconds and the versions for a line that is made from these records.
+    """Return the seconds, the versions and the hash of the text for a line that is made from these records.
 
     lines: number of lines that are made from the same records. Each gets an equal share of the seconds.
     """
     versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
     # CPU time is preferred, because it does not depend on other programs
     seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in measured)
-    return {"seconds": seconds / lines, **versions}
+    text = {name: measured[0][name] for name in ("text_sha256",) if name in measured[0]}
+    return {"seconds": seconds / lines, **text, **versions}

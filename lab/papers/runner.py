@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvtool.measure import records
+from kvtool.system import interrupt
 from lab.benchmarks.common import make_parser, note
 from lab.papers import tables
 from lab.papers.claims import fill_claims
@@ -107,14 +109,30 @@ def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model
 
 
 def _keep(path: Path, lines: Iterable[Line]) -> None:
-    """Add these lines, replacing lines of the same policy, budget and text."""
+    """Add these lines, replacing lines of the same policy, budget and text.
+
+    Ends the program if the file has lines of another text with the same name.
+    """
     new = [_rounded(line) for line in lines]
     places = {_place(line) for line in new}
-    records.rewrite(path, lambda old: [line for line in old if _place(line) not in places] + new)
+    hashes = {_text(line): line["text_sha256"] for line in new if "text_sha256" in line}
+
+    def added(old: list[Line]) -> list[Line]:
+        kept = [line for line in old if _place(line) not in places]
+        for line in kept:
+            if (known := hashes.get(_text(line))) and line.get("text_sha256", known) != known:
+                sys.exit(f"{path} has results of another text that is called {line['of']}; remove them first")
+        return kept + new
+
+    records.rewrite(path, added)
 
 
 def _place(line: Line) -> tuple[object, ...]:
     return tuple(line.get(name) for name in ("label", "budget", "of", "tokens", "part"))
+
+
+def _text(line: Line) -> tuple[object, ...]:
+    return tuple(line.get(name) for name in ("of", "tokens", "model"))
 
 
 def _kvtool(*arguments: str) -> str:
@@ -122,13 +140,15 @@ def _kvtool(*arguments: str) -> str:
 
 
 def _python(*arguments: str) -> str:
-    """The stdout of a Python program. Exits if that program fails."""
+    """The stdout of a Python program. Exits if that program fails. Raises KeyboardInterrupt after Ctrl-C."""
     # the user's own defaults must not change results
     clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
     clean["KVTOOL_CONFIG"] = os.devnull
     done = subprocess.run(
         [sys.executable, *arguments], env=clean, stdout=subprocess.PIPE, check=False, text=True
     )
+    if done.returncode in (interrupt.EXIT_CODE, -signal.SIGINT):
+        raise KeyboardInterrupt
     if done.returncode:
         sys.exit(f"python {' '.join(arguments)}: exit code {done.returncode}")
     return done.stdout
@@ -201,7 +221,7 @@ def main() -> None:
     running.add_argument("data", type=Path, metavar="DATA")
     showing = commands.add_parser("show")
     for each in (planning, naming, running, showing):
-        each.add_argument("names", nargs="*", metavar="ID", help="; ".join(EXPERIMENTS))
+        each.add_argument("names", nargs="*", default=[], metavar="ID", help="; ".join(EXPERIMENTS))
     running.add_argument("--models", type=Path, default=Path(), help="folder of the runs' own models")
     running.add_argument("-m", "--model", default="", help="another model in place of all; needs --results")
     running.add_argument("-t", "--threads", type=int, default=1)

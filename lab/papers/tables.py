@@ -67,6 +67,9 @@ def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[
     return "\n\n".join(titles[model] + part.text() for model, part in parts.items())
 
 
+_NO_RESULTS = "No results yet: the results of a command are kept when all of its runs are done."
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Text of an experiment with one or all models: its commands, its tables, and a line about their size."""
@@ -100,7 +103,7 @@ def _of_model(
             else:
                 grids.append(grid)
     counted = [line for line in lines if any(is_about(table, line) for table in experiment.tables)]
-    return _Part(commands, tuple(grids), _sizes(counted or lines) if lines else "Not measured yet.")
+    return _Part(commands, tuple(grids), _sizes(counted or lines) if lines else _NO_RESULTS)
 
 
 def _together(parts: Mapping[str, _Part]) -> _Part | None:

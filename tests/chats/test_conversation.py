@@ -157,7 +157,7 @@ def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(cha
 def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
     talk = chat(budget=64, system="word " * 200)
     talk.undoable = True
-    with pytest.raises(UsageError, match="choose a budget of"):
+    with pytest.raises(UsageError, match="choose a larger budget"):
         "".join(talk.reply("Hello", 4))
     assert talk.undo() is None
 
@@ -734,9 +734,12 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
-    for wrong in ("0", "-3", "many"):
+    # Python refuses to convert more than 4,300 digits
+    for wrong in ("0", "-3", "many", "9" * 5000):
         commands.run(f"/cells {wrong}")
-    assert out.getvalue().count("/cells takes a number of tokens") == 3
+        commands.run(f"/undo {wrong}")
+    assert out.getvalue().count("/cells takes a number of tokens") == 4
+    assert out.getvalue().count("/undo takes a number of changes") == 4
 
 
 def test_what_is_held_and_archived_is_all_that_was_said(chat):

@@ -138,7 +138,7 @@ def test_checking_a_system_prompt_changes_nothing(engine):
     talk.pin_system()
     before = (engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version)
     talk.check_system("You count waves.")
-    with pytest.raises(UsageError, match="choose a budget of"):
+    with pytest.raises(UsageError, match="choose a larger budget"):
         talk.check_system("waves " * 300)
     assert before == (
         *(engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version),

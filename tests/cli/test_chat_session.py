@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -314,6 +315,30 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
     saved, whole = (session.read(each)[1] for each in (path, tmp_path / "whole"))
     for name in set(whole) - set(listing):
         assert (saved[name] == whole[name]).all(), name
+
+
+def _with_meta(path, line):
+    """Replace the JSON of a session by another line, and its hash by the right one."""
+    first, _, rest = path.read_bytes().split(b"\n", 2)
+    name, number, _, of_arrays = first.rsplit(b" ", 3)
+    digest = hashlib.sha256(line + b"\n").hexdigest().encode()
+    path.write_bytes(b"\n".join([b" ".join([name, number, digest, of_arrays]), line, rest]))
+
+
+def test_a_session_without_the_values_of_a_chat_is_refused_and_not_replaced(chat_model, talk, tmp_path):
+    path = tmp_path / "chat.kvs"
+    talk(TURNS[:1], *FIRST)
+    meta = session.read_meta(path)
+    commands = ["session", "show", path], ["session", "export", path], _words(chat_model, path)
+    for changed in ({}, [], *({**meta, name: None} for name in ("messages", "fixed", "n_turn"))):
+        _with_meta(path, json.dumps(changed).encode())
+        before = path.read_bytes()
+        for command in commands:
+            one_line(called(*command, stdin="hello\n"), 9, "chat.kvs lacks values of a chat")
+        assert path.read_bytes() == before
+    _with_meta(path, b"[" * 100_000)
+    for command in commands:
+        one_line(called(*command, stdin="hello\n"), 9, "chat.kvs has no text that kvtool can read")
 
 
 def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(talk, tmp_path):

@@ -109,7 +109,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         ("/reset now", "/reset takes no argument"),
         ("/undo three", "/undo takes a number"),
         ("/exit now", "/exit takes no argument"),
-        (f"/system {'long ' * 500}", "choose a budget of"),
+        (f"/system {'long ' * 500}", "choose a larger budget"),
     ):
         # the terminal wraps the long line of `/system`, so take only the last line as the message
         message = chat.say(line).split("\n")[-1]
@@ -321,7 +321,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
 
 def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
     chat = terminal("--session", chat_kv)
-    assert "choose a budget of" in chat.say("/system " + "long " * 300)
+    assert "choose a larger budget" in chat.say("/system " + "long " * 300)
     assert chat.say("/system") == "(none)"
     assert chat.say("more").endswith("tokens/s")
     assert turns(chat_kv) == [*FOUR, "more"]

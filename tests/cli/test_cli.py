@@ -148,6 +148,12 @@ def test_commands_are_shown_in_their_order_and_suggested():
         ),
         (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
         (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "at least 4096 needed"),
+        (["perplexity", "TEXT", "--windows", "2"], 2, "--windows must be at least 3"),
+        (
+            ["perplexity", "TEXT", "--windows", "40", "--stride", "4", "--max-tokens", "40"],
+            5,
+            "at least 41 needed",
+        ),
         (["generate"], 5, "nothing to read"),
         (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream, whole or exact"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),

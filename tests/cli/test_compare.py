@@ -118,6 +118,14 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert whole.read_text() == before
 
 
+def test_results_of_another_text_with_this_name_are_reported(compare, whole, folder):
+    other = folder / "other_text.jsonl"
+    other.write_text("".join(json.dumps(record | {"text_sha256": "0"}) + "\n" for record in read(whole)))
+    done = compare("--policies", "local", "--budgets", "64", "--records", other, "--resume")
+    assert "other_text.jsonl also has results of another text that is called tide.txt" in done.stderr
+    assert [record["text_sha256"] == "0" for record in read(other)] == [False, True, True, True, True]
+
+
 def test_only_what_is_asked_for_runs(compare, folder):
     out = folder / "asked.jsonl"
     compare("--policies", "full,local", "--budget", "64", "--records", out)

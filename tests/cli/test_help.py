@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from kvtool import __version__
+from kvtool import __version__, tasks
 from kvtool.cli import COMMANDS, app, completion, near
 from kvtool.cli.command import _EARLIER
 from kvtool.cli.compare.command import _Grid
@@ -65,6 +65,11 @@ def test_every_command_has_two_examples_that_it_takes():
         for example in examples if words in commands else ():
             (call,) = re.findall(rf"(?:^|[|(] ?)(kvtool {words}[^|>)]*)", example)[:1]
             commands[words].make_context("x", shlex.split(call)[1 + len(words.split()) :])
+
+
+def test_an_example_of_a_task_that_needs_a_file_names_one():
+    words = [example.partition(" -")[0].split()[2:] for example in EXAMPLES["eval"]]
+    assert all(files or not tasks.load(task).needs_files for task, *files in filter(None, words))
 
 
 def test_the_list_of_commands_says_what_each_says_of_itself():

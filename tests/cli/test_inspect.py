@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zlib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,6 +369,8 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("resident", "repeated", "resident_refusal", "tokens_per_s", "seconds", "text", "share", "attended"),
     }
+    document = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    assert set(result) <= set(re.findall(r"`(\w+)`", document.partition("`--json` prints")[2]))
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
     # the policy's definition says that it keeps the sinks and the newest tokens

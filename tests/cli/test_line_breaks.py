@@ -1,4 +1,7 @@
-"""All commands and chats read texts with CRLF or CR like the same texts with LF."""
+"""Prompts and chats read texts with CRLF or CR like the same texts with LF.
+
+Commands that measure read them as they are.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ WAYS = {
     "generate, a pipe": (("generate", "-n", 2), True),
     "generate --system": (("generate", "-n", 2, "-p", "Hi", "--system", "{text}"), False),
     "generate --system-file": (("generate", "-n", 2, "-p", "Hi", "--system-file", "{file}"), False),
+}
+MEASURED = {
     "perplexity": (("perplexity", "{file}"), False),
     "perplexity, a pipe": (("perplexity", "-"), True),
     "inspect": (("inspect", "{file}"), False),
@@ -47,17 +52,27 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("command", "is_piped"), WAYS.values(), ids=WAYS)
-def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path):
-    def n_token(end):
-        text, file = TEXT.replace("\n", end), written(tmp_path, TEXT, end)
-        words = (str(word).format(text=text, file=file) for word in command)
-        done = called(*words, "--json", "-t", 1, "-m", talker, stdin=text if is_piped else "")
-        assert done.returncode == 0, done.stderr
-        record = json.loads(done.stdout)
-        return record.get("prompt_tokens", record["tokens"])
+def n_token(command, is_piped, model, folder, end):
+    """Number of tokens that a command reads if the lines of the text end with `end`."""
+    text, file = TEXT.replace("\n", end), written(folder, TEXT, end)
+    words = (str(word).format(text=text, file=file) for word in command)
+    done = called(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    return record.get("prompt_tokens", record["tokens"])
 
-    assert n_token("\r\n") == n_token("\r") == n_token("\n")
+
+@pytest.mark.parametrize(("command", "is_piped"), WAYS.values(), ids=WAYS)
+def test_every_prompt_has_the_same_tokens(command, is_piped, talker, tmp_path):
+    crlf, cr, lf = (n_token(command, is_piped, talker, tmp_path, end) for end in ("\r\n", "\r", "\n"))
+    assert crlf == cr == lf
+
+
+@pytest.mark.parametrize(("command", "is_piped"), MEASURED.values(), ids=MEASURED)
+def test_a_measured_text_is_read_as_it_is(command, is_piped, talker, tmp_path):
+    crlf, lf = (n_token(command, is_piped, talker, tmp_path, end) for end in ("\r\n", "\n"))
+    # in this vocabulary each CR is a token
+    assert crlf == lf + TEXT.count("\n")
 
 
 @every_break

@@ -197,6 +197,9 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
         ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
         ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is not an option"),
         ("budget = ", "config.toml is not TOML: "),
+        pytest.param(f"budget = {'9' * 5000}", "config.toml has a number of too many digits", id="digits"),
+        pytest.param(f"budget = {'[' * 3000}", "or too many nested brackets", id="brackets"),
+        pytest.param(f"[models{'.a' * 3000}]", "a table's name has at most 4 parts", id="table"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, words):

@@ -69,10 +69,10 @@ def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
     path = tiny_model(n_head_kv=1, n_ctx_train=1024)
     with (
         open_engine(path, policies.fit(name, 40)) as engine,
-        pytest.raises(UsageError, match="choose a budget of") as refused,
+        pytest.raises(UsageError, match="choose a larger budget") as refused,
     ):
         # With recall, `pin` would not fail, but pin only a part of the text. Therefore the test calls `hold`.
         engine.hold(100)
-    n = int(re.search(r"choose a budget of (\d+)", str(refused.value))[1])
+    n = int(re.search(r"choose a larger budget \((\d+) is enough", str(refused.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:
         engine.hold(100)

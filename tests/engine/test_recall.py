@@ -435,7 +435,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
 def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
         n_keep = engine.policy.n_keep
-        with pytest.raises(UsageError, match="choose a budget of"):
+        with pytest.raises(UsageError, match="choose a larger budget"):
             engine.hold(n_keep)
         # at most n_keep // 2 tokens are pinned, even if more are requested. Later tokens are archived
         engine.pin(500)

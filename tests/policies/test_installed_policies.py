@@ -117,14 +117,14 @@ def test_it_is_listed_with_the_others_and_its_package(packages):
         (
             "1 / 0",
             "some_broken:Newest",
-            "cannot be loaded: ZeroDivisionError: division by zero (some_broken.py, ",
+            "(some_broken:Newest) cannot be loaded: ZeroDivisionError: division by zero (some_broken.py, ",
         ),
         ("def", "some_broken:Newest", "cannot be loaded: SyntaxError"),
-        (NEWEST, "some_broken:Nothing", "cannot be loaded: AttributeError"),
+        (NEWEST, "some_broken:Nothing", "(some_broken:Nothing) cannot be loaded: AttributeError"),
         (
             NEWEST,
             "some_nothing:Newest",
-            "cannot be loaded: ModuleNotFoundError: No module named 'some_nothing'",
+            "cannot be loaded: ModuleNotFoundError: No module named 'some_nothing'\n",
         ),
         ("Newest = 3", "some_broken:Newest", "must be a dataclass that derives from kvtool.policy.Policy"),
     ],

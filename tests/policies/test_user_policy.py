@@ -183,7 +183,10 @@ def fill_and_evict(engine):
         (SCORES, planned("return keep"), "Average: plan must return a Plan, got ndarray"),
         (SCORES, planned("return [][1]"), r"plan: IndexError: list index out of range \(mine.py, line 3"),
         (SCORES, planned("keep = 1 / 0"), r"Average.plan: ZeroDivisionError: .* \(mine.py, line 3"),
-        ("+= view.attn", "+= view.last", r"Average.observe: .*\(mine.py, line"),
+        ("+= view.attn", "+= view.last", r"view.last is None; add Signal.LAST to reads \(mine.py, line"),
+        ("    reads = Signal", "    sums = ('attn',)\n    other = Signal", "add Signal.ATTENTION to reads"),
+        (SCORES, planned("keep[:] = True", "return Plan(keep)"), "row 0 keeps 48 cells of a budget of 48$"),
+        (SCORES, planned("return Plan(np.asfortranarray(keep))"), "keep is not C-contiguous; copy it with"),
     ],
 )
 def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
@@ -207,6 +210,7 @@ TYPE = "TypeError: the score must be of type float32, got"
         ("np.broadcast_to(score[:1], score.shape)", "the score must be C-contiguous and writeable"),
         ("score.tolist()", "the score must be a NumPy array, got list"),
         ("None", "the score must be a NumPy array, got NoneType"),
+        ("np.where(view.pos == 9, np.float32(np.nan), score)", "the score has a value that is not a number"),
     ],
 )
 def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
@@ -245,6 +249,42 @@ def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
     with pytest.raises(UsageError, match=complaint) as error:
         policies.fit(str(written), 48)
     assert "\n" not in str(error.value)
+
+
+KERNEL = """from kvtool.kernels.kernel import kernel
+
+
+@kernel("f4[:,::1](f4[:,::1])")
+def _scaled(scores):
+    return scores.no_such_attribute
+
+
+"""
+
+
+def test_an_error_of_a_kernel_names_its_cause_and_its_line(tiny_model, written):
+    code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
+    written.write_text(code, encoding="utf-8")
+    line = code.splitlines().index("    return scores.no_such_attribute") + 1
+    complaint = rf"no_such_attribute.* \(mine.py, line {line}\)$"
+    refused(
+        tiny_model,
+        written,
+        SCORES,
+        SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"),
+        complaint,
+    )
+
+
+def test_a_parameter_without_a_default_is_asked_for(written):
+    code = written.read_text(encoding="utf-8").replace(
+        "    window: int = 32", "    alpha: float\n    window: int = 32"
+    )
+    written.write_text(code, encoding="utf-8")
+    assert re.search(r"^alpha +required", called("policies", written).stdout, re.M)
+    with pytest.raises(UsageError, match=r"mine.py: set it with -o alpha=\.\.\.$"):
+        policies.fit(str(written), 48)
+    assert policies.fit(str(written), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
 
 
 def refused(tiny_model, written, old, new, complaint):

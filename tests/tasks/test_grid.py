@@ -173,7 +173,7 @@ def test_shards_are_the_grid_between_them(common):
     parts = [grid.shard(runs, f"{i}/3") for i in (1, 2, 3)]
     assert [len(part) for part in parts] == [2, 2, 1]
     assert sorted(map(id, sum(parts, []))) == sorted(map(id, runs))
-    for wrong in ("0/3", "4/3", "1", "a/b", "1/0"):
+    for wrong in ("0/3", "4/3", "1", "a/b", "1/0", f"1/{'9' * 5000}"):
         with pytest.raises(UsageError, match="a shard is"):
             grid.shard(runs, wrong)
 

@@ -97,13 +97,21 @@ def test_many_items_take_little_memory():
 )
 def test_hits_and_misses_have_wilsons_interval(hits, n, low, high):
     scores = np.repeat([1.0, 0.0], [hits, n - hits])
-    assert statistics.item_interval(scores) == pytest.approx((low, high), abs=5e-5)
-    assert statistics.item_interval(1 - scores) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+    assert statistics.item_interval(scores, are_hits=True) == pytest.approx((low, high), abs=5e-5)
+    missed = statistics.item_interval(1 - scores, are_hits=True)
+    assert missed == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
 def test_other_scores_are_drawn():
-    scores = np.random.default_rng(0).random(40)
-    assert statistics.item_interval(scores) == statistics.interval(scores, np.ones(40))
+    rng = np.random.default_rng(0)
+    for scores in (rng.random(40), rng.integers(2, size=40).astype(float)):
+        drawn = statistics.interval(scores, np.ones(40))
+        assert statistics.item_interval(scores, are_hits=False) == drawn
+
+
+@pytest.mark.parametrize("are_hits", [True, False])
+def test_a_single_score_has_no_interval(are_hits):
+    assert statistics.item_interval(np.ones(1), are_hits=are_hits) == (None, None)
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.9])

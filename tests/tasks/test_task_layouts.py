@@ -367,6 +367,9 @@ def test_a_stream_reads_chats_of_two_layouts():
     ]
     with pytest.raises(InputError, match="no turns"):
         items("stream", "mt_bench_answer.jsonl")
+    for scored in (False, True):
+        with pytest.raises(InputError, match="no turn in .* has a right answer, so nothing would be scored"):
+            items("stream", "mt_bench_question.jsonl", scored=scored)
 
 
 def test_diversity_reads_prompts_first_turns_and_articles():

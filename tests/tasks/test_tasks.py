@@ -348,6 +348,14 @@ def test_means_are_by_score_and_by_what_items_share():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
+def test_the_kind_of_a_score_chooses_its_interval():
+    records = [{"scores": {"em": 1.0, "f1": 1.0}}] * 4
+    means = of_items.means(records)
+    assert (means["f1"].low, means["f1"].high) == (1, 1)
+    assert means["em"].low < 0.6
+    assert of_items.means(records[:1])["em"].low is None
+
+
 class Says:
     """A reader whose model always gives the same answer."""
 

@@ -60,7 +60,7 @@ def chat(
             from kvtool.chats import session as sessions
 
             stack.enter_context(sessions.lock(args.session))
-            if saved := sessions.peek(args.session):
+            if (saved := sessions.peek(args.session)) is not None:
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
@@ -79,7 +79,7 @@ def chat(
         stack.callback(conversation.close)
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
         if args.session:
-            if saved:
+            if saved is not None:
                 files.resume(args.session)
             # check this before the first turn: if another file has the path of the session's archive, no turn
             # can be saved

@@ -102,6 +102,7 @@ class ChatFiles:
         from kvtool.chats import session
 
         meta, arrays = session.read(path)
+        session.check_chat(path, meta)
         if differing := _differing(meta["fixed"], self._fixed):
             theirs, ours = (" ".join(parts) for parts in zip(*differing, strict=True))
             raise SessionError(

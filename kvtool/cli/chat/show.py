@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
 
 
+def count(text: str, default: int, usage: str) -> int:
+    """Parse a number above 0 that was typed after a command; "" is the default.
+
+    Raises UsageError with the text `usage`.
+    """
+    if text and not (text.isdecimal() and len(text) < 10 and int(text)):
+        raise UsageError(usage)
+    return int(text or default)
+
+
 def cells(terminal: Terminal, last: str) -> None:
     """Show the last tokens, coloured by the share of rows that hold each token.
 
@@ -28,14 +38,13 @@ def cells(terminal: Terminal, last: str) -> None:
     from kvtool.measure import holdings
 
     engine = terminal.engine
-    if last and not (last.isdecimal() and int(last)):
-        raise UsageError(f"/cells takes a number of tokens, like /cells {LAST}")
+    n = count(last, LAST, f"/cells takes a number of tokens, like /cells {LAST}")
     if not engine.n_past:
         terminal.note("the cache is empty")
         return
     texts = holdings.texts(engine.model, terminal.conversation.writer.tokens)
     share, archived = engine.cells().share(), holdings.is_archived(engine)
-    show(terminal.console, texts, share, archived, int(last or LAST))
+    show(terminal.console, texts, share, archived, n)
 
 
 def stats(terminal: Terminal) -> None:

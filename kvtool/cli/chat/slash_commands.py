@@ -124,11 +124,10 @@ class Commands:
                 return f"{command} {name[1:]}"
         return next(iter(get_close_matches(name, self.words(), 1, 0.7)), None)
 
-    def _undo(self, n: str) -> None:
-        if n and not (n.isdecimal() and int(n)):
-            raise UsageError("/undo takes a number of changes, like /undo 2")
+    def _undo(self, text: str) -> None:
+        n = show.count(text, 1, "/undo takes a number of changes, like /undo 2")
         changes: list[str] = []
-        while len(changes) < int(n or 1) and (change := self.conversation.undo()) is not None:
+        while len(changes) < n and (change := self.conversation.undo()) is not None:
             changes.append(change)
         if not changes:
             n_turn = self.conversation.n_turn
@@ -137,7 +136,7 @@ class Commands:
             return
         n_more = len(self.conversation.undo_stack)
         more = f"; /undo can take back {n_more} more" if n_more else ""
-        if len(changes) < int(n or 1):
+        if len(changes) < n:
             more = "; /undo cannot go back further"
         undone = (
             changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"

@@ -177,6 +177,8 @@ def compare(
     results = ComparisonResults(common, runs)
     if path:
         results.add(records.read(path))
+        if results.has_other_text():
+            say([f"{path} also has results of another text that is called {name}; they are not used"])
     say([why_not])
     _run(results, tokens, not why_not, args.jobs, path)
     _finish(results, info, path, args.plot, as_json=as_json)
@@ -184,14 +186,12 @@ def compare(
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """Return the tokens i32[n], the SHA-256 of their text, and the model's vocabulary size and layers."""
-    import hashlib
-
     from kvtool.llama.model import Model
+    from kvtool.measure.records import text_sha256
 
     with closing(Model(info.path, no_weights=True)) as model:
         tokens = first_tokens(model, text, max_tokens)
-        pieces = b"".join(model.piece(token, special=True) for token in tokens.tolist())
-        return tokens, hashlib.sha256(pieces).hexdigest(), model.n_vocab, model.layers
+        return tokens, text_sha256(model, tokens), model.n_vocab, model.layers
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:

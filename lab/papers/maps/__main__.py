@@ -79,8 +79,9 @@ def main() -> None:
     except KvtoolError as error:
         sys.exit(str(error))
     print_table(drawn.columns, drawn.rows)
-    about = {"file": args.file.name, "model": str(model.path), "tokens": len(tokens), "map": args.kind}
-    write_json(args.json, about | {"layers": layers} | drawn.record | records.versions())
+    about = {"file": args.file.name, "text_sha256": records.text_sha256(model, tokens)}
+    about |= {"model": str(model.path), "tokens": len(tokens), "map": args.kind, "layers": layers}
+    write_json(args.json, about | drawn.record | records.versions())
     if args.plot:
         from lab.papers.maps import plot
 

@@ -336,7 +336,7 @@ def test_a_pixel_is_the_mean_of_its_tokens(n):
             assert coarse[i, j] == pytest.approx(part.mean())
 
 
-COMMON = {"file", "map", "tokens", "model", "layers", "layer", "head"}
+COMMON = {"file", "text_sha256", "map", "tokens", "model", "layers", "layer", "head"}
 NUMBERS = {
     "attention": {"share", "similar", "previous", "random", "mean"},
     "queries": {"cosine", "within_1", "within_16", "within_256", "chance", "mean"},

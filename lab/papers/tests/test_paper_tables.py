@@ -57,7 +57,7 @@ def test_only_what_stands_between_the_marks_is_made_anew(measured):
     assert "old" not in first
     assert re.fullmatch(r"a\n<!--.*-->\nb\n<!--.*-->\nc\n", first, re.S)
     assert first.count("kvtool eval qa qa.jsonl") == 1
-    assert first.count("Not measured yet.") == 2
+    assert first.count("No results yet: ") == 2
 
 
 def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured):
@@ -193,7 +193,7 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
             records.append(tmp_path / f"{name}.jsonl", line)
     for name in EXPERIMENTS:
         text = tables.render(name, tmp_path)
-        assert "Not measured yet." not in text
+        assert "No results yet: " not in text
         assert text.endswith(".*")
     n_experiment = sum(map(len, index.PAPERS.values()))
     assert len(list(index.rows(tmp_path))) == n_experiment + 2
@@ -281,7 +281,7 @@ def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
 def test_what_was_never_run_says_so(tmp_path):
     for name, each in EXPERIMENTS.items():
         text = tables.render(name, tmp_path)
-        assert text.endswith("Not measured yet.")
+        assert text.endswith(tables._NO_RESULTS)
         assert ("    # " in text or "    kvtool" in text) == each.commands
         assert "| --- |" not in text
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -369,10 +370,46 @@ def test_of_types_full_alone_has_several():
     assert [ask.command[3] for ask in run.missing(lines[::2], "made-up")] == ["full"]
 
 
+def test_results_of_two_texts_with_one_name_are_not_mixed(monkeypatch, tmp_path):
+    def measure(policy, digest):
+        monkeypatch.setitem(RUNS, "made-up", CompareRun(("t.txt",), (policy,), ("8",), 65))
+        record = compared(policy, {}, 8, [1.0] * 32, text_sha256=digest)
+        monkeypatch.setattr(runner, "_kvtool", lambda *words: records.append(Path(words[-2]), record))
+        runner.run(tmp_path, tmp_path / f"{policy}-{digest}", ["made-up"], [], tmp_path)
+
+    measure("local", "a")
+    measure("h2o", "a")
+    before = records.read(tmp_path / "made-up.jsonl")
+    assert [line["text_sha256"] for line in before] == ["a", "a"]
+    with pytest.raises(SystemExit, match=r"made-up.jsonl has results of another text that is called t.txt"):
+        measure("tova", "b")
+    assert records.read(tmp_path / "made-up.jsonl") == before
+
+
 def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "made-up", CompareRun(("no-such-file.txt",), ("full",), (), 64))
     with pytest.raises(SystemExit, match="no-such-file.txt.*exit code 5"):
         runner.run(tmp_path, tmp_path, ["made-up"], [], tmp_path)
+
+
+def test_ctrl_c_ends_a_run_in_one_line_without_the_command(monkeypatch, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        runner._python("-c", "raise SystemExit(130)")
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "main", stopped)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lab.papers", run_name="__main__")
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped; the same command continues\n"
+
+
+def test_without_a_folder_only_the_folder_is_asked_for(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        program(monkeypatch, "run")
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: DATA\n")
 
 
 def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):

@@ -1,0 +1,69 @@
+"""Models whose weights are NaN or very large: errors of one line, and JSON that every program reads."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.cli.called import called, one_line
+from tests.cli.test_cli import TEXT
+
+
+@pytest.fixture(scope="module")
+def scaled(talker, tmp_path_factory):
+    """scaled(number) returns a copy of `talker` in which a row of the output's weights is multiplied."""
+    folder = tmp_path_factory.mktemp("scaled")
+
+    def make(factor):
+        path = folder / f"{factor}.gguf"
+        path.write_bytes(talker.read_bytes())
+        reader = gguf.GGUFReader(path, "r+")
+        (output,) = (tensor for tensor in reader.tensors if tensor.name == "output.weight")
+        output.data[300:] *= np.float32(factor)
+        reader.data.flush()
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("perplexity", "text.txt"),
+        ("perplexity", "text.txt", "--windows", 20),
+        ("generate", "Hi", "-n", 2),
+        ("generate", "Hi", "-n", 2, "--json", "--logprobs", 1),
+        ("eval", "choice", "items.jsonl"),
+    ],
+    ids=lambda command: " ".join(map(str, command)),
+)
+def test_logits_that_are_not_finite_are_refused(scaled, tmp_path, command):
+    (tmp_path / "text.txt").write_text(TEXT[:200])
+    item = {
+        "p": "It rains.",
+        "asks-for": "cause",
+        "a1": "One.",
+        "a2": "Two.",
+        "most-plausible-alternative": 1,
+    }
+    (tmp_path / "items.jsonl").write_text(json.dumps(item) + "\n")
+    done = called(*command, "-m", scaled("nan"), "-t", 1, cwd=tmp_path)
+    one_line(done, 3, "the model's logits are not finite; the model file may be damaged")
+
+
+def test_a_perplexity_too_large_for_a_number_is_infinite(scaled, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT[:200])
+    words = ["text.txt", "-m", scaled("1e5"), "-t", 1]
+    done = called("perplexity", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
+    done = called("perplexity", *words, "--json", cwd=tmp_path)
+    result = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert result["perplexity"] is None
+    assert result["nll"] > 709
+    done = called("compare", *words, "--policies", "full,local", "--budgets", 16, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, *_ = (json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines())
+    assert (first["perplexity"], first["n_scored"]) == (None, result["tokens"])
