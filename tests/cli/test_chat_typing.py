@@ -293,7 +293,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     for leaving, screen in (
         ("\x03", f"> one{notice}\n> "),
         ("\x15\r", f"\n>{notice}\n> "),
-        ("\x15/x\r", f"> /x{notice}there is no command /x; /help lists them\n\n> /x"),
+        ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> /x"),
     ):
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
@@ -372,7 +372,7 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
         if "/" in line[1:]:
             chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
             chat.type("n\r")
-        chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
+        chat.until(f"[y/N] n\n\n> {line}", f"there is no command '{line}'; /help lists them\n\n> {line}")
         # the prompt offers the refused line again; the next input replaces it
         assert "2 turns" not in chat.say("/undo 0")
     assert user_messages(path) == ["one"]
@@ -435,6 +435,24 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
+    # only an = after the name separates; an = in the value belongs to the value
+    for typed, shown in (
+        ("stop x=y", 'stop  "x=y"'),
+        ("stop=x=y", 'stop  "x=y"'),
+        ("stop =x", 'stop  "=x"'),
+        ("top_k = 7", "top_k  7"),
+        ("top_k=40", "top_k  40"),
+        ('grammar root ::= "yes"', 'grammar  root ::= "yes"'),
+        ('json_schema {"const":"x=1"}', 'json_schema  {"const":"x=1"}'),
+        ('stop ""', "stop  (none)"),
+        ('json_schema ""', "json_schema  (none)"),
+    ):
+        assert chat.say(f"/set {typed}") == shown
+    assert chat.say("/set seed 7") == "seed  7"
+    name, seed = chat.say("/set seed -1").split()
+    assert name == "seed"
+    assert int(seed) >= 0
+    assert seed not in ("7", chat.say("/set seed -1").split()[1])
     assert chat.say("/set seed 7") == "seed  7"
     assert chat.say("/set top_p 2") == "top_p must be in 0..1, got 2"
     assert chat.say("/set n -5") == "n must be at least -1, got -5"
@@ -483,9 +501,9 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     chat.say("hello")
     assert "started over" in chat.say("/clear")
     assert chat.say("/HELP") == chat.say("/help")
-    for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp")):
+    for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp"), ("/quit?", "/quit")):
         chat.type(f"{line}\r")
-        chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
+        chat.until(f"there is no command '{line.split()[0]}'; did you mean '{instead}'?\n\n> {line}")
         chat.type("\x15")
     # Tab completes a command
     chat.type("/sta\t")
