@@ -108,6 +108,7 @@ def compare(
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
     path = output.records_path(args.records, args.resume)
+    output.check_apart(("--records", path), ("--plot", args.plot))
     output.check_picture("--plot", args.plot)
 
     from kvtool.config import archive
