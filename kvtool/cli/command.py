@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from inspect import cleandoc
 from typing import Any
 
@@ -104,6 +105,7 @@ class Command(_Shared, TyperCommand):
             if advice := near.other_option(ctx, args):
                 raise UsageError(advice)
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            _check_paths(self, typed)
             # do not read the settings for -h and -V, which must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
                 from kvtool.cli import settings
@@ -234,6 +236,17 @@ def _origins(ctx: Any, message: str) -> str:
         for param in ctx.command.params
         if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP" and names & {*param.opts}
     )
+
+
+def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
+    """Raise UsageError if an option's path is empty, because click would read it as the current folder.
+
+    typed: the typed values by the names of their parameters.
+    """
+    for param in command.params:
+        is_path = param.param_type_name == "option" and param.type.name == "path"
+        if is_path and typed.get(param.name) == "":
+            raise UsageError(f"the {flag(param).lstrip('-')}'s name is empty; name a file")
 
 
 def _show_users_traceback(error: BaseException) -> None:

@@ -208,8 +208,18 @@ def test_a_command_of_several_lists_their_options_alone():
             ["chat", "Why", "is", "it?"],
             "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers ",
         ),
+        (["policies", "H2O"], "unknown policy 'H2O'. Did you mean h2o? See `kvtool policies`."),
         (["policies", "h2o", "tova"], "`kvtool policies` takes only [NAME]; leave out tova"),
         (["doctor", "x"], "`kvtool doctor` takes only options; leave out x"),
+        (
+            ["generate", "-5 + 3 = ?"],
+            "no such option: -5; if a text begins with -, put -- before it, or use -p; `kvtool generate -h` ",
+        ),
+        (
+            ["perplexity", "-5.txt"],
+            "no such option: -5; if a name begins with -, put -- before it; `kvtool perplexity -h` ",
+        ),
+        (["doctor", "-5"], "no such option: -5; `kvtool doctor -h` lists its options"),
         (["chat", "-n"], "-n needs a value; `kvtool chat -h` lists its options"),
         (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
     ],
@@ -290,10 +300,46 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
     [
         (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
         (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
+        (
+            ["generate", "x", "--raw", "--system", "y"],
+            "--system is for the chat template, which --raw leaves out; leave out one of them",
+        ),
+        (
+            ["generate", "x", "--raw", "--system-file", "y"],
+            "--system-file is for the chat template, which --raw leaves out; leave out one of them",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "./a.kv"],
+            "--session and --transcript name the same file, a.kv; name another file",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "link"],
+            "--session and --transcript name the same file, link; name another file",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "a.kv.archive"],
+            "the archive of --session and --transcript name the same file, a.kv.archive; name another file",
+        ),
+        (
+            ["eval", "needle", "--records", "a.png", "--plot", "./a.png"],
+            "--records and --plot name the same file, a.png; name another file",
+        ),
+        (
+            ["compare", "a.txt", "--records", "a.png", "--plot", "a.png"],
+            "--records and --plot name the same file, a.png; name another file",
+        ),
+        (
+            ["inspect", "a.txt", "--html", "a.png", "--plot", "a.png"],
+            "--html and --plot name the same file, a.png; name another file",
+        ),
+        (["chat", "--session", ""], "the session's name is empty; name a file"),
+        (["chat", "--transcript="], "the transcript's name is empty; name a file"),
     ],
 )
-def test_what_is_typed_in_two_places_is_one_line(words, said):
-    one_line(called(*words), 2, f"kvtool: {said}\n")
+def test_what_is_typed_in_two_places_is_one_line(words, said, tmp_path):
+    (tmp_path / "link").symlink_to("a.kv")
+    one_line(called(*words, cwd=tmp_path), 2, f"kvtool: {said}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_cache_types_are_taken_in_any_case():
