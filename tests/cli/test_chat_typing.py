@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from threading import Thread
@@ -98,6 +99,12 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.join()
     # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
+        with_files("Explain @empty.txt")
+    seen = []
+    with_files('@x.py @someone @"a b.txt"', lambda path, text: seen.append((path.name, text)))
+    assert seen == [("x.py", "print(1)"), ("a b.txt", "two\nlines")]
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
         with_files("@z.bin")
@@ -424,6 +431,38 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
         assert signal.getsignal(signal.SIGCONT) == handler
     os.close(master)
     os.close(theirs)
+
+
+def test_ctrl_c_ends_a_question_and_not_the_rest_of_its_command(monkeypatch):
+    import signal
+
+    from kvtool.cli.chat import screen
+
+    handlers = []
+    monkeypatch.setattr(
+        screen, "confirmed", lambda question: handlers.append(signal.getsignal(signal.SIGINT))
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        screen.Terminal(None, None, "recall").confirm("Replace it?")
+        assert handlers == [signal.default_int_handler]
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_empty_file_is_refused_and_an_inserted_one_is_told(terminal, tmp_path):
+    chat = terminal("--session", tmp_path / "chat.kv")
+    (tmp_path / "z.txt").write_text(" \n")
+    (tmp_path / "my note.txt").write_text("word " * 9)
+    chat.type(f"@{tmp_path}/z.txt\r")
+    chat.until(f"{tmp_path}/z.txt is empty; it must be a text; nothing was sent\n\n> @{tmp_path}/z.txt")
+    chat.type("\x15")
+    said = chat.say(f'Explain @"{tmp_path}/my note.txt"')
+    inserted, *_ = said.split("\n")
+    assert re.fullmatch(rf"inserted {tmp_path}/my note.txt, \d+ tokens", inserted)
+    assert said.count("inserted") == 1
+    assert "inserted" not in chat.say("and @someone")
 
 
 def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):

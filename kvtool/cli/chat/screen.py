@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
@@ -86,8 +87,7 @@ class Terminal:
 
     def confirm(self, question: str) -> bool:
         """Ask a question. Return True if the answer is "y" or "yes"."""
-        interrupt.raises()
-        with self.keys.normal():
+        with interrupt.raising(), self.keys.normal():
             try:
                 return confirmed(f"{question} [y/N] ")
             except (EOFError, KeyboardInterrupt):
@@ -140,9 +140,14 @@ class Terminal:
 
         again: the turn replaces the last turn.
         """
-        replaced = None
+        replaced, inserted = None, list[str]()
+
+        def note(path: Path, text: str) -> None:
+            n = len(self.engine.model.tokenize(text, start=False))
+            inserted.append(f"inserted {path}, {format_tokens(n)}")
+
         try:
-            sent = with_files(text)
+            sent = with_files(text, note)
             if again:
                 replaced = self.conversation.take_out_turn()
         except (InputError, SessionError, UsageError) as error:
@@ -151,6 +156,8 @@ class Terminal:
             # after a SessionError or a UsageError, the last change is no turn that could be replaced
             self.edits = again and isinstance(error, InputError)
             return
+        for line in inserted:
+            self.note(line)
         n_before, writer = self.conversation.n_turn, self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.hanging_up(writer) as hung_up:

@@ -94,7 +94,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # Ctrl-C is ignored except while the model is hashed, and after a question of `confirm`
+            # Ctrl-C is ignored except while the model is hashed, and `confirm` takes it as the answer "no"
             self.terminal.note("stopped")
         return True
 
