@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli.chat.files import fixed_of, meta_of
+from kvtool.cli.chat.files import meta_of
+from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
