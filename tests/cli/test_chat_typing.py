@@ -465,6 +465,19 @@ def test_an_empty_file_is_refused_and_an_inserted_one_is_told(terminal, tmp_path
     assert "inserted" not in chat.say("and @someone")
 
 
+def test_plain_has_no_colours(terminal):
+    chat = terminal("--plain")
+    chat.say("hello")
+    chat.type("/nope\r")
+    chat.until("there is no command '/nope'; /help lists them\n\n> /nope")
+    chat.type("\x15")
+    chat.say("/stats")
+    chat.say("/cells")
+    # the prompt selects a refused line, in reverse video
+    styles = set(re.findall(rb"\x1b\[([0-9;]*)m", chat.raw))
+    assert styles <= {b"", b"0", b"7", b"0;7"}
+
+
 def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"

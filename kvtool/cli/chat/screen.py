@@ -75,6 +75,10 @@ class Terminal:
     console: Console = field(default_factory=plain_console)
     keys: Keys = field(default_factory=lambda: Keys())
 
+    def __post_init__(self) -> None:
+        if self.plain:
+            self.console = plain_console(color_system=None)
+
     @property
     def engine(self) -> Engine:
         return self.conversation.writer.engine
