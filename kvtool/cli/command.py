@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from kvtool.cli import near
 from kvtool.cli.listed import flag, words_of
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError, ModelError, UsageError
 from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
@@ -134,6 +134,8 @@ class Command(_Shared, TyperCommand):
                 _show_users_traceback(error)
             if isinstance(error, UsageError) and (origins := _origins(ctx, str(error))):
                 error.args = (f"{error} ({origins})",)
+            elif isinstance(error, ModelError) and (origin := _origin_of_model(ctx, str(error))):
+                error.args = (f"{error} ({origin})",)
             raise
 
 
@@ -236,6 +238,18 @@ def _origins(ctx: Any, message: str) -> str:
         for param in ctx.command.params
         if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP" and names & {*param.opts}
     )
+
+
+def _origin_of_model(ctx: Any, message: str) -> str | None:
+    """Return a text that says which setting names the model in an error message. None if no setting does."""
+    for param in ctx.command.params:
+        is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
+        # an argument may name another model than the setting
+        if is_set and (param.name == "draft" or (param.name == "model" and not ctx.params.get("model_name"))):
+            name = os.path.basename(str(ctx.obj[param.name].value))
+            if name and name in message:
+                return f"{flag(param)} is set by {ctx.obj[param.name].source}"
+    return None
 
 
 def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
