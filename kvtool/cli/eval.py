@@ -180,7 +180,8 @@ def evaluate(
     info = find_model(run.model, locate)
     path = info.path
     n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
-    say([note])
+    run, batch_note = notes.batch_size(run, n_ctx)
+    say([note, batch_note])
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items

@@ -397,6 +397,19 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
 
 
+def test_a_batch_above_the_context_is_cut_and_said(tiny_model, tmp_path):
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    line = "--batch-size 4,000,000,000 is above the context length; 256 is used\n"
+    options = "-m", tiny_model(n_ctx_train=256), "-t", 1, "-b", 4_000_000_000, "--policy", "h2o"
+    for command in (
+        ("generate", "Hi", "--raw", "-n", 1, "--budget", 64),
+        ("perplexity", tmp_path / "text", "--budget", 64),
+    ):
+        done = kvtool(*command, *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(line)
+
+
 def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
     line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)

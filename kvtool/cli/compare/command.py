@@ -113,7 +113,7 @@ def compare(
 
     from kvtool.config import archive
     from kvtool.config.model import find_model
-    from kvtool.config.notes import context_length, gpu_note, patch_note, runnable
+    from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, runnable
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -127,7 +127,8 @@ def compare(
         info = find_model(run.model, locate)
         model_path = info.path
         n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-        say([note])
+        run, batch_note = batch_size(run, n_ctx)
+        say([note, batch_note])
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:
