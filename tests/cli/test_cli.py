@@ -169,6 +169,16 @@ def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file,
     one_line(done, code, words)
 
 
+def test_an_answer_that_is_cut_is_told(smol):
+    common = "-m", smol, "-t", 1, "--temp", 0
+    for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
+        done = called(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
+        assert (done.returncode, done.stderr) == (0, "stopped after 3 tokens (-n)\n")
+    # nothing is printed if the model itself has ended the answer
+    grammar = "--grammar", 'root ::= "yes"'
+    assert called("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
+
+
 def test_one_token_is_not_called_tokens(smol):
     command = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
     done = called(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
