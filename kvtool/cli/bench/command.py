@@ -12,7 +12,7 @@ import typer
 from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
-from kvtool.cli.declared import Json, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
@@ -82,7 +82,7 @@ class _BenchOptions(Options):
 
 
 @options
-def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None:
+def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) -> None:
     """Measure how fast this machine reads and writes tokens, and how much memory this takes.
 
     Each row is one kind of cache at one depth: the full cache (with and without flash attention, in f16 and

@@ -13,7 +13,7 @@ import typer
 from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
-from kvtool.cli.declared import Json, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
@@ -101,7 +101,7 @@ class _CompareOptions(Options):
 
 @options
 def compare(
-    *, file: File = None, grid: _Grid, args: _CompareOptions, run: _CompareRun, as_json: Json = False
+    *, file: File = None, grid: _Grid, args: _CompareOptions, run: _CompareRun, as_json: JsonLines = False
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
