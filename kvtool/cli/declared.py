@@ -21,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_pane
 """The option --json of a command that prints a single JSON value."""
 
 JsonLines = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one object per line.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--json", help="Print JSON: one JSON object a line.", rich_help_panel=OUTPUT)
 ]
 """The option --json of a command that prints several results."""
 

@@ -116,7 +116,7 @@ def test_json_and_plot_mean_the_same_in_every_command():
         for param in command.params:
             if "--json" in param.opts:
                 has_lines = words[0] in ("compare", "eval", "bench")
-                text = "Print JSON, one object per line." if has_lines else "Print JSON."
+                text = "Print JSON: one JSON object a line." if has_lines else "Print JSON."
                 assert (param.is_flag, param.help, param.opts) == (True, text, ["--json"]), words
             # the option that writes a PNG is --plot in all commands
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
