@@ -21,7 +21,7 @@ from kvtool.chats import archive_file, session
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.segment import CLUSTERS
 from tests import forked
-from tests.cli.called import KEEPS, called, one_line
+from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.held import PATIENCE_S
 from tests.serve.serving import ONE_THREAD
 
@@ -37,13 +37,14 @@ def talk(chat_model, tmp_path):
     """
 
     def run(turns, *options, session="chat.kvs", **kwargs):
-        return forked.run(
+        done = forked.run(
             _command(chat_model, tmp_path / session, *options),
             input="".join(f"{turn}\n" for turn in turns),
             encoding="utf-8",
             errors="replace",
             **kwargs,
         )
+        return uncut(done)
 
     return run
 

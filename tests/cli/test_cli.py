@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.cli.called import KEEPS, called, one_line
+from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.engine.running import KINDS
 from tests.held import PATIENCE_S
 
@@ -29,7 +29,7 @@ KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):
-    return forked.run([*KVTOOL, *arguments], input=stdin, **kwargs)
+    return uncut(forked.run([*KVTOOL, *arguments], input=stdin, **kwargs))
 
 
 @pytest.fixture(scope="module")
@@ -486,8 +486,8 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # there is no notice of a limit that the user asked for
-    assert kvtool("generate", "Hello!", *options, "-n", 8).stderr == ""
+    # a user who has set the limit needs no advice about -n
+    assert called("generate", "Hello!", *options, "-n", 8).stderr == "stopped after 8 tokens (-n)\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])

@@ -24,7 +24,7 @@ from kvtool.measure import grid
 from kvtool.models.download import sha256
 from kvtool.models.header import read
 from tests import tiny
-from tests.cli.called import called, one_line
+from tests.cli.called import called, one_line, uncut
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the expected lines are those of a machine without a GPU")
 
@@ -36,7 +36,7 @@ def lora(talker, tmp_path):
 
 
 def generate(*options):
-    return called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options)
+    return uncut(called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options))
 
 
 def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, tmp_path):
