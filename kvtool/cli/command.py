@@ -105,9 +105,9 @@ class Command(_Shared, TyperCommand):
             if advice := near.other_option(ctx, args):
                 raise UsageError(advice)
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            _check_paths(self, typed)
             # do not read the settings for -h and -V, which must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
+                _check_paths(self, typed)
                 from kvtool.cli import settings
 
                 root = ctx.find_root().command
