@@ -95,19 +95,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return the first three known names that begin with `name`.
+    """Return the first three known names that begin with `name`, in upper or lower case.
 
     If no name does, return up to three similar names, most similar first.
     """
     # imported here, because only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
 
-    known = list(known)
-    meant = [other for other in known if name and other.startswith(name)][:3]
-    if not meant and (meant := get_close_matches(name, known, n=3)):
+    name, spelled = name.lower(), {other.lower(): other for other in known}
+    meant = [other for other in spelled if name and other.startswith(name)][:3]
+    if not meant and (meant := get_close_matches(name, spelled, n=3)):
         ratios = [SequenceMatcher(a=name, b=other).ratio() for other in meant]
         meant = [other for other, ratio in zip(meant, ratios, strict=True) if ratio > max(ratios) - _ALIKE]
-    return meant
+    return [spelled[other] for other in meant]
 
 
 def where(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
-from kvtool.chats.undo import Copy, Mark, UndoPoint, UndoStack, turn_label
+from kvtool.chats.undo import Copy, Mark, UndoneTurn, UndoPoint, UndoStack, turn_label
 from kvtool.chats.writer import Writer
 from kvtool.errors import SessionError, UsageError
 from kvtool.llama.archive import Archive
@@ -527,6 +527,25 @@ class Conversation:
         if (turn := self.newest_turn) is not None:
             self._undo_last()
         return turn
+
+    def take_out_turn(self) -> UndoneTurn | None:
+        """Take back the last turn as `undo_turn` does. Return what `put_back` needs to restore the turn."""
+        before = self.undo_stack.newest
+        if not isinstance(before, Mark):
+            return None
+        whole, messages, saved = self.writer.stream, self.messages, self.writer.save()
+        self._undo_last()
+        return UndoneTurn(before, whole[len(self.writer.stream) :], messages, saved)
+
+    def put_back(self, turn: UndoneTurn) -> None:
+        """Restore a turn that `take_out_turn` has taken back. The next turn first reads its tokens again.
+
+        The chat must be as `take_out_turn` left it: later turns must have been taken back.
+        """
+        self.undo_stack.push(turn.before)
+        self.writer.put_back(turn.tokens, turn.writer)
+        self.messages = turn.messages
+        self.version += 1
 
     @property
     def newest_turn(self) -> str | None:

@@ -10,6 +10,10 @@ from io import FileIO
 from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
+import numpy as np
+
+from kvtool.chats.template import Message
+
 MOST = 10
 """Maximum number of copies."""
 
@@ -81,6 +85,27 @@ class Mark(NamedTuple):
 
     def close(self) -> None:
         """Do nothing: a mark has no files."""
+
+
+class UndoneTurn(NamedTuple):
+    """A turn that was taken back, with its reply. `Conversation.put_back` restores it.
+
+    Attributes
+    ----------
+    before
+        Mark before the turn.
+    tokens
+        i32[n]: all tokens of the turn and its reply.
+    messages
+        Messages of the chat, including the turn and its reply.
+    writer
+        State of the writer after the reply, from `Writer.save`.
+    """
+
+    before: Mark
+    tokens: np.ndarray
+    messages: list[Message]
+    writer: dict[str, Any]
 
 
 UndoPoint: TypeAlias = "Copy | Mark"

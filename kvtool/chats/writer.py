@@ -118,6 +118,11 @@ class Writer:
         return self._unread
 
     @property
+    def stream(self) -> np.ndarray:
+        """All tokens i32[n] since the reset: the decoded tokens, followed by the unread tokens."""
+        return np.concatenate([self.tokens, self._unread])
+
+    @property
     def n_drafted(self) -> int:
         """Number of draft tokens since the drafter was made."""
         return self.drafter.n_drafted if self.drafter else 0
@@ -180,6 +185,14 @@ class Writer:
         self.restore(saved, tokens[:n_kept], seed)
         self._unread = np.concatenate([tokens[n_kept:n], self._unread])
         return True
+
+    def put_back(self, tokens: np.ndarray, saved: Mapping[str, Any]) -> None:
+        """Store tokens i32[n], which a rewind has removed, as unread. They are read before the next text.
+
+        saved: the state that `save` returned after these tokens.
+        """
+        self._unread = np.concatenate([self._unread, tokens])
+        self.sampler.resume(saved["recent"], saved["seed"])
 
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decode i32[n] tokens. Return False if reading was stopped.

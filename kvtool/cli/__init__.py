@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtool import __version__
+from kvtool.cli import near
 from kvtool.cli.command import CLICK, BadValue, Group, refusal, shaped
 from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag, module_of
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
@@ -111,7 +112,8 @@ def _plainly(error: Any) -> str:
     """Return the message for an error that click raised, in kvtool's wording."""
     param = getattr(error, "param", None)
     if isinstance(error, CLICK.NoSuchOption):
-        return _no_such_option(error.option_name, error.possibilities or ())
+        line = _no_such_option(error.option_name, error.possibilities or ())
+        return line + near.dash_advice(error.option_name, error.ctx.command)
     if isinstance(error, CLICK.MissingParameter) and param:
         return f"{param.metavar or param.human_readable_name} is missing"
     if isinstance(error, CLICK.BadOptionUsage) and error.ctx:

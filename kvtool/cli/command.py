@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from inspect import cleandoc
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.main import get_command
 
 from kvtool.cli import near
 from kvtool.cli.listed import flag, words_of
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError, ModelError, UsageError
 from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
@@ -106,6 +107,7 @@ class Command(_Shared, TyperCommand):
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             # do not read the settings for -h and -V, which must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
+                _check_paths(self, typed)
                 from kvtool.cli import settings
 
                 root = ctx.find_root().command
@@ -132,6 +134,8 @@ class Command(_Shared, TyperCommand):
                 _show_users_traceback(error)
             if isinstance(error, UsageError) and (origins := _origins(ctx, str(error))):
                 error.args = (f"{error} ({origins})",)
+            elif isinstance(error, ModelError) and (origin := _origin_of_model(ctx, str(error))):
+                error.args = (f"{error} ({origin})",)
             raise
 
 
@@ -234,6 +238,29 @@ def _origins(ctx: Any, message: str) -> str:
         for param in ctx.command.params
         if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP" and names & {*param.opts}
     )
+
+
+def _origin_of_model(ctx: Any, message: str) -> str | None:
+    """Return a text that says which setting names the model in an error message. None if no setting does."""
+    for param in ctx.command.params:
+        is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
+        # an argument may name another model than the setting
+        if is_set and (param.name == "draft" or (param.name == "model" and not ctx.params.get("model_name"))):
+            name = os.path.basename(str(ctx.obj[param.name].value))
+            if name and name in message:
+                return f"{flag(param)} is set by {ctx.obj[param.name].source}"
+    return None
+
+
+def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
+    """Raise UsageError if an option's path is empty, because click would read it as the current folder.
+
+    typed: the typed values by the names of their parameters.
+    """
+    for param in command.params:
+        is_path = param.param_type_name == "option" and param.type.name == "path"
+        if is_path and typed.get(param.name) == "":
+            raise UsageError(f"the {flag(param).lstrip('-')}'s name is empty; name a file")
 
 
 def _show_users_traceback(error: BaseException) -> None:

@@ -18,7 +18,12 @@ Typed = NewType("Typed", Mapping[str, str])
 """The options that the user typed, as a mapping from names of parameters to flags."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
-"""The option --json."""
+"""The option --json of a command that prints a single JSON value."""
+
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="Print JSON: one JSON object a line.", rich_help_panel=OUTPUT)
+]
+"""The option --json of a command that prints several results."""
 
 ModelName = Annotated[
     str | None,

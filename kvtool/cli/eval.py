@@ -17,7 +17,7 @@ import typer
 from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
-from kvtool.cli.declared import Json, Typed, options
+from kvtool.cli.declared import JsonLines, Typed, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
@@ -137,7 +137,7 @@ def evaluate(
     args: _EvalOptions,
     eval_run: _EvalRun,
     sampler: _EvalSampling,
-    as_json: Json = False,
+    as_json: JsonLines = False,
     typed: Typed,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
@@ -167,6 +167,7 @@ def evaluate(
     records_path = output.records_path(args.records, args.resume)
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
+    output.check_apart(("--records", records_path), ("--plot", args.plot))
     output.check_picture("--plot", args.plot)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
@@ -179,7 +180,8 @@ def evaluate(
     info = find_model(run.model, locate)
     path = info.path
     n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
-    say([note])
+    run, batch_note = notes.batch_size(run, n_ctx)
+    say([note, batch_note])
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
@@ -403,7 +405,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
 
     means = of_items.means(results.records)
     if errors := [record["error"] for record in results.records if "error" in record]:
-        line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
+        line = f"{len(errors)} of {_items(len(results))} failed: {errors[0]}"
         if len(errors) == len(results):
             raise InputError(line)
         # some items may not fit in the cache under this policy: report the errors, and score all other items
@@ -427,12 +429,16 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         _plot(task, results, groups, next(iter(means), ""), plot)
 
 
+def _items(n: int) -> str:
+    return f"{n} item{'s' * (n != 1)}"
+
+
 def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Groups) -> None:
     console, about = table_console(), results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
-    console.print(f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}\n")
+    console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {policy}{budget}{drawn}\n")
     rows = [(name, *_mean_cells(score)) for name, score in means.items()]
     console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
     if more := task.summary(results.records):

@@ -158,10 +158,12 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
         mean = ", in the mean," if _shares(engine.policy) else ""
         return f"each KV head{mean} keeps at most {kept} and forgets the others; a larger --budget keeps more"
     place = archive.file or "host memory"
-    others = f"{kept} stay in the cache, the others go to {place} and are still used"
     if (n_lost := n - n_kept - archive.n_max) > 0:
-        others += f"; there is room for {archive.n_max:,}, so {n_lost:,} are forgotten (--archive sets that)"
-    return others
+        return (
+            f"{kept} stay in the cache, {archive.n_max:,} fit into {place} and are still used, and the "
+            f"oldest {n_lost:,} are forgotten (--archive sets that)"
+        )
+    return f"{kept} stay in the cache, the others go to {place} and are still used"
 
 
 def spare_line(engine: Engine) -> str | None:
@@ -298,7 +300,7 @@ def _positions(engine: Engine, noun: str, n_text: int) -> str:
     reader = engine.whole_reader
     if engine.reads_whole(n_text) and reader.n_segments(n_text) > 1 and reader.in_segments:
         return f"auto: original within each segment of the {noun}, then gaps are closed"
-    return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
+    return f"auto: as original, until the context of {n_ctx:,} tokens is full; then gaps are closed"
 
 
 def _prefill(engine: Engine) -> str:
@@ -308,6 +310,9 @@ def _prefill(engine: Engine) -> str:
             f"{'read once more, ' if engine.policy.reconstruction else ''}then compressed once"
         )
     stream = f"in batches of up to {_batch(engine):,} tokens"
+    if engine.n_batch < engine.settings.n_batch:
+        # `Sizes` has reduced the batch to the policy's chunk
+        stream += " (recall's `chunk`) once tokens are archived"
     if engine.exact_reader.n_chunk:
         chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
         return f"exact up to half of the context ({engine.n_ctx // 2:,}), {chunks}; then {stream}"

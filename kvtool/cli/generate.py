@@ -80,6 +80,9 @@ def generate(
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
     if argument is not None and "prompt" in prompts.typed:
         raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
+    if raw and (of_template := ({"think", "think_budget"} & generation.typed) | system.typed):
+        flag = f"--{min(of_template).replace('_', '-')}"
+        raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
     if file is None and os.path.isfile(prompt or ""):
         say([f"{prompt} is a file; use -f {prompt} to read it"])
@@ -101,9 +104,6 @@ def generate(
         raise UsageError("the prompt is empty; give a text")
     if output.logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
-    if raw and (thinking := {"think", "think_budget"} & generation.typed):
-        flag = f"--{min(thinking).replace('_', '-')}"
-        raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     with open_writer(run, generation) as (opened, writer):
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix

@@ -190,6 +190,19 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
     return None
 
 
+def dash_advice(name: str, command: Any) -> str:
+    """Return advice if an unknown option is the start of an argument such as "-5 + 3 = ?", else "".
+
+    name: the unknown option. command: the command that refused it.
+    """
+    takes_text = any(param.param_type_name == "argument" for param in command.params)
+    if not (takes_text and name[1:2].isdigit()):
+        return ""
+    if command.name == "generate":
+        return "; if a text begins with -, put -- before it, or use -p"
+    return "; if a name begins with -, put -- before it"
+
+
 def too_many(context: Any, surplus: Sequence[str]) -> str:
     """Return the message for arguments that a command does not take. surplus: these arguments."""
     from shlex import quote

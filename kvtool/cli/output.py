@@ -35,6 +35,27 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"cannot write {path}: no permission; choose another file")
 
 
+def check_apart(*named: tuple[str, Path | None]) -> None:
+    """Raise UsageError if two options name the same file, also if the paths differ.
+
+    named: pairs of an option and its file. Without a file, the option is ignored.
+    """
+    taken: dict[tuple[int, int] | str, str] = {}
+    for flag, path in named:
+        if path is None:
+            continue
+        real = os.path.realpath(path)
+        try:
+            # hard links have different paths
+            stat = os.stat(real)
+            key: tuple[int, int] | str = (stat.st_dev, stat.st_ino)
+        except OSError:
+            key = real
+        if key in taken:
+            raise UsageError(f"{taken[key]} and {flag} name the same file, {path}; name another file")
+        taken[key] = flag
+
+
 def with_records(args: Sequence[str]) -> list[str]:
     """Translate arguments of earlier versions.
 

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.cli.chat.files import fixed_of, meta_of
+from kvtool.cli.chat.files import meta_of
+from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
@@ -130,7 +131,7 @@ def serve(
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
     from kvtool.config.model import find_model
-    from kvtool.config.notes import context_length
+    from kvtool.config.notes import batch_size, context_length
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
@@ -149,7 +150,8 @@ def serve(
     check(run)
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-    say([note])
+    run, batch_note = batch_size(run, n_ctx)
+    say([note, batch_note])
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))

@@ -90,10 +90,10 @@ class GenerationOptions(Sampling, _LengthOptions):
             object.__setattr__(self, other, None)
         super().__post_init__()
 
-    def cut(self, n_written: int) -> str | None:
-        """Return the note for a text that ended at the token limit, or None if the user has set the limit."""
+    def cut(self, n_written: int) -> str:
+        """Return the note for a text that ended at the token limit."""
         if "n" in self.given:
-            return None
+            return f"stopped after {format_tokens(n_written)} (-n)"
         return f"stopped after {format_tokens(n_written)}; -n N changes the limit, and -n -1 removes it"
 
     @staticmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtool import policies
 from kvtool.config.run import ALL_LAYERS, RunOptions
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
     from kvtool.policy import Policy
 
+R = TypeVar("R", bound=RunOptions)
+
 
 def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None]:
     """Return the context length, and a note if n_ctx (--ctx-size) exceeds the trained length."""
@@ -23,6 +26,17 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
             f"--ctx-size {n_ctx:,} is above the model's trained length; {n_ctx_train:,} is used",
         )
     return n_ctx or n_ctx_train, None
+
+
+def batch_size(run: R, n_ctx: int) -> tuple[R, str | None]:
+    """Reduce --batch-size to the context length. Return the options, and a note if it was reduced.
+
+    A longer batch cannot be decoded, but llama.cpp would allocate memory for it.
+    """
+    if run.n_batch is None or run.n_batch <= n_ctx:
+        return run, None
+    note = f"--batch-size {run.n_batch:,} is above the context length; {n_ctx:,} is used"
+    return replace(run, n_batch=n_ctx), note
 
 
 def gpu_note(run: RunOptions) -> str | None:

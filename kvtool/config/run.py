@@ -105,8 +105,8 @@ class RunOptions(Options):
     positions: str = _cache_option(
         "--positions MODE",
         "auto",
-        "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
-        "renumbered whenever the trained context is full).",
+        "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (as original, "
+        "until the context is full; then gaps are closed).",
         choices=POSITIONS,
     )
     prefill: str | None = _cache_option(
@@ -226,7 +226,7 @@ class RunOptions(Options):
         "--archive-file PATH",
         None,
         "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "
-        "The file's name is removed at once, and its space is freed when kvtool ends.",
+        "The file does not appear in the folder, and its space is freed when kvtool ends.",
         group=ARCHIVE,
         default_text="host memory",
     )

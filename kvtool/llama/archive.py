@@ -90,10 +90,10 @@ class Archive:
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
             # the message prints this size, so round up: an archive of the printed size must be accepted
-            least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
+            least = f"{-(-2 * self.slab_bytes // 1024)} KiB"
             raise UsageError(
-                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "
-                "and that twice at least"
+                f"--archive is too small: the archive grows in steps of {self.n_token} tokens and needs at "
+                f"least two steps ({least})"
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []

@@ -77,7 +77,7 @@ class Sampler:
     ) -> None:
         self.model = model
         self.settings = settings or Sampling()
-        self.seed = secrets.randbits(31) if seed is None else seed
+        self.set_seed(seed)
         self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
         self._rules = rules
         self._chain: Any = None
@@ -94,6 +94,10 @@ class Sampler:
         """
         self._around = around
         self._begin(n, self.settings)
+
+    def set_seed(self, seed: int | None) -> None:
+        """Set the seed; None for a random seed. The next `start` or `change` uses it."""
+        self.seed = secrets.randbits(31) if seed is None else seed
 
     def resume(self, recent: Sequence[int], seed: int) -> None:
         """Set the last sampled tokens and the seed. The next `start` or `change` uses them."""

@@ -103,7 +103,7 @@ class Sampling(Options):
         "--top-k K",
         0,
         {"is_valid": lambda k: -(2**31) <= k < 2**31, "range_text": "a 32-bit whole number"},
-        "Sample from the K most likely tokens; 0 means all.",
+        "Sample from the K most likely tokens; 0 or a negative number means all.",
     )
     top_p: float = _number(
         "--top-p P", 1.0, within(0, 1), "Sample from the most likely tokens whose probabilities add up to P."

@@ -786,6 +786,47 @@ def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monke
     assert is_kept or talk.messages == before
 
 
+def stream(talk):
+    return [*talk.writer.tokens, *talk.writer.unread]
+
+
+@pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
+@pytest.mark.parametrize("stopped", ["answer", "read_prompt"])
+def test_a_turn_that_was_to_be_replaced_is_back_after_ctrl_c(chat, tmp_path, monkeypatch, policy, stopped):
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    talk, path = chat(policy, 1024 if policy == "full" else 64), tmp_path / "chat.kvs"
+    talk.undoable = True
+    files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(n=12), path)
+    out = io.StringIO()
+    terminal = Terminal(talk, files, policy, console=Console(file=out, force_terminal=True))
+    try:
+        for text in ("Name a fruit. " * 5, "Name a colour.", "Name a car."):
+            terminal.say(text)
+        terminal.last_typed = {"Name a car.": "@car.txt"}
+        before, plain, messages = stream(talk), getattr(talk, stopped), list(talk.messages)
+        saved = path.read_bytes()
+        monkeypatch.setattr(talk, stopped, lambda n: (signal.raise_signal(signal.SIGINT), plain(n))[1])
+        for text, n_said in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
+            terminal.say(text, again=True)
+            assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
+            assert (stream(talk), talk.messages) == (before, messages)
+            assert terminal.last_typed == {"Name a car.": "@car.txt"}
+            # an edited turn can be sent again, and still replaces the last turn
+            assert (terminal.typed, terminal.edits) == (("", False) if "car" in text else (text, True))
+            terminal.typed, terminal.edits = "", False
+            assert path.read_bytes() == saved
+        monkeypatch.setattr(talk, stopped, plain)
+        terminal.say("Name a star.")
+        assert talk.messages[:-2] == messages
+        assert stream(talk)[: len(before)] == before
+        for text in ("Name a star.", "Name a car.", "Name a colour."):
+            assert talk.undo_turn() == text
+        assert talk.messages == messages[:2]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        files.close()
+
+
 def test_a_status_line_says_what_each_share_is_a_share_of():
     # if all rows hold the same tokens, the shares add up to 100 %
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"

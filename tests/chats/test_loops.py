@@ -129,7 +129,7 @@ def test_an_answer_that_loops_ends_with_a_line(talker):
     record = json.loads(generate("--json").stdout)
     assert (record["finish_reason"], record["tokens"]) == ("loop", 512)
     on = generate("--stop-loops", "off")
-    assert (on.stdout, on.stderr) == (600 * letter + "\n", "")
+    assert (on.stdout, on.stderr) == (600 * letter + "\n", "stopped after 600 tokens (-n)\n")
 
 
 def test_a_reply_that_loops_ends_and_the_chat_goes_on(talker):

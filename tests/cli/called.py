@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from subprocess import CompletedProcess
 
@@ -27,6 +28,22 @@ def one_line(done, exit_code, words="", prints=False):
     assert line.startswith("kvtool: ")
     assert line.endswith("\n")
     assert words in line
+
+
+CUT = r"stopped after [0-9,]+ tokens? \(-n\)\n"
+"""Pattern of the line that says that -n has cut an answer."""
+
+
+def uncut(done):
+    """Remove the lines from a command's stderr that say that -n has cut an answer. Return the result.
+
+    Most tests take few tokens to be fast, and do not care about these lines.
+    """
+    if isinstance(done.stderr, bytes):
+        done.stderr = re.sub(CUT, "", done.stderr.decode("latin-1")).encode("latin-1")
+    elif done.stderr:
+        done.stderr = re.sub(CUT, "", done.stderr)
+    return done
 
 
 def called(*arguments, stdin="", cwd=".", env=None):

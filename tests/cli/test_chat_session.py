@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from kvtool.chats import archive_file, session
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.segment import CLUSTERS
 from tests import forked
-from tests.cli.called import KEEPS, called, one_line
+from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.held import PATIENCE_S
 from tests.serve.serving import ONE_THREAD
 
@@ -37,13 +38,14 @@ def talk(chat_model, tmp_path):
     """
 
     def run(turns, *options, session="chat.kvs", **kwargs):
-        return forked.run(
+        done = forked.run(
             _command(chat_model, tmp_path / session, *options),
             input="".join(f"{turn}\n" for turn in turns),
             encoding="utf-8",
             errors="replace",
             **kwargs,
         )
+        return uncut(done)
 
     return run
 
@@ -163,18 +165,43 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
     before = path.read_bytes()
     other_model = tmp_path / "other.gguf"
     tiny.write_llama(other_model, chat_template=tiny.CHAT_TEMPLATE, seed=1)
+    same_name = tmp_path / "other" / chat_model.name
+    same_name.parent.mkdir()
+    shutil.copy(other_model, same_name)
+
+    def out(*flags):
+        return f"; leave out {' and '.join(flags)} to continue it, or name another file\n"
+
     for options, word in (
-        (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
-        (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
-        (["-o", "window=9"], "it cannot continue with -o window=9"),
-        (["-m", other_model], "started with the model of SHA-256 "),
-        (["-ctk", "q8_0"], "started with --cache-type-k f16; it cannot continue with --cache-type-k q8_0"),
-        (["--positions", "original"], "started with --positions auto; it cannot"),
-        (["--system", "Be brief."], "another system prompt"),
+        (["--policy", "tova"], "--policy h2o; it cannot continue with --policy tova" + out("--policy")),
+        (["--budget", "128"], "--budget 96; it cannot continue with --budget 128" + out("--budget")),
+        (["-o", "window=9"], "it cannot continue with -o window=9" + out("-o")),
+        (["-m", other_model], f"{chat_model.name}; it cannot continue with other.gguf" + out("-m")),
+        (["-m", same_name], f"{chat_model.name} of SHA-256 "),
+        (
+            ["-ctk", "q8_0", "--positions", "original"],
+            "with --positions original --cache-type-k q8_0" + out("--positions", "--cache-type-k"),
+        ),
+        (["--evict-every", "8"], out("--evict-every")),
+        (
+            ["--positions", "original"],
+            "--positions auto; it cannot continue with --positions original" + out("--positions"),
+        ),
     ):
         done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
         one_line(done, 9, word)
+        assert done.stderr.startswith(f"kvtool: {path} was started with ")
         assert path.read_bytes() == before
+    done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
+    one_line(done, 9, "another system prompt")
+    assert path.read_bytes() == before
+    # a session finds its model without -m; if that file was replaced, there is no option to leave out
+    own = shutil.copy(chat_model, tmp_path / "own.gguf")
+    assert called(*_words(own, tmp_path / "own.kv", *FIRST), stdin="one\n").returncode == 0
+    shutil.copy(other_model, own)
+    done = called("chat", "--session", tmp_path / "own.kv", stdin="two\n")
+    one_line(done, 9, "own.gguf of SHA-256 ")
+    assert done.stderr.endswith("; name another file\n")
     # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 

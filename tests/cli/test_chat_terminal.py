@@ -65,7 +65,7 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     ):
         assert chat.say(line) == reply
     chat.type("/[bold]x\r")
-    chat.until("there is no command /[bold]x; /help lists them\n\n> /[bold]x")
+    chat.until("there is no command '/[bold]x'; /help lists them\n\n> /[bold]x")
     chat.type("\x15")
     assert chat.say("say [/] :smile:").endswith("tokens/s")
     assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has no turns')

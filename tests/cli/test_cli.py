@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.cli.called import KEEPS, called, one_line
+from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.engine.running import KINDS
 from tests.held import PATIENCE_S
 
@@ -29,7 +29,7 @@ KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):
-    return forked.run([*KVTOOL, *arguments], input=stdin, **kwargs)
+    return uncut(forked.run([*KVTOOL, *arguments], input=stdin, **kwargs))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,16 @@ def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file,
         (tmp_path / name).touch()
     done = called(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
     one_line(done, code, words)
+
+
+def test_an_answer_that_is_cut_is_told(smol):
+    common = "-m", smol, "-t", 1, "--temp", 0
+    for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
+        done = called(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
+        assert (done.returncode, done.stderr) == (0, "stopped after 3 tokens (-n)\n")
+    # nothing is printed if the model itself has ended the answer
+    grammar = "--grammar", 'root ::= "yes"'
+    assert called("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
 
 
 def test_one_token_is_not_called_tokens(smol):
@@ -482,8 +492,8 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # if the user has set the limit, no notice is printed
-    assert kvtool("generate", "Hello!", *options, "-n", 8).stderr == ""
+    # a user who has set the limit needs no advice about -n
+    assert called("generate", "Hello!", *options, "-n", 8).stderr == "stopped after 8 tokens (-n)\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])

@@ -15,6 +15,7 @@ from kvtool.chats import session
 from kvtool.errors import UsageError
 from kvtool.system.texts import json_text, shown, utf8
 from tests import forked
+from tests.cli.called import uncut
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -31,7 +32,7 @@ LOCALES = {
 
 def kvtool(*arguments, stdin=b"", env=None, **kwargs):
     command = [sys.executable, "-m", "kvtool", *arguments]
-    return forked.run(command, input=stdin, env=os.environ | (env or {}), text=False, **kwargs)
+    return uncut(forked.run(command, input=stdin, env=os.environ | (env or {}), text=False, **kwargs))
 
 
 CHAT = ("chat", "--policy", "h2o", "-n", 2, "-t", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool import policies
-from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
+from kvtool.cli.explain import Notice, _budget, _prefill, explain_run, long_text, policy_line
 from kvtool.config import report
 from kvtool.measure import perplexity
 from tests.cli.test_cli import kvtool
@@ -91,7 +91,10 @@ def test_the_parts_of_a_budget_add_up(name, pinned):
 def test_positions_start_over_when_foretold(tiny_model, capsys):
     with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
         explain_run(engine, "local", "prompt")
-        assert "original up to token 64; gaps are closed there" in capsys.readouterr().err
+        assert (
+            "auto: as original, until the context of 64 tokens is full; then gaps are closed"
+            in capsys.readouterr().err
+        )
         for token in text(65):
             assert not engine.n_restart
             engine.step(token[None])
@@ -198,6 +201,9 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
             == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
         )
         assert policy_line(engine, "recall") == "recall exact=256 sinks=4 chunk=16 search=clusters"
+        assert _prefill(engine) == (
+            "stream: in batches of up to 16 tokens (recall's `chunk`) once tokens are archived"
+        )
     with open_engine(tiny_model(), policies.fit("recall", 48, 16, ["search=all"])) as engine:
         assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvtool.chats import session as sessions
 from tests import forked
-from tests.cli.called import KEEPS, one_line
+from tests.cli.called import CUT, KEEPS, one_line
 from tests.cli.terminal import ROOT, RUN, Terminal
 from tests.engine import rpc_server
 from tests.held import PATIENCE_S, Held, until
@@ -349,7 +349,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     until(lambda: not _unread(chat.stdin))
     chat.send_signal(signal.SIGINT)
     assert chat.wait(PATIENCE_S) == 130
-    assert re.fullmatch(KEEPS + "kvtool: stopped\n", chat.communicate()[1])
+    assert re.fullmatch(f"{KEEPS}{CUT}kvtool: stopped\n", chat.communicate()[1])
 
 
 def _unread(pipe):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvtool.chats import session
-from kvtool.cli.chat import files
+from kvtool.cli.chat.fixed import difference
 from kvtool.config import drafting
 from kvtool.config import model as config_model
 from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions
@@ -23,7 +24,7 @@ from kvtool.measure import grid
 from kvtool.models.download import sha256
 from kvtool.models.header import read
 from tests import tiny
-from tests.cli.called import called, one_line
+from tests.cli.called import called, one_line, uncut
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the expected lines are those of a machine without a GPU")
 
@@ -35,7 +36,7 @@ def lora(talker, tmp_path):
 
 
 def generate(*options):
-    return called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options)
+    return uncut(called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options))
 
 
 def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, tmp_path):
@@ -114,8 +115,12 @@ def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
 def test_a_session_with_adapters_does_not_continue_in_a_chat_without_them():
     ours = {"parameters": {}, "model_sha256": "1"}
     theirs = ours | {"lora": [f"{'0' * 64}:0.5", f"{'1' * 64}:1.0"]}
-    assert files._differing(theirs, ours) == [("--lora 000000000000:0.5, 111111111111:1.0", "--lora nothing")]
-    assert files._differing(ours, ours) == []
+    models = Path("a.gguf"), Path("a.gguf")
+    lora = "--lora 000000000000:0.5, 111111111111:1.0"
+    assert difference(theirs, ours, *models) == (
+        f"was started with {lora}; it cannot continue with --lora nothing; "
+    )
+    assert difference(ours, ours, *models) is None
 
 
 def test_records_tell_the_adapters(default_talker, lora, tmp_path):

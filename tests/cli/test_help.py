@@ -120,7 +120,9 @@ def test_json_and_plot_mean_the_same_in_every_command():
     for words, command in COMMANDS_OF.items():
         for param in command.params:
             if "--json" in param.opts:
-                assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
+                has_lines = words[0] in ("compare", "eval", "bench")
+                text = "Print JSON: one JSON object a line." if has_lines else "Print JSON."
+                assert (param.is_flag, param.help, param.opts) == (True, text, ["--json"]), words
             # the option that writes a PNG is --plot in all commands
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
@@ -213,8 +215,18 @@ def test_a_command_of_several_lists_their_options_alone():
             ["chat", "Why", "is", "it?"],
             "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers ",
         ),
+        (["policies", "H2O"], "unknown policy 'H2O'. Did you mean h2o? See `kvtool policies`."),
         (["policies", "h2o", "tova"], "`kvtool policies` takes only [NAME]; leave out tova"),
         (["doctor", "x"], "`kvtool doctor` takes only options; leave out x"),
+        (
+            ["generate", "-5 + 3 = ?"],
+            "no such option: -5; if a text begins with -, put -- before it, or use -p; `kvtool generate -h` ",
+        ),
+        (
+            ["perplexity", "-5.txt"],
+            "no such option: -5; if a name begins with -, put -- before it; `kvtool perplexity -h` ",
+        ),
+        (["doctor", "-5"], "no such option: -5; `kvtool doctor -h` lists its options"),
         (["chat", "-n"], "-n needs a value; `kvtool chat -h` lists its options"),
         (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
     ],
@@ -295,10 +307,46 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
     [
         (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
         (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
+        (
+            ["generate", "x", "--raw", "--system", "y"],
+            "--system is for the chat template, which --raw leaves out; leave out one of them",
+        ),
+        (
+            ["generate", "x", "--raw", "--system-file", "y"],
+            "--system-file is for the chat template, which --raw leaves out; leave out one of them",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "./a.kv"],
+            "--session and --transcript name the same file, a.kv; name another file",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "link"],
+            "--session and --transcript name the same file, link; name another file",
+        ),
+        (
+            ["chat", "--session", "a.kv", "--transcript", "a.kv.archive"],
+            "the archive of --session and --transcript name the same file, a.kv.archive; name another file",
+        ),
+        (
+            ["eval", "needle", "--records", "a.png", "--plot", "./a.png"],
+            "--records and --plot name the same file, a.png; name another file",
+        ),
+        (
+            ["compare", "a.txt", "--records", "a.png", "--plot", "a.png"],
+            "--records and --plot name the same file, a.png; name another file",
+        ),
+        (
+            ["inspect", "a.txt", "--html", "a.png", "--plot", "a.png"],
+            "--html and --plot name the same file, a.png; name another file",
+        ),
+        (["chat", "--session", ""], "the session's name is empty; name a file"),
+        (["chat", "--transcript="], "the transcript's name is empty; name a file"),
     ],
 )
-def test_what_is_typed_in_two_places_is_one_line(words, said):
-    one_line(called(*words), 2, f"kvtool: {said}\n")
+def test_what_is_typed_in_two_places_is_one_line(words, said, tmp_path):
+    (tmp_path / "link").symlink_to("a.kv")
+    one_line(called(*words, cwd=tmp_path), 2, f"kvtool: {said}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_cache_types_are_taken_in_any_case():
@@ -354,6 +402,19 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
     # 0 means the trained context, like in llama.cpp
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
+
+
+def test_a_batch_above_the_context_is_cut_and_said(tiny_model, tmp_path):
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    line = "--batch-size 4,000,000,000 is above the context length; 256 is used\n"
+    options = "-m", tiny_model(n_ctx_train=256), "-t", 1, "-b", 4_000_000_000, "--policy", "h2o"
+    for command in (
+        ("generate", "Hi", "--raw", "-n", 1, "--budget", 64),
+        ("perplexity", tmp_path / "text", "--budget", 64),
+    ):
+        done = kvtool(*command, *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(line)
 
 
 def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):

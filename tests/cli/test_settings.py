@@ -259,6 +259,27 @@ def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
     one_line(kvtool("chat", "--budget", 8), 2, line)
 
 
+def test_a_model_that_is_unknown_is_named_with_the_setting_that_names_it(file, monkeypatch, tmp_path):
+    path = file('model = "nope"')
+    line = "kvtool: unknown model 'nope' (and no such file). See `kvtool models list`."
+    of_file = f" (--model is set by {path}: model)\n"
+    for command in (("generate", "hi"), ("chat",), ("perplexity", path), ("bench",), ("serve",)):
+        one_line(kvtool(*command), 3, line + of_file)
+    monkeypatch.setenv("KVTOOL_MODEL", "nope")
+    one_line(kvtool("generate", "hi"), 3, f"{line} (--model is set by $KVTOOL_MODEL)\n")
+    (tmp_path / "empty.gguf").touch()
+    monkeypatch.setenv("KVTOOL_MODEL", str(tmp_path / "empty.gguf"))
+    one_line(
+        kvtool("generate", "hi"),
+        3,
+        "empty.gguf is empty; download it again (--model is set by $KVTOOL_MODEL)\n",
+    )
+    # a typed model is not the setting's
+    monkeypatch.setenv("KVTOOL_MODEL", "nope")
+    for command in (("generate", "hi", "-m", "nope"), ("chat", "nope")):
+        one_line(kvtool(*command), 3, f"{line}\n")
+
+
 def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "none.toml"))
     with pytest.raises(UsageError, match="does not exist"):

@@ -24,7 +24,7 @@ from kvtool.models.weights import Weights
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
-from tests.cli.called import KEEPS, called
+from tests.cli.called import KEEPS, called, uncut
 from tests.cli.terminal import terminals
 from tests.cli.test_chat_session import TURNS
 from tests.cli.test_cli import kvtool
@@ -42,7 +42,7 @@ def talk(chat_model, tmp_path):
         defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
         command = ["chat", *defaults, *options]
         typed = "".join(f"{turn}\n" for turn in turns)
-        return (kvtool if how else called)(*command, stdin=typed, **how)
+        return uncut((kvtool if how else called)(*command, stdin=typed, **how))
 
     return run
 

@@ -405,7 +405,8 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
         (
             {"archive_bytes": 100},
-            "^--archive must be at least [0-9]+KiB: memory is taken for 256 tokens at a time, and that twice",
+            r"^--archive is too small: the archive grows in steps of 256 tokens and needs at least two steps "
+            r"\([0-9]+ KiB\)$",
         ),
     ],
     ids=str,

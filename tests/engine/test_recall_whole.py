@@ -337,4 +337,7 @@ def test_it_says_what_will_happen(tiny_model):
     assert "the others go to host memory and are still used. It is read at once, in a cache of" in message
     with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
         message = long_text(engine, "prompt", 300)
-    assert "and are still used; there is room for 100, so 152 are forgotten (--archive sets that)" in message
+    assert (
+        " stay in the cache, 100 fit into host memory and are still used, and the oldest 152 are forgotten "
+        "(--archive sets that)"
+    ) in message

@@ -17,6 +17,7 @@ from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
 from tests import forked
 from tests.cli import test_cli
+from tests.cli.called import uncut
 from tests.engine.running import open_engine, text
 
 # runs the command line in a process where the patch is hidden from kvtool
@@ -191,7 +192,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
 
 def kvtool(*arguments, stdin=""):
-    return forked.run([sys.executable, "-c", UNPATCHED, *arguments], input=stdin)
+    return uncut(forked.run([sys.executable, "-c", UNPATCHED, *arguments], input=stdin))
 
 
 NOTE = (

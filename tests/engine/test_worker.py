@@ -23,7 +23,7 @@ from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
 from lab.benchmarks.servers import reserved_port
 from tests import forked
-from tests.cli.called import KEEPS
+from tests.cli.called import CUT, KEEPS
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 from tests.held import PATIENCE_S, until
 
@@ -341,7 +341,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
         stderr = process.stderr.read().decode()
         assert process.wait(PATIENCE_S) == 4, stderr
         reader.join()
-    (line,) = re.sub(start, "", stderr).strip().split("\n")
+    (line,) = re.sub(f"{start}{CUT}", "", stderr).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
     assert line.startswith(f"kvtool: one of {names} is gone or has no memory left; start it again")
     assert kept(there)["n_turn"] == 1

@@ -444,6 +444,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     single = ("--set", "depths=0.5", "--set", "repeats=1", "--set", "lengths=600")
     small = ("--records", out, "--budget", "64", "--policy", "tova")
     done = evaluate(short, "passkey", *single, *small, files=[])
+    assert done.stdout.startswith("passkey, 1 item, ")
     (record,) = records_of(out)
     n = record["prompt_tokens"]
     message = f"a prompt has {n} tokens, more than the trained context (320); it is read whole\n"
@@ -456,7 +457,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     assert not first["is_cut"]
     assert 320 < first["prompt_tokens"] <= 500
     done = evaluate(short, "passkey", "--policy", "full", *single, files=[], code=5)
-    assert "1 of 1 items failed: the prompt (" in done.stderr
+    assert "1 of 1 item failed: the prompt (" in done.stderr
 
 
 def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):

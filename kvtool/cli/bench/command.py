@@ -12,7 +12,7 @@ import typer
 from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
-from kvtool.cli.declared import Json, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
@@ -82,7 +82,7 @@ class _BenchOptions(Options):
 
 
 @options
-def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None:
+def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) -> None:
     """Measure how fast this machine reads and writes tokens, and how much memory this takes.
 
     Each row is one kind of cache at one depth: the full cache (with and without flash attention, in f16 and
@@ -95,12 +95,15 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
 
     from kvtool.config import archive
     from kvtool.config.model import find_model, loaded_model
+    from kvtool.config.notes import batch_size
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
     info = find_model(run.model, locate)
     path = info.path
+    run, note = batch_size(run, info.n_ctx_train)
+    say([note])
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine

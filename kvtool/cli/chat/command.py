@@ -16,6 +16,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
+from kvtool.cli.output import check_apart
 from kvtool.cli.writing import of_model, open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
@@ -54,6 +55,7 @@ def chat(
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
+    check_apart(*_written(args))
     with ExitStack() as stack:
         saved = None
         if args.session:
@@ -109,6 +111,19 @@ def chat(
                 )
                 say([f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}"])
     files.check()
+
+
+def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
+    """Yield the files that the chat writes, each after the option that names it."""
+    if args.session:
+        from kvtool.chats.archive_file import archive_path
+        from kvtool.chats.session import lock_of
+
+        real = args.session.resolve()
+        yield "--session", args.session
+        yield "the archive of --session", archive_path(real)
+        yield "the lock of --session", lock_of(real)
+    yield "--transcript", args.transcript
 
 
 def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvtool
-from kvtool.cli.progress import bytes_progress, restoring_progress
+from kvtool.cli.chat.fixed import difference, fixed_of
+from kvtool.cli.progress import restoring_progress
 from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import SessionError, UsageError
 from kvtool.system.files import Log
-from kvtool.units import FEW_BITS, PLAIN
+from kvtool.units import FEW_BITS
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from kvtool.chats.archive_file import ArchiveFile
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.session import Arrays, Meta
-    from kvtool.engine.loop import Engine
 
 
 class ChatFiles:
@@ -82,7 +82,7 @@ class ChatFiles:
     def resume(self, path: Path) -> None:
         """Continue the chat that a session holds. Raises SessionError if the given options do not match."""
         system, seed = self.chat.system, self.generation.seed
-        meta, arrays = self.read(path)
+        meta, arrays = self.read(path, typed=self.run.typed)
         # the prompt may contain the budget; sessions of earlier versions have none
         self.chat.set_effort(None, meta["options"].get("think_budget"))
         with restoring_progress(self.chat.archive):
@@ -97,29 +97,31 @@ class ChatFiles:
         if seed is not None:
             self.chat.writer.sampler.seed = seed
 
-    def read(self, path: Path) -> tuple[Meta, Arrays]:
-        """Read a session that this chat can continue. Raises SessionError for any other file."""
+    def read(self, path: Path, typed: Collection[str] = ()) -> tuple[Meta, Arrays]:
+        """Read a session that this chat can continue. Raises SessionError for any other file.
+
+        typed: names of the options that the user could leave out to continue the session.
+        """
         from kvtool.chats import session
 
         meta, arrays = session.read(path)
         session.check_chat(path, meta)
-        if differing := _differing(meta["fixed"], self._fixed):
-            theirs, ours = (" ".join(parts) for parts in zip(*differing, strict=True))
-            raise SessionError(
-                f"{path} was started with {theirs}; it cannot continue with {ours}; name another file"
-            )
+        model = self.chat.writer.engine.model.path
+        if why := difference(meta["fixed"], self._fixed, Path(meta["options"]["model"]), model, typed):
+            raise SessionError(f"{path} {why}name another file")
         self._check_archive(path, arrays)
         return meta, arrays
 
     def set(self, name: str, text: str) -> None:
         """Change one sampling option. The new value is used from the next text on.
 
-        Raises UsageError or InputError if the name or the value is wrong. In that case nothing changes.
+        The seed -1 chooses a random seed. Raises UsageError or InputError if the name or the value is wrong.
+        In that case nothing changes.
         """
         generation, sampler = self.generation.set(name, text), self.chat.writer.sampler
         sampler.change(sampling_of(generation))
-        if generation.seed is not None:
-            sampler.seed = generation.seed
+        if GenerationOptions.field(name) == "seed":
+            sampler.set_seed(generation.seed)
         self._generation = generation
 
     @property
@@ -333,45 +335,6 @@ def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) 
     }
 
 
-def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
-    """Return the values that must be the same when a chat is continued.
-
-    policy: the policy's name or file, as the user typed it.
-    """
-    from dataclasses import asdict
-
-    from kvtool import policies
-    from kvtool.llama.devices import library_info
-    from kvtool.models.download import sha256
-
-    path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
-    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-        digest = sha256(path, progress)
-    lora = [f"{sha256(its.path)}:{its.scale!r}" for its in engine.model.adapters]
-    return {
-        "model_sha256": digest,
-        "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
-        "policy_package": policies.package(policy),
-        "parameters": {name: value for name, value in asdict(engine.policy).items() if name not in free},
-        "positions": settings.positions,
-        "context": engine.n_ctx,
-        "key_type": settings.type_k,
-        "value_type": settings.type_v,
-        "llama_cpp": library_info()["version"],
-        **({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {}),
-        **({"lora": lora} if lora else {}),
-    }
-
-
-def _stored_type(name: str) -> str:
-    """Return the name of an archive type in a session.
-
-    Types of few bits are rotated: q4_1 is stored as "rotated q4_1". The name "q4_1" without the prefix means
-    an archive that is not rotated, which old versions of kvtool wrote.
-    """
-    return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
-
-
 def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     """Return the options of a chat that continues a session. Raises UsageError.
 
@@ -415,51 +378,3 @@ def moved_line(spare: Path) -> str:
 
 def turns(n: int) -> str:
     return f"{n or 'no'} turn{'s' * (n != 1)}"
-
-
-_ROTATED = "rotated "
-"""A session's archive type has this prefix if the archive's numbers are multiplied by a Hadamard matrix."""
-
-_FLAGS = {
-    "model_sha256": "the model of SHA-256 {:.12}",
-    "lora": "--lora {}",
-    "policy": "--policy {}",
-    "policy_package": "a policy of the package {}",
-    "budget": "--budget {}",
-    "slack": "--evict-every {}",
-    "positions": "--positions {}",
-    "context": "--ctx-size {}",
-    "key_type": "--cache-type-k {}",
-    "archive_type": "--archive-type {}",
-    "value_type": "--cache-type-v {}",
-    "llama_cpp": "llama.cpp {}",
-}
-"""Texts with which messages show the values that `fixed_of` returns. The value replaces {}.
-
-A name that is not listed here is a parameter of a policy. Messages show it as `-o name=value`.
-"""
-
-
-def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the options that differ between a session and the present chat.
-
-    Each difference is a pair: the session's option and the chat's option, as text. If the models differ, only
-    this difference is returned. The same is true for adapters, policies and budgets, in this order. If all
-    four are the same, all other differences are returned.
-
-    theirs, ours: results of `fixed_of` for the session and for the chat.
-    """
-    theirs, ours = (each["parameters"] | each for each in (theirs, ours))
-    # a chat without adapters has no value "lora"
-    every = dict.fromkeys([*ours, "lora"])
-    names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
-    first = [name for name in ("model_sha256", "lora", "policy", "budget") if name in names][:1]
-    return [(_typed(name, theirs.get(name)), _typed(name, ours.get(name))) for name in first or names]
-
-
-def _typed(name: str, value: object) -> str:
-    text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
-    if isinstance(value, list):
-        # show the first 12 digits of each adapter's SHA-256, and its scale
-        text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
-    return _FLAGS.get(name, f"-o {name}={{}}").format(text)

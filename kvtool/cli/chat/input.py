@@ -141,17 +141,19 @@ def goes_on(typed: str) -> bool:
     return typed.endswith("\\")
 
 
-def with_files(text: str) -> str:
+def with_files(text: str, inserted: Callable[[Path, str], None] = lambda path, text: None) -> str:
     """Return the text with each @PATH or @"PATH" replaced by the text of the file.
+
+    inserted: called with the path and the text of each file.
 
     If there is no such file, @PATH stays in the text, because code has words like @name. InputError is raised
     instead if PATH is in quotes, or if the text is a single line and PATH looks like a path.
 
-    InputError is also raised if a file cannot be read or is not UTF-8.
+    InputError is also raised if a file cannot be read, is empty or is not UTF-8.
     """
     is_line = "\n" not in text
 
-    def inserted(match: re.Match[str]) -> str:
+    def text_of(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         path = Path(os.path.expanduser(name))
         if not path.exists():
@@ -159,13 +161,17 @@ def with_files(text: str) -> str:
                 raise InputError(f"there is no file {name}")
             return match[0]
         try:
-            return decoded(path.read_bytes()).rstrip("\n")
+            file_text = decoded(path.read_bytes()).rstrip("\n")
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not a text in UTF-8 (byte {error.start})") from None
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+        if not file_text.strip():
+            raise InputError(f"{path} is empty; it must be a text")
+        inserted(path, file_text)
+        return file_text
 
-    return _INSERTED.sub(inserted, text)
+    return _INSERTED.sub(text_of, text)
 
 
 def _history() -> History:

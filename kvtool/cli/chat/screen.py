@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
@@ -24,13 +25,11 @@ from kvtool.units import format_tokens
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvtool.chats.undo import UndoneTurn
     from kvtool.engine.loop import Engine
 
 _N_LINES = 8
 """When a chat is continued, at most this many lines of the last turn are shown."""
-
-_GONE = "the new turn is at the prompt again, and the turn that it replaced is gone"
-"""Note after undoing a turn that had replaced an older turn. The older turn is not restored."""
 
 
 @dataclass
@@ -76,6 +75,10 @@ class Terminal:
     console: Console = field(default_factory=plain_console)
     keys: Keys = field(default_factory=lambda: Keys())
 
+    def __post_init__(self) -> None:
+        if self.plain:
+            self.console = plain_console(color_system=None)
+
     @property
     def engine(self) -> Engine:
         return self.conversation.writer.engine
@@ -88,8 +91,7 @@ class Terminal:
 
     def confirm(self, question: str) -> bool:
         """Ask a question. Return True if the answer is "y" or "yes"."""
-        interrupt.raises()
-        with self.keys.normal():
+        with interrupt.raising(), self.keys.normal():
             try:
                 return confirmed(f"{question} [y/N] ")
             except (EOFError, KeyboardInterrupt):
@@ -142,19 +144,28 @@ class Terminal:
 
         again: the turn replaces the last turn.
         """
+        replaced, inserted = None, list[str]()
+
+        def note(path: Path, text: str) -> None:
+            n = len(self.engine.model.tokenize(text, start=False))
+            inserted.append(f"inserted {path}, {format_tokens(n)}")
+
         try:
-            sent = with_files(text)
+            sent = with_files(text, note)
             if again:
-                self.conversation.undo_turn()
+                replaced = self.conversation.take_out_turn()
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self._refuse(text, again)
+            # after a SessionError or a UsageError, the last change is no turn that could be replaced
             self.edits = again and isinstance(error, InputError)
             return
+        for line in inserted:
+            self.note(line)
         n_before, writer = self.conversation.n_turn, self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.hanging_up(writer) as hung_up:
-            if not self._replied(text, sent, again, n_before, hung_up):
+            if not self._replied(text, sent, replaced, n_before, hung_up):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -168,33 +179,40 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(self, text: str, sent: str, again: bool, n_before: int, hung_up: Callable[[], bool]) -> bool:
+    def _replied(
+        self, text: str, sent: str, replaced: UndoneTurn | None, n_before: int, hung_up: Callable[[], bool]
+    ) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
-        If the turn was taken back, print a note and return False.
+        If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        again: True if the turn replaces another turn. n_before: number of turns before this turn.
+        replaced: the turn that this turn replaces, or None. n_before: number of turns before this turn.
         hung_up: a function that returns True if the terminal was closed.
         """
-        typed_before, self.last_typed = self.last_typed, {sent: text}
-        self.tokens_per_s, self.thought = 0.0, ""
+        conversation, again = self.conversation, replaced is not None
+        before = self.last_typed, self.thought
+        self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
         self.console.print()
         try:
-            if not self._read_turn(sent):
-                self._cancel(sent if again else None)
-                return False
-            self._answer(again)
-            if self.conversation.writer.stop and not (hung_up() or self.conversation.has_written):
-                self._cancel(sent if again else None)
+            is_read = self._read_turn(sent)
+            if is_read:
+                self._answer(again)
+            if not is_read or (conversation.writer.stop and not (hung_up() or conversation.has_written)):
+                conversation.undo_turn()
+                self._restore(replaced, *before)
+                self.note("cancelled; the chat is as it was before")
+                if replaced and sent != conversation.newest_turn:
+                    # keep the edited turn at the prompt: the user can send it again, or press Ctrl-C
+                    self._refuse(text, again)
                 return False
         except (ModelError, StreamEnd, UsageError) as error:
             undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
             self.error(f"{error}; or {undo}start over with /reset")
             if self._took_back(n_before):
-                self.note(_GONE if again else "the turn was not answered; the chat is as it was before")
+                self._restore(replaced, *before)
+                self.note("the turn was not answered; the chat is as it was before")
                 self._refuse(text, again)
-                self.last_typed = typed_before
                 return False
         self.files.keep(undone=again)
         return True
@@ -249,11 +267,12 @@ class Terminal:
         """Put a refused turn at the next prompt.
 
         again: True if the turn should have replaced the last turn. The user can then edit the refused turn at
-        the prompt. False for a new turn: the turn is put at the prompt only if it has a single line, and the
-        first character that the user types replaces the turn.
+        the prompt, and the next turn still replaces the last turn. False for a new turn: the turn is put at
+        the prompt only if it has a single line, and the first character that the user types replaces the
+        turn.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
-        self.selects = not again
+        self.selects, self.edits = not again, again
 
     def _took_back(self, n_before: int) -> bool:
         """After an error, undo the turn if it has no reply. Return True if the turn is no longer in the chat.
@@ -270,18 +289,15 @@ class Terminal:
         """Put a turn at the next prompt, as the user typed it."""
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
-    def _cancel(self, instead: str | None) -> None:
-        """Undo a turn that the user stopped before its reply began.
+    def _restore(self, replaced: UndoneTurn | None, last_typed: dict[str, str], thought: str) -> None:
+        """Restore the state before a turn that was taken back.
 
-        instead: the stopped turn if it had replaced another turn, otherwise None. This turn is put at the
-        next prompt.
+        replaced: the turn that this turn had replaced, or None. last_typed, thought: values of the attributes
+        before this turn.
         """
-        self.conversation.undo_turn()
-        if instead is None:
-            self.note("cancelled; the chat is as it was before")
-        else:
-            self.note(f"cancelled; {_GONE}")
-            self.offer(instead)
+        if replaced:
+            self.conversation.put_back(replaced)
+        self.last_typed, self.thought = last_typed, thought
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:

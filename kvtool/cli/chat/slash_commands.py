@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -93,7 +94,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # Ctrl-C is ignored except while the model is hashed, and after a question of `confirm`
+            # Ctrl-C is ignored except while the model is hashed, and `confirm` takes it as the answer "no"
             self.terminal.note("stopped")
         return True
 
@@ -109,8 +110,8 @@ class Commands:
                 return
         else:
             meant = self._meant(name.lower())
-            instead = f"did you mean {meant}?" if meant else "/help lists them"
-            self.terminal.error(f"there is no command {name}; {instead}")
+            instead = f"did you mean '{meant}'?" if meant else "/help lists them"
+            self.terminal.error(f"there is no command '{name}'; {instead}")
         self.terminal.typed, self.terminal.selects = line, True
 
     def _meant(self, name: str) -> str | None:
@@ -181,8 +182,7 @@ class Commands:
             self.terminal.note("the editor returned no text, so nothing was sent")
 
     def _set(self, text: str) -> None:
-        name, _, given = text.replace("=", " ", 1).partition(" ")
-        given = given.strip()
+        name, given = _name_and_value(text)
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
             show.settings(self.terminal)
@@ -298,6 +298,12 @@ class Commands:
         """Return the end of a note: the file that holds the previous chat. "" if there is no such file."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
+
+
+def _name_and_value(text: str) -> tuple[str, str]:
+    """Split "NAME VALUE", "NAME=VALUE" or "NAME = VALUE". Any other = belongs to the value."""
+    name, _, value = re.sub(r"^([^\s=]+)(?:=|\s+=(?=\s)|\s)", r"\1 ", text).partition(" ")
+    return name, value.strip()
 
 
 def _path(command: str, name: str) -> Path:

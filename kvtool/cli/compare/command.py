@@ -13,7 +13,7 @@ import typer
 from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
-from kvtool.cli.declared import Json, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
@@ -101,18 +101,19 @@ class _CompareOptions(Options):
 
 @options
 def compare(
-    *, file: File = None, grid: _Grid, args: _CompareOptions, run: _CompareRun, as_json: Json = False
+    *, file: File = None, grid: _Grid, args: _CompareOptions, run: _CompareRun, as_json: JsonLines = False
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
     path = output.records_path(args.records, args.resume)
+    output.check_apart(("--records", path), ("--plot", args.plot))
     output.check_picture("--plot", args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import find_model
-    from kvtool.config.notes import context_length, gpu_note, patch_note, runnable
+    from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, runnable
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -126,7 +127,8 @@ def compare(
         info = find_model(run.model, locate)
         model_path = info.path
         n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-        say([note])
+        run, batch_note = batch_size(run, n_ctx)
+        say([note, batch_note])
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:

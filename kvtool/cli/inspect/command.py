@@ -64,6 +64,7 @@ class _InspectOptions(Options):
 @options
 def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_json: Json = False) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
+    output.check_apart(("--html", args.html), ("--plot", args.plot))
     output.check_writable(args.html)
     output.check_picture("--plot", args.plot)
 

@@ -1,0 +1,156 @@
+"""Values that must be the same when a chat is continued, and messages about values that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.progress import bytes_progress
+from kvtool.config.run import RunOptions
+from kvtool.options import declared
+from kvtool.units import FEW_BITS, PLAIN
+
+if TYPE_CHECKING:
+    from kvtool.engine.loop import Engine
+
+_ROTATED = "rotated "
+"""A session's archive type has this prefix if the archive's numbers are multiplied by a Hadamard matrix."""
+
+_TEXTS = {
+    "lora": "--lora {}",
+    "policy": "--policy {}",
+    "policy_package": "a policy of the package {}",
+    "budget": "--budget {}",
+    "slack": "--evict-every {}",
+    "positions": "--positions {}",
+    "context": "--ctx-size {}",
+    "key_type": "--cache-type-k {}",
+    "archive_type": "--archive-type {}",
+    "value_type": "--cache-type-v {}",
+    "llama_cpp": "llama.cpp {}",
+}
+"""Texts with which messages show the values that `fixed_of` returns. The value replaces {}.
+
+A name that is not listed here is the model or a parameter of a policy. Messages show a parameter as
+`-o name=value`.
+"""
+
+_FIELDS = {
+    "model_sha256": "model",
+    "lora": "lora",
+    "policy": "policy",
+    "policy_package": "policy",
+    "budget": "budget",
+    "slack": "evict_every",
+    "positions": "positions",
+    "context": "n_ctx",
+    "key_type": "type_k",
+    "value_type": "type_v",
+    "archive_type": "archive_type",
+    "llama_cpp": "",
+}
+"""Fields of `RunOptions` that set the values that `fixed_of` returns. "options" sets all other values."""
+
+
+def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
+    """Return the values that must be the same when a chat is continued.
+
+    policy: the policy's name or file, as the user typed it.
+    """
+    from dataclasses import asdict
+
+    from kvtool import policies
+    from kvtool.llama.devices import library_info
+    from kvtool.models.download import sha256
+
+    path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
+    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
+        digest = sha256(path, progress)
+    lora = [f"{sha256(its.path)}:{its.scale!r}" for its in engine.model.adapters]
+    return {
+        "model_sha256": digest,
+        "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
+        "policy_package": policies.package(policy),
+        "parameters": {name: value for name, value in asdict(engine.policy).items() if name not in free},
+        "positions": settings.positions,
+        "context": engine.n_ctx,
+        "key_type": settings.type_k,
+        "value_type": settings.type_v,
+        "llama_cpp": library_info()["version"],
+        **({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {}),
+        **({"lora": lora} if lora else {}),
+    }
+
+
+def _stored_type(name: str) -> str:
+    """Return the name of an archive type in a session.
+
+    Types of few bits are rotated: q4_1 is stored as "rotated q4_1". The name "q4_1" without the prefix means
+    an archive that is not rotated, which old versions of kvtool wrote.
+    """
+    return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
+
+
+def difference(
+    theirs: dict[str, Any], ours: dict[str, Any], their_model: Path, model: Path, typed: Collection[str] = ()
+) -> str | None:
+    """Return why the present chat cannot continue a session, up to the last remedy. None if it can.
+
+    theirs, ours: results of `fixed_of` for the session and for the chat. their_model, model: files of the
+    models. typed: names of the options that the user could leave out to continue the session.
+    """
+    if not (names := _differing(theirs, ours)):
+        return None
+    theirs, ours = _values(theirs), _values(ours)
+    models = their_model.name, model.name
+    same = models[0] == models[1]
+    before = " ".join(_typed(name, theirs.get(name), models[0], is_ambiguous=same) for name in names)
+    now = " ".join(_typed(name, ours.get(name), models[1], is_ambiguous=same) for name in names)
+    fields = dict.fromkeys(_FIELDS.get(name, "options") for name in names)
+    flags = [_flag(field) for field in fields if field in typed]
+    # defaults of a policy's parameters depend on other options, so a parameter may differ that was not typed
+    can_continue = flags and all(field in typed or field == "options" for field in fields)
+    instead = f"leave out {' and '.join(flags)} to continue it, or " if can_continue else ""
+    return f"was started with {before}; it cannot continue with {now}; {instead}"
+
+
+def _flag(field: str) -> str:
+    """Return the name of an option of `RunOptions` as other messages write it."""
+    option = declared(RunOptions)[field]
+    return option.flags[0] if field in ("model", "options") else option.name
+
+
+def _values(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of `fixed_of` with the policy's parameters among the other values."""
+    return {**fixed["parameters"], **fixed}
+
+
+def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Return the names of the values that differ between a session and the present chat.
+
+    If the models differ, only "model_sha256" is returned. The same is true for adapters, policies and
+    budgets, in this order. If all four are the same, all other differences are returned.
+
+    theirs, ours: results of `fixed_of` for the session and for the chat.
+    """
+    theirs, ours = _values(theirs), _values(ours)
+    # a chat without adapters has no value "lora"
+    every = dict.fromkeys([*ours, "lora"])
+    names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
+    decisive: Iterable[str] = ("model_sha256", "lora", "policy", "budget")
+    return [name for name in decisive if name in names][:1] or names
+
+
+def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
+    """Return a value of `fixed_of` as text. `name` is the name of the value.
+
+    model: name of the model's file. is_ambiguous: True to add the model's SHA-256 to its name.
+    """
+    if name == "model_sha256":
+        return f"{model} of SHA-256 {value:.12}" if is_ambiguous else model
+    text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
+    if isinstance(value, list):
+        # show the first 12 digits of each adapter's SHA-256, and its scale
+        text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
+    return _TEXTS.get(name, f"-o {name}={{}}").format(text)
