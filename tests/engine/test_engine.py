@@ -220,7 +220,7 @@ I32, F32 = np.int32, np.float32
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (lambda view: Plan(np.asfortranarray(newest(view, 20))), "keep must be a C-contiguous bool"),
+        (lambda view: Plan(np.asfortranarray(newest(view, 20))), "keep is not C-contiguous"),
         (lambda view: Plan(newest(view, 20).tolist()), "keep must be a C-contiguous bool.*got list"),
         (lambda view: Plan(newest(view, 20).astype(np.uint8)), "keep must be a C-contiguous bool.*got uint8"),
         (lambda view: Plan(newest(view, 20)[:, :-1]), "keep must be a C-contiguous bool"),
