@@ -301,7 +301,7 @@ class Conversation:
             stays = splitter.had_thought and not template.drops_thoughts
             self.finish_reply(None if stays else header.start(template, before, reply))
 
-    def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
+    def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:
         """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
 
         The caller must call `finish_reply` afterwards.

@@ -66,6 +66,11 @@ class Reply:
         """Add a prompt that the reply must repeat to the message. Return its deltas."""
         return [self._add("content", text)] if text else []
 
+    @property
+    def is_done(self) -> bool:
+        """True if the reply ends here, because it has the only call that it may have."""
+        return bool(self._parser and self._parser.is_done)
+
     def finish(self, is_cut: bool) -> str:
         """Return OpenAI's finish reason. is_cut: True if a limit ended the reply."""
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"

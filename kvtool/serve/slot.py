@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any, Literal
@@ -37,6 +37,8 @@ from kvtool.serve.store.chats import ChatStore
 from kvtool.serve.store.resumer import Resumer
 from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
+
+Pieces = Generator[str, None, None]
 
 N_OUTPUT = 16
 """Maximum number of tokens of a step in which logits of all tokens are needed, for scoring a prompt."""
@@ -252,7 +254,7 @@ class Slot:
 
         return after_step
 
-    def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
+    def _continued(self, request: TextRequest, is_scored: bool) -> Pieces:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
             # also list the end token: programs that score a prompt expect an answer of one token, and
@@ -265,17 +267,19 @@ class Slot:
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
     def _write(
-        self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
+        self, job: Job, request: Request, pieces: Pieces, reply: Reply, counts: dict[str, Any]
     ) -> str:
         """Write the reply, and emit an event for each piece. Returns OpenAI's finish reason."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
         try:
-            with self._batcher.writing(self.engine) if self._batcher else nullcontext():
+            with self._batcher.writing(self.engine) if self._batcher else nullcontext(), closing(pieces):
                 for piece in pieces:
                     deltas = reply.feed(piece, self.writer.n_written)
                     job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
+                    if reply.is_done:
+                        break
         except StreamEnd:
             # the answer ends here, because the cache is full
             if not self.writer.n_written:
@@ -378,7 +382,7 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
         "or" if request.output_format and request.output_format.kind != "grammar" else ""
     )
     rules = "call" if request.choice.kind == "required" else rules
-    return Parser(rendering.format, tools, rules) if tools else None
+    return Parser(rendering.format, tools, rules, one_call=request.choice.one_call) if tools else None
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:

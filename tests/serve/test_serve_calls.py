@@ -333,6 +333,20 @@ def test_a_call_is_told_at_its_end():
     assert len([*parser.feed(">")]) == 1
 
 
+@each_format
+def test_only_the_first_call_counts_if_there_may_be_only_one(format):
+    text, calls = format.written([TRICKY, NOW]), [TRICKY, NOW]
+    for pieces in ([text], text, [text[: len(text) // 2], text[len(text) // 2 :]]):
+        parser = Parser(format, TOOLS, one_call=True)
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        assert joined([*events, *parser.end()]) == calls[:1]
+        assert (parser.is_done, parser.has_left_out) == (True, True)
+    text, calls = WRITTEN[format.name]["one"]
+    parser = Parser(format, TOOLS, one_call=True)
+    assert joined([*parser.feed(text), *parser.feed("\n"), *parser.end()]) == calls
+    assert (parser.is_done, parser.has_left_out) == (True, False)
+
+
 def test_arguments_in_json_stay_as_they_are_written():
     written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
     reply = Reply(None, Parser(HERMES, TOOLS))

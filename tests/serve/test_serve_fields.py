@@ -14,6 +14,7 @@ from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import HARMLESS, NEUTRAL
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.queue import Job, answer
+from kvtool.serve.tools.formats import HERMES
 from tests.serve.crowd_serve import message
 from tests.serve.here import here
 
@@ -307,6 +308,64 @@ def test_responses_have_log_probabilities(server):
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+
+
+def test_one_call_ends_a_reply_that_must_not_have_several(talker):
+    with here(talker, policy="full") as server:
+        two = HERMES.written([("now", {}), ("now", {})])
+        body = {"max_tokens": 300, "grammar": f"root ::= {json.dumps(two)}"}
+        function = {"name": "now", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+
+        def called(**more):
+            answer = server.ask(
+                "/v1/chat/completions", body | {"messages": HI, "tools": tools, **more}
+            ).json()
+            (choice,) = answer["choices"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "")
+            assert "ignored" not in answer["kvtool"]
+            return choice["message"], answer["usage"]
+
+        for more in ({}, {"parallel_tool_calls": True}):
+            assert len(called(**more)[0]["tool_calls"]) == 2
+        reply, usage = called(parallel_tool_calls=False)
+        (call,) = reply["tool_calls"]
+        assert usage["completion_tokens"] < called()[1]["completion_tokens"]
+        # the next request continues after the call
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "Noon."}
+        after = server.chat([*HI, reply, result], tools=tools)[1]
+        assert after["prompt_tokens_details"]["cached_tokens"] >= usage["total_tokens"] - 1
+        stream = server.ask(
+            "/v1/responses",
+            body
+            | {
+                "input": "Hi.",
+                "tools": [{"type": "function", **function}],
+                "parallel_tool_calls": False,
+                "stream": True,
+            },
+        ).text
+        events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
+        response = events[-1]["response"]
+        assert [item["type"] for item in response["output"]] == ["function_call"]
+        assert response["parallel_tool_calls"] is False
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        tools = [{"name": "now", "input_schema": {"type": "object"}}]
+        answer = server.ask(
+            "/v1/messages", body | {"messages": HI, "tools": tools, "tool_choice": choice}
+        ).json()
+        assert [block["type"] for block in answer["content"]] == ["tool_use"]
+        assert answer["stop_reason"] == "tool_use"
+        refused = server.ask(
+            "/v1/messages",
+            body
+            | {
+                "messages": HI,
+                "tools": tools,
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": 1},
+            },
+        )
+        assert "tool_choice.disable_parallel_tool_use must be true or false" in refused.text
 
 
 def test_a_stream_says_how_much_of_the_prompt_is_read(talker):

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, kind_of, need, shown, wrong
+from kvtool.serve.api.fields import Fields, kind_of, need, optional, shown, wrong
 from kvtool.serve.api.requests import MOST_STOPS
 
 _REFUSED = ("mcp_servers", "container")
@@ -72,6 +72,9 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         chat["tools"] = tools
     if (choice := fields.pop("tool_choice")) is not None:
         chat["tool_choice"], places["tool_choice.function"] = _choice(choice), "tool_choice"
+        where = "tool_choice.disable_parallel_tool_use"
+        if optional(choice.get("disable_parallel_tool_use"), bool, where):
+            chat["parallel_tool_calls"] = False
     config = fields.mapping("output_config") or {}
     where, schema = _schema(config, fields.pop("output_format"))
     if config.get("effort") is not None:

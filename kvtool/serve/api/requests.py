@@ -142,7 +142,7 @@ class ChatRequest(Request):
     tools
         The tools that the model may call.
     choice
-        Whether the model may or must call a tool.
+        Whether the model may or must call tools.
     """
 
     messages: list[Message]
@@ -200,6 +200,7 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     begun = _begun(fields, checked)
     tools = check_tools(fields.pop("tools"))
     choice = check_choice(fields.pop("tool_choice"), tools)
+    choice = replace(choice, one_call=not fields.flag("parallel_tool_calls", True))
     if begun and choice.kind == "required":
         raise ApiError(
             "tool_choice must be auto or none if the last message is continued", param="tool_choice"

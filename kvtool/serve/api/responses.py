@@ -196,7 +196,7 @@ class ResponseBodies(AnswerBodies):
             "model": model,
             "error": None,
             "incomplete_details": None,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "tools": asked.get("tools") or [],
             "tool_choice": asked.get("tool_choice") or "auto",
             **{name: asked.get(name) for name in names},

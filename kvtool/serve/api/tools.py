@@ -23,10 +23,13 @@ class Choice:
         "none" if the model must not call a tool, "auto" if it may call a tool, "required" if it must.
     name
         Name of the tool that the model must call. None if it may choose the tool.
+    one_call
+        True if a reply must not have several calls.
     """
 
     kind: Literal["none", "auto", "required"]
     name: str | None = None
+    one_call: bool = False
 
 
 def check_tools(value: object) -> list[dict[str, Any]]:

@@ -70,18 +70,28 @@ class Parser:
     rules
         "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
         if there is no grammar. With a grammar, an incomplete call is left out and does not count as text.
+    one_call
+        True to end the reply after its first call.
 
     Attributes
     ----------
+    is_done
+        True after the first call if the reply has only one. What follows is left out.
     has_left_out
-        True if an incomplete call was left out.
+        True if an incomplete call, or anything after the only call, was left out.
     """
 
     def __init__(
-        self, format: Format, tools: Sequence[Mapping[str, Any]], rules: Literal["", "call", "or"] = ""
+        self,
+        format: Format,
+        tools: Sequence[Mapping[str, Any]],
+        rules: Literal["", "call", "or"] = "",
+        *,
+        one_call: bool = False,
     ) -> None:
         self._rules = rules
-        self.has_left_out = False
+        self._one_call = one_call
+        self.is_done = self.has_left_out = False
         self._tools: Tools = {
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
@@ -103,7 +113,9 @@ class Parser:
 
     def feed(self, piece: str) -> Iterator[Event]:
         """Yield the texts and calls that a piece completes. Text that may belong to a call is held back."""
-        if self._source:
+        if self.is_done:
+            self.has_left_out |= bool(piece.strip())
+        elif self._source:
             self._source.text += piece
         else:
             self._rest += piece
@@ -125,8 +137,13 @@ class Parser:
                 next(self._reading)
                 return
             except StopIteration as done:
-                yield from self._call_events(done.value)
-                self._rest = source.text[source.at :]
+                calls, rest = done.value, source.text[source.at :]
+                if self._one_call:
+                    self.is_done = True
+                    self.has_left_out = len(calls) > 1 or bool(rest.strip())
+                    calls, rest = calls[:1], ""
+                yield from self._call_events(calls)
+                self._rest = rest
                 self._follows_call = self._is_start = True
             except NoCall:
                 if has_ended and self._rules:
