@@ -82,6 +82,15 @@ def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, opt
     assert replies[1] == messages[4]
 
 
+def test_a_short_chat_is_continued_after_another_chat(url):
+    short, other = [message("user", "Name a river. " * 12)], [message("user", "A title, please.")]
+    n_prompt = ask(url, short)[2]
+    assert n_prompt < 256
+    assert ask(url, short)[2] == 1
+    ask(url, other)
+    assert ask(url, short)[2] == 1
+
+
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
 def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options, is_old):
     arguments = (*options, "--sessions", str(tmp_path))

@@ -21,9 +21,13 @@ from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception.
+"""Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
 
-Loading a stored chat is assumed to take as long as reading this many tokens.
+_LOADS, _MOST_LOADS = 32, 256
+"""Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but at most 256.
+
+This is more than was measured on CPUs. It is not measured while the server runs, because the same requests
+should reuse the same tokens on every machine.
 """
 
 _GAPS, _FAR_GAP = 32, 8192
@@ -42,8 +46,8 @@ class _Candidate(NamedTuple):
     ----------
     n
         Number of tokens of the chat that need not be read if the stream is continued, minus the cost of
-        loading the stream. The cost is `_LEAST_START` tokens. It is 0 for the engine's stream, and for
-        streams that have replies of the chat.
+        loading the stream: see `_LOADS`. The cost is 0 for the engine's stream, and for streams that have
+        replies of the chat.
     n_stream
         Number of tokens of the stream.
     chat
@@ -197,8 +201,7 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            # loading a chat takes longer than reading a few tokens
-            less = 0 if is_here or marks else _LEAST_START
+            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MOST_LOADS)
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
                 break
