@@ -13,7 +13,7 @@ from typing import Any
 from kvtool import policies
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of, wants_bos
-from kvtool.chats.writer import Writer
+from kvtool.chats.writer import Writer, checked_limit
 from kvtool.engine.loop import Engine
 from kvtool.errors import UsageError, suggestion
 from kvtool.llama.model import Model
@@ -23,6 +23,7 @@ from kvtool.models.fetch import Progress
 from kvtool.models.resolve import check, resolve
 from kvtool.options import declared
 from kvtool.policy import Policy
+from kvtool.policy.checks import check_whole
 
 
 def load_model(
@@ -70,6 +71,9 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     UsageError
         If the values cannot work. The error names values that work.
     """
+    check_whole("budget, a number of tokens,", budget, UsageError)
+    if evict_every is not None:
+        check_whole("evict_every", evict_every, UsageError)
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
@@ -85,13 +89,13 @@ def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversa
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
     """Append the prompt to the text that the engine has read, and yield the model's continuation in pieces.
 
-    The continuation ends when the model ends it, or after n_max tokens. sampling: fields of `Sampling`, and
+    The continuation ends when the model ends it, or after n_max tokens. None and -1 mean no limit. sampling: fields of `Sampling`, and
     `seed`. By default, the most likely token is chosen.
 
-    Raises UsageError if there is nothing to continue. Raises StreamEnd if the cache is full and the policy
+    Raises UsageError for another n_max, or if there is nothing to continue. Raises StreamEnd if the cache is full and the policy
     never evicts.
     """
-    model = engine.model
+    model, n_max = engine.model, checked_limit(n_max)
     writer = Writer(engine, _sampler(model, sampling))
     writer.read(model.tokenize(prompt, special=True, start=writer.is_new and wants_bos(model, prompt)))
     yield from writer.write(n_max)

@@ -27,7 +27,7 @@ from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
 from kvtool.chats.undo import Copy, Mark, UndoneTurn, UndoPoint, UndoStack, turn_label
-from kvtool.chats.writer import Writer
+from kvtool.chats.writer import Writer, checked_limit
 from kvtool.errors import SessionError, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system.files import temporary
@@ -252,8 +252,9 @@ class Conversation:
         If the user stops the reading of a turn, the turn stays in the chat. The next turn then begins by
         reading the tokens that were not read.
 
-        Raises the errors of `Writer.write`, `Engine.pin` and `Template`.
+        Raises the errors of `checked_limit`, `Writer.write`, `Engine.pin` and `Template`.
         """
+        n_max = checked_limit(n_max)
         if self.read_turn(text):
             yield from self.answer(n_max)
 

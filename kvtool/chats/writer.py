@@ -337,6 +337,18 @@ class Writer:
         self.engine.drop_drafts(n)
 
 
+def checked_limit(n_max: int | None) -> int | None:
+    """Return the maximum number of tokens of a text. -1 becomes None, which means no limit.
+
+    Raises UsageError.
+    """
+    if n_max is None or n_max == -1:
+        return None
+    if not isinstance(n_max, (int, np.integer)) or n_max < 0:
+        raise UsageError(f"n_max must be a whole number of at least -1 (no limit), got {n_max!r}")
+    return int(n_max)
+
+
 def n_equal(one: np.ndarray, other: np.ndarray) -> int:
     """Number of tokens that two streams i32[n] share at their start."""
     n = min(len(one), len(other))

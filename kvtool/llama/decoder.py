@@ -64,7 +64,8 @@ class Decoder:
     Raises
     ------
     UsageError
-        If the type of V cannot be used with the model and this setting of flash attention.
+        If the model is closed, or if the type of V cannot be used with the model and this setting of flash
+        attention.
     OutOfMemory, LibraryError
         If llama.cpp cannot make the cache.
     """
@@ -86,6 +87,7 @@ class Decoder:
         on_tensor: Any = None,
         context_type: int = 0,
     ) -> None:
+        model._check_open()
         self.model = model
         self.ragged = ragged
         self.kv_offload = kv_offload

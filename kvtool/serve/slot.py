@@ -266,9 +266,7 @@ class Slot:
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
-    def _write(
-        self, job: Job, request: Request, pieces: Pieces, reply: Reply, counts: dict[str, Any]
-    ) -> str:
+    def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply, counts: dict[str, Any]) -> str:
         """Write the reply, and emit an event for each piece. Returns OpenAI's finish reason."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted

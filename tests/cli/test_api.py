@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 
@@ -171,6 +172,8 @@ def test_a_policys_parameters_are_those_of_the_command_line():
     [
         (lambda: load_policy("h3o", 64), "unknown policy 'h3o'. Did you mean h2o"),
         (lambda: load_policy("h2o", 64, window="many"), "h2o: window must be a whole number, got 'many'"),
+        (lambda: load_policy("h2o", "10%"), "budget, a number of tokens, must be a whole number, got '10%'"),
+        (lambda: load_policy("h2o", 64, evict_every="4"), "evict_every must be a whole number, got '4'"),
         (lambda: load_policy("h2o", 2, evict_every=8), "--evict-every must be less than the budget"),
         (lambda: load_policy("roco", 3), "a budget of 3 is too small for roco; use at least 6"),
         (lambda: Settings(type_k="q9_0"), "type_k must be one of f32, f16, .*, got 'q9_0'"),
@@ -181,6 +184,19 @@ def test_a_policys_parameters_are_those_of_the_command_line():
 def test_what_cannot_work_is_one_line(wrong, said):
     with pytest.raises(UsageError, match=said):
         wrong()
+
+
+@pytest.mark.parametrize("n_max", [-5, 2.5, "3"])
+def test_a_limit_that_is_no_count_is_refused_before_anything_is_read(talker, n_max):
+    said = re.escape(f"n_max must be a whole number of at least -1 (no limit), got {n_max!r}")
+    model = kvtool.Model(talker)
+    with closing(model), closing(kvtool.Engine(model, load_policy("local", 64))) as engine:
+        chat = kvtool.chat(engine)
+        for write in (lambda: kvtool.generate(engine, "One", n_max), lambda: chat.reply("One", n_max)):
+            with pytest.raises(UsageError, match=said):
+                next(write())
+        assert engine.n_past == 0
+        assert next(chat.reply("One", -1))
 
 
 @pytest.mark.parametrize("first", ["engine", "model"])
@@ -201,7 +217,13 @@ def test_what_is_closed_says_so(tiny_model, first):
             use()
     engine.close()
     model.close()
-    for use in (lambda: model.tokenize("a"), lambda: model.piece(5), lambda: model.ends_turn(5)):
+    ways = [
+        lambda: model.tokenize("a"),
+        lambda: model.piece(5),
+        lambda: model.ends_turn(5),
+        lambda: kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1)),
+    ]
+    for use in ways:
         with pytest.raises(UsageError, match="this model is closed; load it again"):
             use()
     # closing again does nothing
