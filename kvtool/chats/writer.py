@@ -195,7 +195,7 @@ class Writer:
         self.sampler.resume(saved["recent"], saved["seed"])
 
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Decode i32[n] tokens. Return False if reading was stopped.
+        """Decode i32[n] tokens, and wait for the devices. Return False if reading was stopped.
 
         after_step: called after each step with the slice of the tokens that the step decoded. If it is given,
         all tokens give logits, and a step ends when the policy's next plan is due, as in measurements of
@@ -205,7 +205,10 @@ class Writer:
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
-        return self._read_unread(after_step)
+        is_read = self._read_unread(after_step)
+        # without this, the time of the last steps would count as time of writing
+        self.engine.context.wait()
+        return is_read
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""

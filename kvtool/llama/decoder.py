@@ -184,6 +184,11 @@ class Decoder:
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
 
+    def wait(self) -> None:
+        """Wait until the devices have finished all decodes. On GPUs and workers, `decode` does not wait."""
+        self._check_open()
+        api.llama_synchronize(self._context)
+
     def set_logits(self, logits: np.ndarray) -> None:
         """Replace the logits of the last decode by f32[n_output, n_vocab]."""
         self._has_decoded = True

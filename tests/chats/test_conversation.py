@@ -191,6 +191,19 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
     assert writer.engine.n_past == len(tokens) + 3
 
 
+def test_the_devices_have_finished_when_a_text_is_read(chat, model, monkeypatch):
+    writer = chat().writer
+    context, calls = writer.engine.context, []
+    decode, wait = context.decode, context.wait
+    monkeypatch.setattr(context, "decode", lambda *how: calls.append("decode") or decode(*how))
+    monkeypatch.setattr(context, "wait", lambda: calls.append("wait") or wait())
+    writer.read(model.tokenize("One two three four. " * 8))
+    assert calls == [*["decode"] * 3, "wait"]
+    # tokens that are written need no wait
+    list(writer.write(2))
+    assert calls.count("wait") == 1
+
+
 @pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
 def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monkeypatch, marker):
     writer = real_chat().writer
