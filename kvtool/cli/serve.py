@@ -311,6 +311,7 @@ def _connect(site: Site, pool: SlotPool) -> None:
     site.count = slot.count
     site.stored = lambda: (len(slot.chats), slot.chats.n_bytes)
     site.caches = lambda: (pool.n_max, len(pool.slots), pool.cache_bytes)
+    site.created = int(model.path.stat().st_mtime)
     site.props = {
         "model_path": str(model.path),
         "model_alias": site.model,
@@ -332,5 +333,5 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     lines = (line.strip() for line in read_text(str(path)).splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise UsageError(f"{path} has no key; write one a line")
+        raise UsageError(f"{path} has no API key; write one key per line")
     return keys

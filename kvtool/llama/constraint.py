@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -237,7 +238,10 @@ class Matcher(Constraint):
             raise UsageError(f"{self._name} is too complex at this place; simplify it ({self._why()})")
 
     def _why(self) -> str:
-        return " ".join(self._matcher.get_error().partition("\n")[0].split())[:200]
+        text = self._matcher.get_error()
+        # the reason for refusing a regular expression comes some lines after the first line
+        reason = re.search("^error: (.+)$", text, re.M)
+        return " ".join((reason[1] if reason else text.partition("\n")[0]).split())[:200]
 
 
 def limits() -> llguidance.LLParserLimits:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
 from kvtool.llama.constraint import limits, with_large_stack
-from kvtool.llama.rewriting import rewritten
+from kvtool.llama.rewriting import LeftOut, rewritten
 from kvtool.llama.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
@@ -39,13 +39,18 @@ class Enforced(NamedTuple):
     ----------
     schema
         The schema for llguidance. Every text that fits it also fits the requested schema, except for the
-        keywords in `not_held`.
-    not_held
-        Keywords that are not enforced, sorted.
+        keywords in `left_out`.
+    left_out
+        Keywords that are not enforced, with their places.
     """
 
     schema: Mapping[str, Any]
-    not_held: list[str]
+    left_out: list[LeftOut]
+
+    @property
+    def not_held(self) -> list[str]:
+        """Names of the keywords that are not enforced, sorted."""
+        return sorted({item.keyword for item in self.left_out})
 
     @property
     def rules(self) -> Rules:
@@ -109,7 +114,7 @@ def _enforced(text: str, strict: bool) -> Enforced:
                 raise Unenforced(f"the JSON schema's {keyword} cannot be enforced", where)
             refusal = _refusal(new)
             if not refusal:
-                return Enforced(new, sorted({item.keyword for item in left_out}))
+                return Enforced(new, sorted(set(left_out), key=lambda item: item.where))
             reason = reason or f"the JSON schema cannot be enforced: {refusal}"
     except RecursionError:
         raise Unenforced("the JSON schema is nested too deeply") from None

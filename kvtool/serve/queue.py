@@ -104,7 +104,7 @@ class JobQueue:
             self._remove_cancelled()
             if len(self) >= self.n_max:
                 raise ApiError(
-                    f"{len(self)} requests are waiting already; try again later",
+                    f"the queue is full ({len(self)} waiting); try again later",
                     status=429,
                     kind="rate_limit_error",
                     code="too_many_requests",

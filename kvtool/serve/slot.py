@@ -380,7 +380,9 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
         "or" if request.output_format and request.output_format.kind != "grammar" else ""
     )
     rules = "call" if request.choice.kind == "required" else rules
-    return Parser(rendering.format, tools, rules, one_call=request.choice.one_call) if tools else None
+    # the rules allow only one call
+    one_call = request.choice.one_call and not rules
+    return Parser(rendering.format, tools, rules, one_call=one_call) if tools else None
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
@@ -390,12 +392,19 @@ def _offered(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
-    """Return the tokens i32[n] of a prompt. Raises ApiError if a token is not in the vocabulary."""
+    """Return the tokens i32[n] of a prompt.
+
+    Raises ApiError if there is no token, or if a token is not in the vocabulary.
+    """
     if isinstance(prompt, str):
-        return model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
-    if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
+        tokens = model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
+    elif prompt and (min(prompt) < 0 or max(prompt) >= model.n_vocab):
         raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
-    return np.array(prompt, np.int32)
+    else:
+        tokens = np.array(prompt, np.int32)
+    if not len(tokens):
+        raise ApiError("prompt must have at least one token", param="prompt")
+    return tokens
 
 
 def text_of(model: Model, tokens: list[int]) -> str:

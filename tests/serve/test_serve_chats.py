@@ -143,7 +143,7 @@ def test_no_more_wait_than_may():
         jobs = [Job(None, f"{n}") for n in range(4)]
         for job in jobs[:2]:
             waiting.put(job)
-        with pytest.raises(ApiError, match="2 requests are waiting already") as caught:
+        with pytest.raises(ApiError, match=r"the queue is full \(2 waiting\)") as caught:
             waiting.put(jobs[2])
         assert caught.value.status == 429
         jobs[0].cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from functools import partial
 
 import pytest
@@ -97,9 +98,36 @@ def test_names_of_other_servers_mean_the_same():
     assert chat(dry_sequence_breakers=["\n", "none"]).sampling.dry_sequence_breaker == ("\n",)
     assert chat(ignore_eos=True).ignores_end
     assert chat(ban_eos_token=True).ignores_end
-    with pytest.raises(ApiError, match="stop_token_ids must be a list of tokens, got a list"):
-        chat(stop_token_ids=[1, -1])
     assert requests.text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_tokens": 1.5}, "max_tokens", "must be a whole number, got 1.5"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "must be in 0..2147483647, got -1"),
+        ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]", "must be a whole number, got a string"),
+        ({"stop_token_ids": [None]}, "stop_token_ids[0]", "must be a whole number, got null"),
+        ({"stop": ["a", 5]}, "stop[1]", "must be a string, got a number"),
+        ({"messages": None}, "messages", "is missing"),
+        ({"top_p": 2}, "top_p", "must be in 0..1, got 2"),
+        ({"temperature": -1}, "temperature", "must be in 0..10000, got -1; 0 picks the most likely token"),
+        ({"mirostat": 3}, "mirostat", "must be 0, 1 or 2, got 3"),
+        ({"mirostat_tau": -1}, "mirostat_tau", "must be in 0..10000, got -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be in 0.001..1000, got 0; 1 is off"),
+        ({"logit_bias": {"5": 1e6}}, "logit_bias", "of token 5 must be in -10000..10000 or -inf, got 1e+06"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_names_its_field(fields, param, words):
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert (caught.value.param, caught.value.message) == (param, f"{param} {words}")
+
+
+def test_a_stored_response_is_refused_with_the_way_out():
+    with pytest.raises(ApiError, match="previous_response_id is not supported; send the whole chat instead"):
+        responses.as_chat({"input": "x", "previous_response_id": "resp_1"})
 
 
 def test_what_kvtool_does_not_know_is_listed():
@@ -272,6 +300,22 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
     for name in ("stop_token_ids", "allowed_token_ids"):
         refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_a_text_without_tokens_is_refused(server):
+    for prompt in ("", []):
+        error = server.ask("/v1/completions", {"prompt": prompt}).json()["error"]
+        assert (error["param"], error["message"]) == ("prompt", "prompt must have at least one token")
+    error = server.ask("/tokenize", {"add_special": True}).json()["error"]
+    assert (error["param"], error["message"]) == ("content", "content is missing")
+    assert server.ask("/tokenize", {"content": ""}).json() == {"tokens": []}
+
+
+def test_a_model_is_as_old_as_its_file(server, talker):
+    created = int(talker.stat().st_mtime)
+    model = server.ask("/v1/models", method="GET").json()["data"][0]
+    assert model["created"] == created
+    assert datetime.fromisoformat(model["created_at"].replace("Z", "+00:00")).timestamp() == created
 
 
 def test_an_answer_may_go_on_where_the_model_would_end_it(server):

@@ -215,6 +215,8 @@ def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
     }
     before = send("/v1/chat/completions", "OPTIONS", headers=asks, limits=limits)
     assert (before.status_code == 200) == may
+    if not may:
+        assert before.text == answer.text
     if may:
         assert "POST" in before.headers["access-control-allow-methods"]
         assert before.headers["access-control-allow-headers"] == asks["Access-Control-Request-Headers"]
@@ -258,6 +260,11 @@ def test_each_request_is_a_line_in_the_log():
     )
     refused = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
     assert re.fullmatch(refused, last("/v1/models", limits=Limits(("key",))))
+    asks = {"Origin": OBSIDIAN, "Access-Control-Request-Method": "POST"}
+    assert re.fullmatch(
+        rf"{when} OPTIONS /v1/models 403 \d+ ms: pages of {OBSIDIAN} are refused; .*",
+        last("/v1/models", "OPTIONS", headers=asks),
+    )
     tokens = r"1,200 tokens \(1,000 cached\) read in 0\.3 s, 30 written in 1\.5 s \(stop\)"
     for content in (BODY, BODY[:-1] + b', "stream": true}'):
         line = last("/v1/chat/completions", "POST", content=content, engine=write)

@@ -84,7 +84,7 @@ def test_each_field_says_what_the_answer_must_fit(fields, shape):
         ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
         ({"guided_json": "[]"}, "guided_json", "must be an object, got a list"),
         ({"guided_regex": 5}, "guided_regex", "must be a string"),
-        ({"guided_choice": ["a", 5]}, "guided_choice", "must be a list of strings"),
+        ({"guided_choice": ["a", 5]}, "guided_choice[1]", "must be a string, got a number"),
         (
             {"structured_outputs": {"structural_tag": "x"}},
             "structured_outputs.structural_tag",
@@ -238,11 +238,19 @@ def test_what_is_not_enforced_is_in_the_answer_and_an_error_if_strict(ask):
         "properties": {"a": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
     }
     end = ask(response_format=of_schema(schema))
-    assert end["held"]["remarks"] == ["response_format.json_schema.schema: uniqueItems cannot be enforced"]
+    place = "response_format.json_schema.schema.properties.a.uniqueItems"
+    assert end["held"]["remarks"] == [f"{place}: uniqueItems cannot be enforced"]
     json.loads(end["message"]["content"])
     with pytest.raises(ApiError, match="uniqueItems cannot be enforced") as caught:
         ask(response_format=of_schema(schema, strict=True))
-    assert caught.value.param == "response_format.json_schema.schema.properties.a.uniqueItems"
+    assert caught.value.param == place
+
+
+@pytest.mark.engine
+def test_a_pattern_that_is_refused_has_its_reason_on_the_line(ask):
+    with pytest.raises(ApiError, match="cannot be used: look-around, .* is not supported$") as caught:
+        ask(guided_regex="a(?=b)")
+    assert caught.value.param == "guided_regex"
 
 
 @pytest.mark.engine
@@ -308,7 +316,8 @@ def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_le
     end = ask(tools=tools, tool_choice={"type": "function", "function": {"name": "second"}})
     (call,) = end["message"]["tool_calls"]
     assert isinstance(json.loads(call["function"]["arguments"])["x"], str)
-    assert end["held"]["remarks"] == ["tools[1].function.parameters: pattern cannot be enforced"]
+    place = "tools[1].function.parameters.properties.x.pattern"
+    assert end["held"]["remarks"] == [f"{place}: pattern cannot be enforced"]
 
 
 @pytest.mark.engine

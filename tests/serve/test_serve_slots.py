@@ -419,7 +419,7 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
         long = [server.put(question(i), n_max=10**6) for i in range(2)]
         until(lambda: all(job.events and job.events[-1]["kind"] == "piece" for job in long))
         third = [server.put(question(i)) for i in (2, 3)]
-        with pytest.raises(ApiError, match="2 requests are waiting already"):
+        with pytest.raises(ApiError, match=r"the queue is full \(2 waiting\)"):
             server.put(question(4))
         assert [len(server.jobs.running), len(server.jobs)] == [2, 2]
         long[0].cancel()

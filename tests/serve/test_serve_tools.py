@@ -82,7 +82,7 @@ TYPES = ("must be an object", "must be a list", "must be a string", "must be tru
             "must be 'function', got 'custom'; other kinds of",
         ),
         ([{}], "tools[0].type", "must be 'function'; other kinds"),
-        ([{"type": "function"}], "tools[0].function", "must be an object"),
+        ([{"type": "function"}], "tools[0].function", "is missing"),
         (
             [tool("a"), tool("b c")],
             "tools[1].function.name",

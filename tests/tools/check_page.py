@@ -408,8 +408,8 @@ def errors(visit: Visitor) -> None:
         foot = page.locator(".foot").last
         again = page.locator(".foot").get_by_role("button", name="Retry")
         send(page, "hi", wait=False)
-        refuse(page, 429, "64 requests are waiting already; try again later")
-        expect(foot).to_have_text("64 requests are waiting already; try again laterRetry")
+        refuse(page, 429, "the queue is full (64 waiting); try again later")
+        expect(foot).to_have_text("the queue is full (64 waiting); try again laterRetry")
         visit.shot(page, "error")
         again.click()
         page.evaluate("lose()")

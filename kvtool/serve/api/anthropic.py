@@ -145,8 +145,10 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
         at = f"{where}[{i}]"
         kind = block.get("type") if isinstance(block, dict) else kind_of(block)
         if kind not in kinds:
+            *first, last = kinds
+            allowed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
             raise ApiError(
-                f"{at} is of type {shown(kind)}; kvtool reads {', '.join(kinds)} there",
+                f"{at} is of type {shown(kind)}; only {allowed} allowed here",
                 param=at,
                 code="unsupported_content",
             )

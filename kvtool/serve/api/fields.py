@@ -211,6 +211,10 @@ class Fields:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
+        if isinstance(value, float):
+            raise ApiError(
+                f"{name} must be a whole number, got {shown(value)}", param=name, code="invalid_type"
+            )
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(name, "a whole number", value)
         if not low <= value <= high:
@@ -234,12 +238,13 @@ class Fields:
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a list of tokens, which are whole numbers from 0. It is empty if the field is missing."""
-        value = self.pop(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
-            raise wrong(name, "a list of tokens", value)
-        return tuple(value)
+        tokens: list[int] = []
+        for i, each in enumerate(optional(self.pop(name), list, name) or ()):
+            at = f"{name}[{i}]"
+            if (token := Fields({at: each}).whole(at, 0, 2**31 - 1)) is None:
+                raise wrong(at, "a whole number", each)
+            tokens.append(token)
+        return tuple(tokens)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return a list of at most `most` strings. A single string becomes a list with one string."""
@@ -247,16 +252,20 @@ class Fields:
         if value is None:
             return ()
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        if not isinstance(texts, list):
             raise wrong(name, "a string or a list of strings", value)
+        need_texts(texts, name)
         if len(texts) > most:
             raise ApiError(f"{name} takes at most {most} strings, got {len(texts)}", param=name)
         return tuple(texts)
 
-    def refuse(self, names: Iterable[str]) -> None:
-        """Remove the fields with these names. Raises ApiError if a field is not turned off."""
+    def refuse(self, names: Iterable[str], hint: str = "remove it") -> None:
+        """Remove the fields with these names. Raises ApiError if a field is not turned off.
+
+        hint: the end of the error, which says what to do instead.
+        """
         for name in names:
-            self._refuse(name, NOTHING, "remove it")
+            self._refuse(name, NOTHING, hint)
 
     def check_rest(self) -> None:
         """Remove the fields in NEUTRAL and HARMLESS, which belong to other servers.
@@ -284,12 +293,21 @@ def need(value: object, kind: type[_T], where: str) -> _T:
     return value
 
 
+def need_texts(values: list[Any], where: str) -> None:
+    """Raise ApiError if a value of a list is not a string. where: path of the list."""
+    for i, each in enumerate(values):
+        need(each, str, f"{where}[{i}]")
+
+
 def optional(value: object, kind: type[_T], where: str) -> _T | None:
     """Return the value, which may be None. Raises ApiError if it does not have this type."""
     return None if value is None else need(value, kind, where)
 
 
 def wrong(name: str, needed: str, value: object) -> ApiError:
+    """Return the error for a value of the wrong type. A field that is null is missing, but an item is not."""
+    if value is None and not name.endswith("]"):
+        return ApiError(f"{name} is missing", param=name)
     return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
 
 

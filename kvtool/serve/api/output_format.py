@@ -12,7 +12,7 @@ from kvtool.llama import gbnf
 from kvtool.llama.rules import Rules, of_choice, of_regex
 from kvtool.llama.schema import Enforced, Unenforced, enforced
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, need, optional, shown, wrong
+from kvtool.serve.api.fields import Fields, need, need_texts, optional, shown
 
 Kind = Literal["schema", "grammar", "regex", "choice"]
 
@@ -25,6 +25,9 @@ _FIELDS: dict[str, Kind] = {
 }
 _STRUCTURED: dict[str, Kind] = {"json": "schema", "grammar": "grammar", "regex": "regex", "choice": "choice"}
 _ANY_OBJECT = {"type": "object"}
+
+_MOST_REMARKS = 20
+"""Maximum number of keywords of a schema that an answer lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,20 @@ def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enfor
     try:
         return enforced(schema, strict=strict)
     except UsageError as error:
-        inside = error.where if isinstance(error, Unenforced) else ""
-        names = (name.replace("~1", "/").replace("~0", "~") for name in inside.split("/")[1:])
-        at = ".".join([where, *names])
+        at = _place(where, error.where if isinstance(error, Unenforced) else "")
         raise ApiError(f"{at}: {error}", param=at) from None
+
+
+def _place(where: str, pointer: str) -> str:
+    """Return the place in a request to which a JSON pointer in the schema at the field `where` points."""
+    names = (name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:])
+    return ".".join([where, *names])
 
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:
     """Return remarks on keywords of a schema that are not enforced. where: the field with the schema."""
-    return [f"{where}: {', '.join(schema.not_held)} cannot be enforced"] if schema.not_held else []
+    listed = schema.left_out[:_MOST_REMARKS]
+    return [f"{_place(where, each.where)}: {each.keyword} cannot be enforced" for each in listed]
 
 
 def check(fields: Fields) -> OutputFormat | None:
@@ -111,8 +119,8 @@ def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Outp
         need(value, dict, where)
     if kind in ("grammar", "regex"):
         need(value, str, where)
-    if kind == "choice" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        raise wrong(where, "a list of strings", value)
+    if kind == "choice":
+        need_texts(need(value, list, where), where)
     return OutputFormat(kind, value, where, strict)
 
 

@@ -344,7 +344,9 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         is_whole = _KINDS[parameter] is int
         value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
-            changes.setdefault(parameter, MOST if value == -1 and parameter in _ALL_WRITTEN else value)
+            value = MOST if value == -1 and parameter in _ALL_WRITTEN else value
+            _check_number(name, parameter, value)
+            changes.setdefault(parameter, value)
     if stops := tuple(each for each in fields.texts("stop", MOST_STOPS) if each):
         changes["stop"] = stops
     if breakers := fields.texts("dry_sequence_breakers", MOST_BREAKERS):
@@ -357,12 +359,18 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         raise of_usage(error) from None
 
 
+def _check_number(name: str, parameter: str, value: float) -> None:
+    """Raise ApiError if a sampling parameter is out of range. name: name of the request's field."""
+    try:
+        declared(Sampling)[parameter].check(value, name)
+    except UsageError as error:
+        raise ApiError(str(error), param=name) from None
+
+
 def of_usage(error: UsageError) -> ApiError:
     """Convert the error of an option to an ApiError: names of options become names of fields."""
-    message = str(error)
-    for name, parameter in _NUMBERS.items():
-        message = message.replace(f"--{parameter.replace('_', '-')} ", f"{name} ")
-    return ApiError(message.replace("--logit-bias", "logit_bias").replace("--", ""))
+    message = str(error).replace("--logit-bias", "logit_bias").replace("--", "")
+    return ApiError(message, param="logit_bias" if message.startswith("logit_bias") else None)
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:

@@ -11,8 +11,11 @@ from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, shown, wrong
 
-_REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
-"""Fields that need a server that stores responses. They are refused."""
+_STORED = ("previous_response_id", "conversation")
+"""Fields that refer to messages that OpenAI's servers store. They are refused."""
+
+_REFUSED = ("background", "prompt", "max_tool_calls")
+"""Other fields that only OpenAI's servers can support. They are refused."""
 
 _LOGPROBS = "message.output_text.logprobs"
 """With this item in "include", a request asks for log-probabilities."""
@@ -25,6 +28,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     `ClientPlaces.places`. Fields that have the same meaning in both APIs are copied.
     """
     fields = Fields(body)
+    fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
     asked = fields.pop("input")
     instructions = fields.text("instructions")

@@ -21,7 +21,7 @@ from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
 from kvtool.serve.api.errors import ApiError, internal_error
-from kvtool.serve.api.fields import Fields
+from kvtool.serve.api.fields import Fields, wrong
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.http import gate, metrics, page
@@ -61,6 +61,8 @@ class Site:
         Default values of requests.
     limits
         Limits on clients.
+    created
+        Time of the last change of the model's file, in seconds since 1970. 0 until the model is loaded.
     props
         Body of /props. None until the model is loaded.
     tokenize
@@ -87,6 +89,7 @@ class Site:
     jobs: JobQueue
     defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
+    created: int = 0
     props: dict[str, Any] | None = None
     tokenize: Callable[[str, bool, bool], list[int]] | None = None
     detokenize: Callable[[list[int]], str] | None = None
@@ -355,8 +358,9 @@ async def _model(site: Site, http: HttpRequest) -> Response:
 
 def _model_body(site: Site) -> Body:
     meta = {"meta": site.props["model_meta"]} if site.props else {}
-    openai = {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool"}
-    anthropic = {"type": "model", "display_name": site.model, "created_at": "1970-01-01T00:00:00Z"}
+    created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(site.created))
+    openai = {"id": site.model, "object": "model", "created": site.created, "owned_by": "kvtool"}
+    anthropic = {"type": "model", "display_name": site.model, "created_at": created_at}
     return openai | anthropic | {"lifecycle": "active"} | meta
 
 
@@ -379,7 +383,9 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
     fields = Fields(await gate.body(site.limits, http))
     # vLLM uses the names "prompt" and "add_special_tokens"
-    content = fields.text("content") or fields.text("prompt") or ""
+    content = next((text for text in map(fields.text, ("content", "prompt")) if text is not None), None)
+    if content is None:
+        raise wrong("content", "a string", content)
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)
     with_pieces = fields.flag("with_pieces")

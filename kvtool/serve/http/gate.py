@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import parsed, shown
@@ -62,10 +65,26 @@ class Limits:
         return bool("*" in self.origins or origin in self.origins or re.fullmatch(_LOCAL, origin))
 
 
+class _Cors(CORSMiddleware):
+    """Tells browsers which pages may read answers. If a browser may not ask, the refusal names its page."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        is_asked = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+        if not origin or not is_asked or self.is_allowed_origin(origin):
+            await super().__call__(scope, receive, send)
+            return
+        error = _wrong_origin(origin)
+        # store the error for the log
+        scope.setdefault("state", {})["error"] = error
+        await JSONResponse(error.body, error.status)(scope, receive, send)
+
+
 def cors(limits: Limits) -> Middleware:
-    """Return the middleware that tells browsers which pages may read answers."""
+    """Return the middleware for web pages."""
     return Middleware(
-        CORSMiddleware,
+        _Cors,
         allow_origins=limits.origins,
         allow_origin_regex=_LOCAL,
         allow_methods=["*"],
@@ -103,11 +122,7 @@ def check_host(limits: Limits, http: Request) -> None:
     origin = http.headers.get("origin")
     is_own = origin in (f"http://{host}", f"https://{host}")
     if origin and not limits.keys and not (is_own or limits.allows(origin)):
-        raise ApiError(
-            f"pages of {shown(origin)} are refused; kvtool serve --allow-origin {shown(origin)} allows them",
-            status=403,
-            code="wrong_origin",
-        )
+        raise _wrong_origin(origin)
     if not limits.local_only:
         return
     try:
@@ -120,6 +135,14 @@ def check_host(limits: Limits, http: Request) -> None:
             status=403,
             code="wrong_host",
         )
+
+
+def _wrong_origin(origin: str) -> ApiError:
+    return ApiError(
+        f"pages of {shown(origin)} are refused; kvtool serve --allow-origin {shown(origin)} allows them",
+        status=403,
+        code="wrong_origin",
+    )
 
 
 def client(http: Request) -> str:
