@@ -80,11 +80,11 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
     archive = engine.context.archive
     if not archive:
         return None
-    place = f"to disk ({archive.file}) and, for clusters, to" if archive.file else "to"
-    newest = "" if brief else f" (the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)})"
-    slots = f" for each of {n_slot} requests at once" if n_slot > 1 else ""
-    most = f"{format_bytes(archive.max_bytes)}{newest}{slots}"
-    line = f"older text goes {place} host memory, at most {most}, and is still used"
+    place = f"on disk ({archive.file}) and, for clusters, in" if archive.file else "in"
+    tokens = "" if brief else f" ({archive.n_max:,} token{'s' * (archive.n_max != 1)})"
+    slots = f" for each of {n_slot} parallel requests" if n_slot > 1 else ""
+    most = f"{format_bytes(archive.max_bytes)}{tokens}{slots}"
+    line = f"text that leaves the cache is kept {place} host memory and still used: up to {most}"
     if resident := resident_cells(engine):
         line += f"; {resident}"
     return line

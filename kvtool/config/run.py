@@ -341,7 +341,7 @@ class ChatOptions(WriteOptions):
         None,
         "With sliding or recurrent layers, or a policy that forgets: limit of the host memory for earlier "
         "states, so that an undo or an edited message need not read the whole chat again. 0: none.",
-        default_text="room for 8 states; for small ones a 16th of the free memory, if that is more",
+        default_text="the larger of 8 states and, for small states, 1/16 of the free memory",
     )
 
 

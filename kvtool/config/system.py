@@ -16,7 +16,7 @@ class SystemOptions(Options):
     system: str | None = option(
         "--system",
         None,
-        "System prompt; never evicted, but recall archives the part that exceeds half of the budget.",
+        "System prompt. No policy forgets it; recall may archive the part beyond half of the budget.",
         read=lambda raw, flag: utf8(flag, raw),
     )
     system_file: str | None = option("--system-file FILE", None, "Read the system prompt from this file.")

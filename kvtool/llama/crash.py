@@ -71,8 +71,8 @@ def lost_worker() -> LibraryError | None:
         return None
     which = f"the worker at {_workers[0]}" if len(_workers) == 1 else f"one of {', '.join(_workers)}"
     return LibraryError(
-        f"{which} is gone or has no memory left; start it again, then this "
-        "(if it runs, llama.cpp has crashed here: -vv shows more)"
+        f"{which} does not answer; restart it, then repeat this command "
+        "(if the worker still runs, llama.cpp may have crashed here: -vv shows more)"
     )
 
 

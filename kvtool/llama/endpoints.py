@@ -51,7 +51,7 @@ def address(host: str) -> str:
     try:
         addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise UsageError(f"{host} is no name or IPv4 address that this machine knows") from None
+        raise UsageError(f"{host} cannot be resolved to an IPv4 address; check the name") from None
     return str(addresses[0][4][0])
 
 

@@ -11,9 +11,7 @@ from typer.testing import CliRunner
 
 from kvtool import cli
 
-KEEPS = (
-    r"older text goes to host memory, at most [0-9.]+ .iB \(the newest [0-9,]+ tokens\), and is still used\n"
-)
+KEEPS = r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ .iB \([0-9,]+ tokens\)\n"
 """Pattern of the line that a chat or server with recall prints at its start."""
 
 

@@ -210,7 +210,9 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
-        assert re.fullmatch(pattern.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
+        assert re.fullmatch(
+            pattern.replace(r"\)\n", r"\) for each of 2 parallel requests\n"), server.lines[0]
+        )
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
             assert http.get("/props").json()["policy"] == shown["policy"]
             answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
@@ -221,11 +223,11 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
     file = tmp_path / "file"
     stderr = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
-        KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), stderr
+        KEEPS.replace("in host memory", rf"on disk \({file}\) and, for clusters, in host memory"), stderr
     )
     (tmp_path / "chat.kvs").unlink()
     # with --explain, the size of the archive is printed in another line
-    assert "older text" not in talk(TURNS[:1], "--explain").stderr
+    assert "text that leaves" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
     (tmp_path / "chat.kvs").unlink()
@@ -266,7 +268,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         greeting = chat.text.removesuffix("\n> ")
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
-            r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
+            r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ KiB\n"
             r"/help shows help, Ctrl-D leaves\n$",
             greeting,
         )
@@ -443,7 +445,7 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
 def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
     with terminals(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file") as start:
         chat = start()
-        assert f" to disk ({tmp_path / 'file'})" in chat.text.replace("\n", "")
+        assert f" on disk ({tmp_path / 'file'})" in chat.text.replace("\n", "")
         chat.say("word " * 60)
         assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
         assert os.listdir(tmp_path) == []

@@ -127,7 +127,7 @@ def test_endpoints_come_with_commas():
     [
         (["127.0.0.1:1", "127.0.0.1:1"], "127.0.0.1:1 names a worker a second time"),
         (["127.0.0.1:1", "localhost:1"], "localhost:1 names a worker a second time"),
-        (["no-such-host.invalid:1"], "no-such-host.invalid is no name"),
+        (["no-such-host.invalid:1"], "no-such-host.invalid cannot be resolved"),
     ],
 )
 def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
@@ -274,7 +274,7 @@ def test_a_port_that_is_taken_is_one_line(workers):
     ("options", "words"),
     [
         (["--host", "203.0.113.1"], "this machine has no such address"),
-        (["--host", "no-such-host.invalid"], "is no name or IPv4 address"),
+        (["--host", "no-such-host.invalid"], "cannot be resolved to an IPv4 address"),
         (["--mem", "much"], "a size is a number"),
         (["--mem", "0"], "must be above 0"),
     ],
@@ -343,7 +343,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
         reader.join()
     (line,) = re.sub(f"{start}{CUT}", "", stderr).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
-    assert line.startswith(f"kvtool: one of {names} is gone or has no memory left; start it again")
+    assert line.startswith(f"kvtool: one of {names} does not answer; restart it, then repeat this command")
     assert kept(there)["n_turn"] == 1
 
     gone = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers))
