@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from kvtool import cli
 
-KEEPS = r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ .iB \([0-9,]+ tokens\)\n"
+KEEPS = (
+    r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ .iB "
+    r"\([0-9,]+ tokens\)\n"
+)
 """Pattern of the line that a chat or server with recall prints at its start."""
 
 

@@ -226,6 +226,14 @@ def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
         assert before.headers["access-control-allow-private-network"] == "true"
 
 
+def test_a_file_without_an_api_key_is_refused(tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# none yet\n")
+    done = called("serve", "--api-key-file", keys)
+    assert done.returncode == 2
+    assert done.stderr == f"kvtool: {keys} has no API key; write one key per line\n"
+
+
 def test_an_origin_that_no_browser_sends_is_refused():
     for origin in ("obsidian.md", "https://example.com/", "https://example.com/chat", ""):
         done = called("serve", "--allow-origin", origin)
