@@ -122,7 +122,7 @@ def test_a_device_that_goes_away_is_one_line(model):
         pytest.skip("the library is built without RPC")
     with rpc_server.running() as endpoint:
         done = python(DYING_SERVER, endpoint, model, endpoint.process.pid)
-    one_line(done, 4, f"the worker at {endpoint} is gone")
+    one_line(done, 4, f"the worker at {endpoint} does not answer; restart it")
 
 
 LIMITED = """

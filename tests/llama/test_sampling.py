@@ -362,7 +362,9 @@ def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
 
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     sampler = Sampler(engine.model, GenerationOptions().sampling())
-    chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
+    chat = SimpleNamespace(
+        writer=SimpleNamespace(sampler=sampler), kept=None, effort=None, thought_budget=None
+    )
     files = ChatFiles(chat, RunOptions(), GenerationOptions())
     sampler.recent.append(A)
     files.set("top-k", "5")
