@@ -101,8 +101,8 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
     wrong = {
         "logprobs must be in 0..20, got 21": {"logprobs": 21},
         "prompt must be one text: kvtool answers one prompt per request": {"prompt": [[1], [2]]},
-        "prompt must have tokens in 0..": {"prompt": []},
-        "there is nothing to continue": {"prompt": ""},
+        "prompt must have at least one token": {"prompt": []},
+        "prompt must have tokens in 0..": {"prompt": [-1]},
         "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
     }
     with serving(chat_model, "--policy", "full") as server:
