@@ -54,10 +54,8 @@ static inline KVTOOL_INLINE void power_of_2(F & f) {
     f = y*f;
 }
 
-static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float scale, float * e) {
-    const int end = (n + n_wide - 1)/n_wide*n_wide;
-    std::fill(x + n, x + end, -INFINITY);
-
+// maximum of x[end]; end is a multiple of n_wide
+static inline KVTOOL_INLINE float most_of(const float * x, int end) {
     floats f;
     floats most = floats {} - INFINITY;
     for (int i = 0; i < end; i += n_wide) {
@@ -66,8 +64,16 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
     }
     float lane[n_wide];
     memcpy(lane, &most, sizeof(most));
-    const float top = *std::max_element(lane, lane + n_wide);
+    return *std::max_element(lane, lane + n_wide);
+}
 
+static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float scale, float * e) {
+    const int end = (n + n_wide - 1)/n_wide*n_wide;
+    std::fill(x + n, x + end, -INFINITY);
+
+    const float top = most_of(x, end);
+
+    floats f;
     floats sum = {};
     for (int i = 0; i < end; i += n_wide) {
         memcpy(&f, x + i, sizeof(f));
@@ -78,6 +84,7 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
         memcpy(e + i, &f, sizeof(f));
         sum = sum + f;
     }
+    float lane[n_wide];
     memcpy(lane, &sum, sizeof(sum));
 
     return { scale*top, std::accumulate(lane, lane + n_wide, 0.0f) };
@@ -88,16 +95,9 @@ static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, f
     std::fill(x    + n, x    + end, -INFINITY);
     std::fill(less + n, less + end, -INFINITY);
 
-    floats f, g;
-    floats most = floats {} - INFINITY;
-    for (int i = 0; i < end; i += n_wide) {
-        memcpy(&f, x + i, sizeof(f));
-        most = f > most ? f : most;
-    }
-    float lane[n_wide];
-    memcpy(lane, &most, sizeof(most));
-    const float top = *std::max_element(lane, lane + n_wide);
+    const float top = most_of(x, end);
 
+    floats f, g;
     floats sum = {};
     for (int i = 0; i < end; i += n_wide) {
         memcpy(&f, x    + i, sizeof(f));
@@ -112,6 +112,7 @@ static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, f
         f = f - g;
         memcpy(e + i, &f, sizeof(f));
     }
+    float lane[n_wide];
     memcpy(lane, &sum, sizeof(sum));
 
     return { top, std::accumulate(lane, lane + n_wide, 0.0f) };
