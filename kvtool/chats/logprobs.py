@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.errors import ModelError
+from kvtool.llama.decoder import check_finite
 from kvtool.llama.model import Model
 
 _IMPOSSIBLE = -9999.0
@@ -23,8 +23,7 @@ def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, 
     """
     # a NaN anywhere makes the maximum NaN
     highest = float(logits.max())
-    if not np.isfinite(highest):
-        raise ModelError("the model's logits are not finite; the model file may be damaged")
+    check_finite(highest)
     # in double precision, so that a sum over the vocabulary is exact enough
     shifted = logits.astype(np.float64) - highest
     values = shifted - np.log(np.exp(shifted).sum())

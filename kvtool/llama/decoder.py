@@ -26,7 +26,7 @@ FLASH = {"auto": -1, "off": 0, "on": 1}
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
-def check_finite(values: np.ndarray) -> None:
+def check_finite(values: np.ndarray | float) -> None:
     """Raise ModelError if a value is not finite. values: logits, or numbers that are computed from them."""
     if not np.isfinite(values).all():
         raise ModelError("the model's logits are not finite; the model file may be damaged")
