@@ -5,6 +5,8 @@ Steps that decode a reply attend to residents, so they need not search the archi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
@@ -34,8 +36,15 @@ _N_BLOCK, _N_CLUSTER = 256, 16
 _N_UNCLUSTERED = 3 * _N_BLOCK // 2
 """Number of cells in each row for tokens that have no cluster yet."""
 
-_MOST_MEANS = 33 * _N_BLOCK
-"""Maximum number of cells for means of clusters in each row, enough for 134,656 archived tokens.
+_MOST_MEANS = 16 * _N_BLOCK
+"""Maximum number of cells for means in each row.
+
+It is enough for the means of all clusters of 65,024 archived tokens. In a longer archive, each set of 16 clusters
+has a mean, and the rest of the cells are for the clusters of the best sets.
+"""
+
+_MOST_SETS = 3 * _MOST_MEANS // 4
+"""Maximum number of cells for means of sets in each row, enough for 778,240 archived tokens.
 
 A longer archive is searched on the host.
 """
@@ -58,7 +67,7 @@ class Residents:
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
         self._cache = cache
-        self._n_mean = 0
+        self._means = _NO_MEANS
         self._n_left = 0
         self._limit = sum(_LIMITS) / 2
         self.n_token = settings.resident if cache.policy.recall else 0
@@ -72,7 +81,10 @@ class Residents:
     def _bytes_of_all(self) -> int:
         """Raises LibraryError if the model or its cache cannot have residents."""
         archive = self._cache.context.archive
-        return archive.resident_bytes(_n_mean(archive.n_max), self.n_token) if archive and self.n_token else 0
+        if not archive or not self.n_token:
+            return 0
+        means = _means_for(archive.n_max)
+        return archive.resident_bytes(means.n_mean, means.n_mean_set, self.n_token)
 
     @property
     def refusal(self) -> str:
@@ -81,31 +93,30 @@ class Residents:
         "" if steps have had residents, if nothing has been archived yet, or if the user did not request them.
         """
         archive = self._cache.context.archive
-        if self.obstacle or not self.n_token or self._n_mean or not (archive and archive.n):
+        if self.obstacle or not self.n_token or self._means.n_mean or not (archive and archive.n):
             return self.obstacle
         return "only steps of one token use them, and no such step followed the first eviction"
 
     @property
     def n_now(self) -> int:
         """Current number of resident tokens of each row; 0 if no step needed them yet, or without room."""
-        return self.n_token if self._n_mean else 0
+        return self.n_token if self._means.n_mean else 0
 
     def prepare(self) -> None:
         """Make room for the next step's residents. If the device has no memory left, set `n_token` to 0."""
         self._n_left = _MOST_REPEATS
         archive = self._cache.context.archive
         assert archive
-        n_archived = archive.n
-        if not n_archived or not self._n_mean < _n_cluster(n_archived) <= _MOST_MEANS:
+        means = _means_for(archive.n)
+        if not archive.n or self._means.are_enough(archive.n) or not means.are_enough(archive.n):
             return
-        n_mean = _n_mean(n_archived)
         try:
-            archive.reside(n_mean, self.n_token)
-            self._n_mean = n_mean
+            archive.reside(means.n_mean, means.n_mean_set, self.n_token)
+            self._means = means
         except (LibraryError, StreamEnd) as error:
-            if self._n_mean:
-                archive.reside(0, 0)
-            self.n_token, self._n_mean, self.obstacle = 0, 0, _why(error)
+            if self._means.n_mean:
+                archive.reside(0, 0, 0)
+            self.n_token, self._means, self.obstacle = 0, _NO_MEANS, _why(error)
 
     def misses(self) -> bool:
         """Choose residents again, and return True if the last step has to be repeated with them.
@@ -114,7 +125,7 @@ class Residents:
         """
         archive = self._cache.context.archive
         assert archive
-        if not self._n_mean or not self._n_left:
+        if not self._means.n_mean or not self._n_left:
             return False
         is_repeated = archive.missed() > self._limit
         low, high = _LIMITS
@@ -128,8 +139,26 @@ class Residents:
 
 def n_cells(n_token: int, n_archived: int) -> int:
     """Return the number of a row's cells for residents, if n_token of n_archived tokens are resident."""
-    n = _n_mean(n_archived) + n_token + _N_UNCLUSTERED + 1
+    means = _means_for(n_archived)
+    n = means.n_mean + means.n_mean_set + n_token + _N_UNCLUSTERED + 1
     return -(-n // _N_BLOCK) * _N_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """Numbers of a row's cells for means of clusters and for means of sets."""
+
+    n_mean: int
+    n_mean_set: int
+
+    def are_enough(self, n_archived: int) -> bool:
+        """Return True if there are enough cells now and after the next eviction."""
+        if self.n_mean_set:
+            return _n_set(n_archived) <= self.n_mean_set
+        return _n_cluster(n_archived) <= self.n_mean
+
+
+_NO_MEANS = _Means(0, 0)
 
 
 def _n_cluster(n_archived: int) -> int:
@@ -139,10 +168,23 @@ def _n_cluster(n_archived: int) -> int:
     return (n_archived // _N_BLOCK + 2) * _N_CLUSTER
 
 
-def _n_mean(n_archived: int) -> int:
-    """Return the number of a row's cells for means of clusters."""
-    # leave room for a quarter more clusters, because every enlargement copies all cells
-    return min(-(-_n_cluster(n_archived) * 5 // 4 // _N_BLOCK) * _N_BLOCK, _MOST_MEANS)
+def _n_set(n_archived: int) -> int:
+    """Return the maximum number of sets of a row, now and after the next eviction."""
+    # a group has as many sets as blocks; count the blocks that the first and the last group lack
+    return n_archived // _N_BLOCK + 2 + 2 * _N_CLUSTER
+
+
+def _means_for(n_archived: int) -> _Means:
+    """Return the numbers of cells for an archive of n_archived tokens."""
+    if (n_cluster := _n_cluster(n_archived)) <= _MOST_MEANS:
+        return _Means(min(_with_reserve(n_cluster), _MOST_MEANS), 0)
+    n_mean_set = min(_with_reserve(_n_set(n_archived)), _MOST_SETS)
+    return _Means(_MOST_MEANS - n_mean_set, n_mean_set)
+
+
+def _with_reserve(n: int) -> int:
+    """Return the number of cells for n means and a quarter more, because every enlargement copies all cells."""
+    return -(-n * 5 // 4 // _N_BLOCK) * _N_BLOCK
 
 
 def _why(error: KvtoolError) -> str:

@@ -154,32 +154,35 @@ class Archive:
         """
         check(lib.llama_kvtool_stage(self._owner.handle, n))
 
-    def reside(self, n_mean: int, n_token: int) -> None:
+    def reside(self, n_mean: int, n_mean_set: int, n_token: int) -> None:
         """Let steps of one token and its draft tokens attend to residents, without a search of the archive.
 
-        Residents are cells on the device that hold the means of all clusters, and some archived tokens.
-        Without residents, a step searches the archive on the host, and writes the results to synthetic cells
-        (see docs/recall.md).
+        Residents are cells on the device that hold means of clusters, and some archived tokens. Without
+        residents, a step searches the archive on the host, and writes the results to synthetic cells (see
+        docs/recall.md).
 
         Parameters
         ----------
         n_mean
-            Maximum number of clusters of a row, a multiple of 16. If a row has more clusters, steps use
-            synthetic cells again.
+            Number of cells of each row for means of clusters, a multiple of 16. Without cells for means of
+            sets, it has to be enough for all clusters. If it is not, steps use synthetic cells again.
+        n_mean_set
+            Number of cells of each row for means of sets of 16 clusters, a multiple of 16. If it is not 0, it
+            has to be enough for all sets. Only the best sets then have cells for the means of their clusters.
         n_token
             Number of archived tokens that are resident in each row; 0 ends the use of residents.
 
         Raises LibraryError if the model, its cache or the policy does not support it, and StreamEnd if a
         device lacks memory.
         """
-        check(lib.llama_kvtool_reside(self._owner.handle, n_mean, n_token))
+        check(lib.llama_kvtool_reside(self._owner.handle, n_mean, n_mean_set, n_token))
 
-    def resident_bytes(self, n_mean: int, n_token: int) -> int:
+    def resident_bytes(self, n_mean: int, n_mean_set: int, n_token: int) -> int:
         """Return the size in bytes of the cells that `reside` would add.
 
         Raises LibraryError if the model, its cache or the policy does not support residents.
         """
-        n_bytes: int = lib.llama_kvtool_resident_bytes(self._owner.handle, n_mean, n_token)
+        n_bytes: int = lib.llama_kvtool_resident_bytes(self._owner.handle, n_mean, n_mean_set, n_token)
         check(n_bytes)
         return n_bytes
 

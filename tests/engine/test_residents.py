@@ -144,6 +144,7 @@ def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, ar
 def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
     monkeypatch.setattr(residents, "_MOST_MEANS", 48)
+    monkeypatch.setattr(residents, "_MOST_SETS", 0)
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
@@ -157,11 +158,30 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
         assert engine.context.archive.missed() == 0.0
 
 
+@pytest.mark.usefixtures("always_repeated")
+def test_in_a_long_archive_the_means_of_sets_stand_for_clusters_without_cells(tiny_model, monkeypatch):
+    # The archive has 19 blocks of 256 tokens: 16 sets of clusters, and three blocks that are in no set. All, 12 or 6
+    # of these 19 have cells for the means of their clusters
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), text(5010)
+    full, _ = written(path, policies.fit("full", 5120), tokens, n_prompt=5000)
+
+    def error(policy, n_mean=0, n_mean_set=64, **settings):
+        monkeypatch.setattr(residents, "_means_for", lambda n: residents._Means(n_mean, n_mean_set))
+        return np.abs(written(path, policy, tokens, n_prompt=5000, **settings)[0] - full).mean()
+
+    all_cells, without_sets, half, few = (
+        error(fit(), 16 * n_page, n_mean_set, resident=2048)
+        for n_page, n_mean_set in ((19, 64), (22, 0), (12, 64), (6, 64))
+    )
+    assert all_cells == without_sets
+    assert all_cells < half < few < error(policies.fit("streamingllm", 64)) / 1.5
+
+
 def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + 4)
     host, _ = written(path, fit(), tokens)
 
-    def refuse(self, n_mean, n_token):
+    def refuse(self, n_mean, n_mean_set, n_token):
         raise LibraryError("llama.cpp refused: a device has no memory for residents")
 
     monkeypatch.setattr(Archive, "reside", refuse)
@@ -196,8 +216,8 @@ def test_the_limit_of_missed_attention_adapts_to_the_model(tiny_model, monkeypat
 
 
 # in an 8B model with an f16 cache, one cell in all rows takes 128 KiB, so these cells would take 672 and
-# 1,376 MiB
-@pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 11008)])
+# 832 MiB
+@pytest.mark.parametrize(("n_archived", "n_cell"), [(32768, 5376), (131072, 6656), (786432, 6656)])
 def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n_cell):
     settings = HALF | {"resident": 2048, "archive": n_archived}
     with open_engine(tiny_model(n_ctx_train=2048), fit(), **settings) as engine:
@@ -216,7 +236,7 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
         # 256 cells are for means, 384 for tokens without clusters, and 64 for residents. 64 cells are added,
         # so that the sum is a multiple of 256
         assert n_cell == 256 + 384 + 64 + 64
-        archive.reside(0, 0)
+        archive.reside(0, 0, 0)
         assert engine.cache_bytes == n_before
 
 
@@ -253,9 +273,9 @@ def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model)
     with open_engine(tiny_model("lfm2", n_ctx_train=2048), fit(), **HALF) as engine:
         archive = engine.context.archive
         with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):
-            archive.resident_bytes(256, 64)
+            archive.resident_bytes(256, 0, 64)
         with pytest.raises(LibraryError, match="recurrent layers of this model cannot drop a token"):
-            archive.reside(256, 64)
+            archive.reside(256, 0, 64)
 
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2", "qwen35"])

@@ -1201,14 +1201,18 @@ struct device_cells {
 
     std::vector<float> keys, values; // [cell][head][n_embd]
 
-    device_cells(const stream & s, int n_mean, int n_token)
-        : s(s), all(s.own, n_mean, n_token), keys(all.n_cell()*n_dim), values(all.n_cell()*n_dim) {}
+    size_t n_written = 0; // number of cells that the last update wrote
+
+    device_cells(const stream & s, int n_mean, int n_token, int n_mean_set = 0)
+        : s(s), all(s.own, { n_mean, n_mean_set, n_token }), keys(all.n.n_cell()*n_dim), values(all.n.n_cell()*n_dim) {}
 
     void update(int64_t rot) {
         all.begin(rot);
+        n_written = 0;
         for (bool is_whole = false; !is_whole;) {
             residents::cells some;
             is_whole = all.update(1, some);
+            n_written += some.at.size();
             EXPECT(some.at.size() <= 1024 + 256); // the last cluster may exceed the limit of 1024
             for (size_t i = 0; i < some.at.size(); ++i) {
                 std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
@@ -1237,12 +1241,12 @@ struct device_cells {
         return most;
     }
 
-    double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1)[head*all.n_cell() + cell]); }
+    double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1, head)[cell]); }
 
     // Number of archived tokens that a head's cells represent.
     double n_token(int head) const {
         double n = 0.0;
-        for (int c = 0; c < all.n_cell(); ++c) {
+        for (int c = 0; c < all.n.n_cell(); ++c) {
             n += std::exp(mask(head, c));
         }
         return n;
@@ -1257,7 +1261,7 @@ struct device_cells {
             for (int head = 0; head < n_head; ++head) {
                 double sum = 0.0;
                 std::vector<double> value(n_embd, 0.0);
-                for (int c = 0; c < all.n_cell(); ++c) {
+                for (int c = 0; c < all.n.n_cell(); ++c) {
                     const size_t at = (c*n_head + head)*n_embd;
                     const double e  = std::exp(plain.scale*dot(turned.data(), keys.data() + at, n_embd) + mask(head, c));
                     sum += e;
@@ -1314,6 +1318,44 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
         cells.expect_attention(4610, 0.1, is_far);
         EXPECT((cells.choose(some_queries(2), 4610) > 0.0f) == (i == 0));
     }
+}
+
+CHECK(means_of_sets_stand_for_clusters_without_cells) {
+    const tight_stream s;
+    const auto is_far = far_blocks(s);
+    // 10 of the 18 pages have cells: the two blocks that are in no set, and 8 of the 16 sets
+    device_cells cells(s, 10*n_cluster, 300, 2*n_set);
+    // all keys are far, so they are rotated again for queries at another position
+    for (const int64_t rot : { 4610, 4610, 4800 }) {
+        EXPECT(cells.all.unfit().empty());
+        cells.update(rot);
+        for (int head = 0; head < n_head; ++head) {
+            EXPECT_NEAR(cells.n_token(head), 4608, 10.0); // a mask in half precision rounds the log of a set's tokens
+        }
+        cells.expect_attention(rot, 0.1, is_far);
+        cells.update(rot);
+        EXPECT(cells.n_written == 0);
+        cells.choose(some_queries(2), rot);
+    }
+}
+
+CHECK(sets_replace_each_other_and_stand_for_each_token_once) {
+    stream s(params_of(GGML_TYPE_F32, 64, 2*n_ctx), 10100, 16100);
+    device_cells cells(s, 33*n_cluster, 200, 4*n_set);
+    int n_fit = 0;
+    for (int i = 0; s.own.end() < 16000; ++i) { // long enough for groups to be deleted
+        s.push(100);
+        if (!cells.all.unfit().empty()) {
+            continue; // the first and the last group have too many blocks that are in no set
+        }
+        n_fit += s.own.size() > 33*256;
+        cells.choose(some_queries(2, i), s.own.end() + 1);
+        cells.update(s.own.end() + 1);
+        for (int head = 0; head < n_head; ++head) {
+            EXPECT_NEAR(cells.n_token(head), s.own.size(), 15.0);
+        }
+    }
+    EXPECT(n_fit > 60);
 }
 
 CHECK(cells_stand_for_each_archived_token_once) {
@@ -1520,6 +1562,80 @@ CHECK(residents_are_found_in_the_best_sets) {
     cells.update(4501);
     EXPECT(cells.choose(0, { s.query }, 4501)[0] == 0.0f);
     EXPECT_NEAR(cells.n_token(0), 4500, 5.0);
+}
+
+// The sets that a query is compared with if there are n_token resident tokens, first the set of which the query misses
+// the most attention. In layer 1 and head 0 of a stream of 4,500 tokens, where block 16 is in no set.
+static std::vector<size_t> sets_found(const stream & s, const std::vector<float> & query, int n_token) {
+    searched_row row;
+    ranking      found;
+    const float  live = -INFINITY;
+    search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ query }, 4501).data(), &live, 3*n_token, row, found);
+    std::map<size_t, double> missing;
+    for (size_t i = 0; i < found.places.size(); ++i) {
+        if (found.places[i] < n_set*n_side) {
+            missing[found.places[i]/n_side] += found.missing[i];
+        }
+    }
+    std::vector<size_t> res;
+    for (const auto & [set, sum] : missing) {
+        res.push_back(set);
+    }
+    std::sort(res.begin(), res.end(), [&](size_t a, size_t b) { return missing[a] > missing[b]; });
+    return res;
+}
+
+CHECK(the_sets_that_queries_attend_to_have_cells_for_their_clusters) {
+    const uneven_stream s(0.5f, 4500);
+    std::vector<float> opposite = s.query;
+    for (float & x : opposite) {
+        x = -x;
+    }
+    // Sets that have cells for their clusters. Their mean is hidden.
+    const auto with_cells = [](const device_cells & cells) {
+        std::set<size_t> res;
+        for (size_t set = 0; set < n_set; ++set) {
+            if (cells.mask(0, cells.all.n.n_mean + set) == -INFINITY) {
+                res.insert(set);
+            }
+        }
+        return res;
+    };
+
+    // Block 16 and 8 of the 16 sets have cells. At first these are the newest sets. Later, the sets that queries were
+    // compared with least recently are replaced
+    device_cells cells(s, 9*n_cluster, 200, n_set);
+    cells.update(4501);
+    EXPECT(with_cells(cells) == std::set<size_t>({ 8, 9, 10, 11, 12, 13, 14, 15 }));
+    std::set<size_t> found;
+    for (const auto & query : { s.query, opposite }) {
+        const auto own = sets_found(s, query, 200);
+        EXPECT(!own.empty() && own.size() <= 4);
+        found.insert(own.begin(), own.end());
+        EXPECT(cells.choose(0, { query }, 4501)[0] > 0.0f);
+        cells.update(4501);
+        EXPECT(cells.choose(0, { query }, 4501)[0] == 0.0f);
+        const auto now = with_cells(cells);
+        EXPECT(now.size() == 8 && std::includes(now.begin(), now.end(), found.begin(), found.end()));
+    }
+    EXPECT(found.size() > 4);
+
+    // a choice gives cells to at most 4 sets, first to those with the most missing attention
+    device_cells others(s, 9*n_cluster, 600, n_set);
+    others.update(4501);
+    const auto all    = sets_found(s, opposite, 600);
+    const auto before = with_cells(others);
+    others.choose(0, { opposite }, 4501);
+    others.update(4501);
+    const auto now = with_cells(others);
+
+    std::vector<size_t> absent;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(absent), [&](size_t set) { return before.count(set) == 0; });
+    const size_t n_kept = all.size() - absent.size();
+    EXPECT(absent.size() > 4 && before.size() - n_kept >= 4);
+    for (size_t i = 0; i < absent.size(); ++i) {
+        EXPECT(now.count(absent[i]) == (i < 4));
+    }
 }
 
 CHECK(residents_are_the_clusters_that_queries_want) {

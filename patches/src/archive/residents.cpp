@@ -17,33 +17,39 @@ static constexpr float decay = 0.6f;
 // Queries are compared with the clusters of the best sets, which have this many tokens for each resident token
 static constexpr int n_compared = 3;
 
-static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
-static const ggml_fp16_t seen   = ggml_fp32_to_fp16(0.0f);
+// maximum number of sets that get cells in a step
+static constexpr size_t n_admitted = 4;
 
-static ggml_fp16_t log_of(int n) {
-    return n > 0 ? ggml_fp32_to_fp16(std::log((float) n)) : unseen;
+residents::residents(const archive & tokens, const resident_sizes & n) : n(n), tokens(tokens) {
+    drop();
 }
 
-residents::residents(const archive & tokens, int n_mean, int n_token)
-    : tokens(tokens), n_mean(n_mean), n_token(n_token), n_ring(n_mean/n_cluster) {
-    for (size_t i = 0; i < tokens.n_layer(); ++i) {
-        rows .emplace_back(tokens[i].n_head);
-        masks.emplace_back(tokens[i].n_head*n_cell());
+// true if the clusters of a page must have cells, because no mean of a set can represent them
+static bool needs_cells(const row_clusters & own, int64_t number, bool has_sets) {
+    return !has_sets || !own.is_grouped(number);
+}
+
+static int64_t n_needed(const row_clusters & own, bool has_sets) {
+    int64_t res = 0;
+    for (int64_t number = own.begin(); number < own.end(); ++number) {
+        res += needs_cells(own, number, has_sets);
     }
-    drop();
+    return res;
 }
 
 std::string residents::unfit() const {
     if (!tokens.has_clusters()) {
         return "without clusters, all archived tokens are attended to exactly";
     }
+    const bool has_sets = n.n_mean_set > 0;
     for (size_t i = 0; i < tokens.n_layer(); ++i) {
         for (int head = 0; head < tokens[i].n_head; ++head) {
             const auto & own = tokens.clusters_of(i, head);
-            if (own.end() - own.begin() > n_ring) {
+            const int64_t n_group = (own.end() + n_grouped - 1)/n_grouped - own.begin()/n_grouped;
+            if (n_needed(own, has_sets)*n_cluster > n.n_mean || (has_sets && n_group*n_set > n.n_mean_set)) {
                 return "more clusters than cells for means";
             }
-            if (tokens.end() - std::max(tokens.begin(), own.end()*n_block) > n_tail) {
+            if (tokens.end() - std::max(tokens.begin(), own.end()*n_block) > n.n_tail) {
                 return "too many tokens have no cluster yet";
             }
         }
@@ -51,30 +57,11 @@ std::string residents::unfit() const {
     return {};
 }
 
-void residents::clear(row & r, ggml_fp16_t * mask) {
-    r = {};
-    r.held    .assign(n_ring, -1);
-    r.bearings.resize(n_ring);
-    r.anchors .assign(n_ring, -1);
-    r.score   .assign(n_mean, 0.0f);
-    r.sizes   .assign(n_mean, 0);
-    r.wanted  .assign(n_mean, 0);
-    r.is_here .assign(n_mean, 0);
-    r.is_new  .assign(n_mean, 0);
-    r.slots   .resize(n_token);
-    r.heads   .assign(n_mean, -1);
-    r.free    .resize(n_token);
-    std::iota(r.free.rbegin(), r.free.rend(), 0); // the first slots are used first
-    r.base = tokens.base();
-    std::fill_n(mask, n_cell(), unseen);
-}
-
 void residents::drop() {
     anchor = -1;
-    for (size_t i = 0; i < rows.size(); ++i) {
-        for (size_t head = 0; head < rows[i].size(); ++head) {
-            clear(rows[i][head], masks[i].data() + head*n_cell());
-        }
+    rows.clear();
+    for (size_t i = 0; i < tokens.n_layer(); ++i) {
+        rows.emplace_back(tokens[i].n_head, resident_row(n, tokens.base()));
     }
 }
 
@@ -82,18 +69,16 @@ void residents::drop() {
 // cells
 //
 
-void residents::put_mean(size_t layer, int head, size_t place, int cell, cells & out) const {
-    const auto & l   = tokens[layer];
-    const auto & own = tokens.clusters_of(layer, head);
-    const auto & to  = own[own.block_at(place)].to;
+void residents::put_mean(size_t layer, int head, const means & all, size_t place, const bearing & to, int cell, cells & out) const {
+    const auto & l = tokens[layer];
 
     const size_t at_k = out.keys.size(), at_v = out.values.size();
     out.at    .push_back((int64_t) cell*l.n_head + head);
     out.keys  .resize(at_k + l.n_embd_k);
     out.values.resize(at_v + l.n_embd_v);
 
-    get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, out.keys.data() + at_k, l.n_embd_k);
-    own.clusters.get_value(place, out.values.data() + at_v);
+    get_key(all.sides.data() + place/n_side*all.size_k, place % n_side, out.keys.data() + at_k, l.n_embd_k);
+    all.get_value(place, out.values.data() + at_v);
 
     // query_turn rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction
     tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
@@ -126,8 +111,10 @@ bool residents::update(size_t layer, cells & out) {
     for (int head = 0; head < tokens[layer].n_head; ++head) {
         auto & r = rows[layer][head];
         if (r.base != tokens.base()) {
-            clear(r, masks[layer].data() + (size_t) head*n_cell());
+            r = resident_row(n, tokens.base());
         }
+        r.drop_changed(tokens.clusters_of(layer, head));
+        update_sets (r, layer, head, out);
         update_means(r, layer, head, out);
         update_tail (r, layer, head, out);
         update_slots(r, layer, head, out);
@@ -135,87 +122,79 @@ bool residents::update(size_t layer, cells & out) {
     return !is_full(out);
 }
 
-// remove a cluster's tokens from the residents
-void residents::remove(row & r, int cluster, ggml_fp16_t * mask) const {
-    for (int s = r.heads[cluster]; s >= 0; s = r.slots[s].next) {
-        r.slots[s].place = -1;
-        r.free.push_back(s);
-        mask[n_mean + n_tail + s] = unseen;
+void residents::update_sets(resident_row & r, size_t layer, int head, cells & out) {
+    const auto & own = tokens.clusters_of(layer, head);
+
+    for (int64_t block = own.begin(); block < own.end() && !r.sets.empty(); block = (block/n_grouped + 1)*n_grouped) {
+        auto & s = r.sets[block/n_grouped % r.sets.size()];
+        if (is_full(out) || !own.is_grouped(block) || (s.group == block/n_grouped && !(s.to.is_far && s.anchor != anchor))) {
+            continue;
+        }
+        s = { block/n_grouped, own[block].to, anchor };
+        for (int64_t number = block; number < block + n_set; ++number) {
+            const size_t place = own.set_place(block) + number - block;
+            const int    cell  = n.n_mean + number % n.n_mean_set;
+            if (own.sets.sizes[place] > 0) {
+                put_mean(layer, head, own.sets, place, s.to, cell, out);
+            }
+            r.set_logs[cell - n.n_mean] = mask_of(own.sets.sizes[place]);
+            r.show_set(number, r.find(own, number) < 0);
+        }
     }
-    r.heads  [cluster] = -1;
-    r.is_here[cluster] = 0;
 }
 
-void residents::update_means(row & r, size_t layer, int head, cells & out) {
-    const auto & own  = tokens.clusters_of(layer, head);
-    auto       * mask = masks[layer].data() + (size_t) head*n_cell();
+void residents::update_means(resident_row & r, size_t layer, int head, cells & out) {
+    const auto & own = tokens.clusters_of(layer, head);
 
-    for (int at = 0; at < n_ring; ++at) {
-        const int64_t block = r.held[at];
-        if (block < 0 || (block >= own.begin() && block < own.end() && own[block].to == r.bearings[at])) {
-            continue;
-        }
-        r.held[at] = -1;
-        for (int i = at*n_cluster; i < (at + 1)*n_cluster; ++i) {
-            remove(r, i, mask);
-            r.wanted[i] = 0;
-            r.sizes [i] = 0;
-            r.score [i] = 0.0f;
-            mask[i]     = unseen;
+    // first the pages that need cells, then as many sets as there is room for
+    int64_t n_free = std::count_if(r.pages.begin(), r.pages.end(), [](const auto & p) { return p.number < 0; });
+    for (const bool is_needed : { true, false }) {
+        for (int64_t number = own.end() - 1; number >= own.begin() && (is_needed || n_free > 0); --number) {
+            if (is_needed == needs_cells(own, number, !r.sets.empty()) && r.find(own, number) < 0) {
+                r.admit(own, number, r.n_choice);
+                --n_free;
+            }
         }
     }
-
-    for (int64_t block = own.begin(); block < own.end() && !is_full(out); ++block) {
-        const int  at     = block % n_ring;
-        const bool is_new = r.held[at] != block;
-        if (!is_new && !(own[block].to.is_far && r.anchors[at] != anchor)) {
+    for (size_t at = 0; at < r.pages.size() && !is_full(out); ++at) {
+        auto & p = r.pages[at];
+        if (p.number < 0 || (p.is_written && !(p.to.is_far && p.anchor != anchor))) {
             continue;
         }
-        // Clusters of a group are ordered by set, so the block's clusters may be at any place of the group
-        const bool   is_grouped = own.is_grouped(block);
-        const size_t first      = own.place(is_grouped ? block/n_grouped*n_grouped : block);
-        for (size_t place = first; place < first + (is_grouped ? n_grouped : 1)*n_cluster; ++place) {
-            if (own.block_at(place) != block) {
-                continue;
-            }
-            const int i = number_of(own, place);
-            r.sizes[i] = own.clusters.sizes[place];
+        for (int c = 0; c < n_cluster; ++c) {
+            const int i = at*n_cluster + c;
             if (r.sizes[i] > 0) {
-                put_mean(layer, head, place, i, out);
+                put_mean(layer, head, own.clusters, own.place(p.number) + c, p.to, i, out);
             }
-            if (is_new) {
-                mask[i]     = log_of(r.sizes[i]);
-                r.is_new[i] = 1;
-            }
+            r.mask[i] = mask_of(r.is_here[i] ? 0 : r.sizes[i]);
         }
-        r.held    [at] = block;
-        r.bearings[at] = own[block].to;
-        r.anchors [at] = anchor;
+        p.is_written = true;
+        p.anchor     = anchor;
     }
 }
 
-void residents::update_tail(row & r, size_t layer, int head, cells & out) {
+void residents::update_tail(resident_row & r, size_t layer, int head, cells & out) {
     const int64_t first = std::max(tokens.begin(), tokens.clusters_of(layer, head).end()*n_block);
 
     for (r.tail = std::max(r.tail, first); r.tail < tokens.end() && !is_full(out); ++r.tail) {
-        put_token(layer, head, r.tail, tokens.turn_back(r.tail, false, anchor), n_mean + r.tail % n_tail, out);
+        put_token(layer, head, r.tail, tokens.turn_back(r.tail, false, anchor), n.first_tail() + r.tail % n.n_tail, out);
     }
 
-    auto * mask = masks[layer].data() + (size_t) head*n_cell() + n_mean;
-    std::fill_n(mask, n_tail, unseen);
+    const auto mask = r.mask.begin() + n.first_tail();
+    const auto seen = mask_of(1);
+    std::fill_n(mask, n.n_tail, mask_of(0));
     for (int64_t i = first; i < tokens.end(); ++i) {
-        mask[i % n_tail] = seen;
+        mask[i % n.n_tail] = seen;
     }
 }
 
-void residents::update_slots(row & r, size_t layer, int head, cells & out) {
-    const auto & own  = tokens.clusters_of(layer, head);
-    auto       * mask = masks[layer].data() + (size_t) head*n_cell();
+void residents::update_slots(resident_row & r, size_t layer, int head, cells & out) {
+    const auto & own = tokens.clusters_of(layer, head);
 
     std::vector<int> arriving, leaving;
     int64_t n_arriving = 0;
-    for (int at = 0; at < n_mean; at += n_cluster) {
-        // most blocks do not change
+    for (int at = 0; at < n.n_mean; at += n_cluster) {
+        // most pages do not change
         if (std::equal(r.wanted.begin() + at, r.wanted.begin() + at + n_cluster, r.is_here.begin() + at)) {
             continue;
         }
@@ -231,8 +210,8 @@ void residents::update_slots(row & r, size_t layer, int head, cells & out) {
     // remove the clusters with the lowest scores until there is room
     std::sort(leaving.begin(), leaving.end(), [&](int a, int b) { return r.score[a] != r.score[b] ? r.score[a] > r.score[b] : a < b; });
     for (; !leaving.empty() && (int64_t) r.free.size() < n_arriving; leaving.pop_back()) {
-        remove(r, leaving.back(), mask);
-        mask[leaving.back()] = log_of(r.sizes[leaving.back()]);
+        r.remove(leaving.back());
+        r.mask[leaving.back()] = mask_of(r.sizes[leaving.back()]);
     }
 
     // number of positions by which the key of the token at a place is rotated
@@ -241,12 +220,10 @@ void residents::update_slots(row & r, size_t layer, int head, cells & out) {
         const int64_t i     = place - place % n_block + block.order[place % n_block];
         return tokens.turn_back(i, block.to.is_far, anchor);
     };
-    const int first = n_mean + n_tail;
-
-    for (int s = 0; s < n_token && r.anchor != anchor && !is_full(out); ++s) {
+    for (int s = 0; s < n.n_token && r.anchor != anchor && !is_full(out); ++s) {
         auto & slot = r.slots[s];
         if (slot.place >= 0 && slot.anchor != anchor && own[slot.place/n_block].to.is_far) {
-            put_token(layer, head, slot.place, turn_of(slot.place), first + s, out);
+            put_token(layer, head, slot.place, turn_of(slot.place), n.first_token() + s, out);
             slot.anchor = anchor;
         }
     }
@@ -259,17 +236,14 @@ void residents::update_slots(row & r, size_t layer, int head, cells & out) {
             break;
         }
         r.is_here[i] = 1;
-        mask[i]      = unseen;
+        r.mask   [i] = mask_of(0);
 
-        const int64_t block = r.held[i/n_cluster];
-        const auto  & start = own[block].start;
-        for (int64_t place = block*n_block + start[i % n_cluster]; place < block*n_block + start[i % n_cluster + 1]; ++place) {
-            const int s = r.free.back();
-            r.free.pop_back();
-            r.slots[s] = { place, anchor, r.heads[i] };
-            r.heads[i] = s;
-            mask[first + s] = seen;
-            put_token(layer, head, place, turn_of(place), first + s, out);
+        const size_t  at    = own.place(r.pages[i/n_cluster].number) + i % n_cluster;
+        const int64_t block = own.block_at(at);
+        const auto  * start = own[block].start.data() + own.cluster_at(at);
+        for (int64_t place = block*n_block + start[0]; place < block*n_block + start[1]; ++place) {
+            const int s = r.add_token(i, place, anchor);
+            put_token(layer, head, place, turn_of(place), n.first_token() + s, out);
         }
     }
 }
@@ -282,8 +256,24 @@ struct choice_memory {
     searched_row       row;
     ranking            found;
     std::vector<float> sums;   // missing attention to each found cluster, added over all queries
+    std::vector<int>   index;  // index of each found cluster in its row; -1 if it has no cell
     std::vector<int>   chosen; // indices of the chosen clusters
 };
+
+// Give cells to the found sets that have none, first to those with the most missing attention. sums: see choice_memory
+static void admit_sets(resident_row & r, const row_clusters & own, const std::vector<size_t> & places, const std::vector<float> & sums) {
+    std::vector<std::pair<float, int64_t>> absent; // -(missing attention) and number of each page
+    for (size_t i = 0; i < places.size() && !r.sets.empty(); i += n_cluster) {
+        const int64_t number = own.begin() + places[i]/n_cluster;
+        if (const int at = r.find(own, number); at >= 0) {
+            r.pages[at].last = r.n_choice;
+        } else if (own.is_grouped(number)) {
+            absent.emplace_back(-std::accumulate(sums.begin() + i, sums.begin() + i + n_cluster, 0.0f), number);
+        }
+    }
+    std::sort(absent.begin(), absent.end());
+    for (size_t i = 0; i < std::min(absent.size(), n_admitted) && r.admit(own, absent[i].second, r.n_choice - 1); ++i) {}
+}
 
 void residents::choose(
         size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed) {
@@ -301,26 +291,31 @@ void residents::choose(
     }
 
     used_again<choice_memory> memory;
-    auto & [searched, found, sums, chosen] = memory;
+    auto & [searched, found, sums, index, chosen] = memory;
 
-    search(tokens, layer, anchor, n_query, logits, 0).rank(head, queries, live, n_compared*n_token, searched, found);
+    search(tokens, layer, anchor, n_query, logits, 0).rank(head, queries, live, n_compared*n.n_token, searched, found);
 
-    const size_t n = found.places.size();
-    sums.assign(n, 0.0f);
+    const size_t n_found = found.places.size();
+    sums.assign(n_found, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        add(sums.data(), found.missing.data() + q*n, n, 1.0f);
+        add(sums.data(), found.missing.data() + q*n_found, n_found, 1.0f);
     }
-    for (size_t i = 0; i < n; ++i) {
-        const int number = number_of(own, found.places[i]);
+    ++r.n_choice;
+    admit_sets(r, own, found.places, sums);
+
+    index.resize(n_found);
+    for (size_t i = 0; i < n_found; ++i) {
         // a block that was clustered after the last update has no cells yet
-        if (r.held[number/n_cluster] == own.block_at(found.places[i]) && r.sizes[number] > 0) {
+        const int at = r.find(own, own.begin() + found.places[i]/n_cluster);
+        index[i] = at < 0 ? -1 : at*n_cluster + found.places[i] % n_cluster;
+        if (at >= 0 && r.sizes[index[i]] > 0) {
             // a new cluster gets the score that it would have if all earlier queries had been like those of this step
-            r.score[number] += sums[i]/r.sizes[number]/(r.is_new[number] ? 1.0f - decay : 1.0f);
+            r.score[index[i]] += sums[i]/r.sizes[index[i]]/(r.is_new[index[i]] ? 1.0f - decay : 1.0f);
         }
     }
     std::fill(r.is_new.begin(), r.is_new.end(), 0);
 
-    kvtool::choose(r.score.data(), r.sizes.data(), n_mean, n_token, r.wanted.data());
+    kvtool::choose(r.score.data(), r.sizes.data(), n.n_mean, n.n_token, r.wanted.data());
 
     chosen.clear();
     int64_t n_chosen = 0;
@@ -329,18 +324,17 @@ void residents::choose(
         n_chosen += r.sizes[chosen.back()];
     }
     // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
-    while (n_chosen > n_token) {
+    while (n_chosen > n.n_token) {
         const auto last = std::min_element(chosen.begin(), chosen.end(), [&](int a, int b) { return r.score[a] < r.score[b]; });
         r.wanted[*last] = 0;
         n_chosen -= r.sizes[*last];
         chosen.erase(last);
     }
 
-    for (size_t i = 0; i < n; ++i) {
-        const int number = number_of(own, found.places[i]);
-        if (r.wanted[number] && !r.is_here[number]) {
+    for (size_t i = 0; i < n_found; ++i) {
+        if (index[i] >= 0 && r.wanted[index[i]] && !r.is_here[index[i]]) {
             for (int q = 0; q < n_query; ++q) {
-                missed[q] += found.missing[q*n + i];
+                missed[q] += found.missing[q*n_found + i];
             }
         }
     }

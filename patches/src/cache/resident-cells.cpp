@@ -33,14 +33,14 @@ std::string resident_cells::unsupported(const std::vector<layer> & layers, bool 
     return {};
 }
 
-int resident_cells::region(int n_mean, int n_token) {
-    return GGML_PAD(n_mean + residents::n_tail + n_token + 1, 256);
+int resident_cells::region(const resident_sizes & n) {
+    return GGML_PAD(n.n_cell() + 1, 256);
 }
 
 resident_cells::resident_cells(
-        const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
+        const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query,
         int n_filled, int n_thread)
-    : chosen(tokens, n_mean, n_token), n_query(n_query), n_region(region(n_mean, n_token)), layers(layers), askers(std::move(askers))
+    : chosen(tokens, n), n_query(n_query), n_region(region(n)), layers(layers), askers(std::move(askers))
     , n_filled(n_filled), live(layers.size()), masks(layers.size()), threads(n_thread - 1) {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
@@ -223,14 +223,14 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
 bool resident_cells::copy_mask(size_t layer) {
     auto & all = masks[layer];
 
-    const size_t n = all.size()/layers[layer].n_head, n_cell = chosen.n_cell();
+    const size_t n = all.size()/layers[layer].n_head;
 
     bool has_changed = false;
     for (int head = 0; head < layers[layer].n_head; ++head) {
-        const auto * from = chosen.mask(layer) + head*n_cell;
-        auto       * to   = all.data() + head*n + n_filled;
-        if (!std::equal(from, from + n_cell, to)) {
-            std::copy_n(from, n_cell, to);
+        const auto & from = chosen.mask(layer, head);
+        const auto   to   = all.begin() + head*n + n_filled;
+        if (!std::equal(from.begin(), from.end(), to)) {
+            std::copy(from.begin(), from.end(), to);
             has_changed = true;
         }
     }

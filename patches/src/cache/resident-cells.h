@@ -32,11 +32,10 @@ public:
     // before the residents' cells, and steps with residents do not see them. n_thread: number of threads that choose
     // residents. Throws no_room if a device lacks memory
     resident_cells(
-            const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
-            int n_filled, int n_thread);
+            const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query, int n_filled, int n_thread);
 
     // number of cells at the end of each row: the residents' cells, and at least one more cell, which no query sees
-    static int region(int n_mean, int n_token);
+    static int region(const resident_sizes & n);
 
     int64_t bytes() const;
 

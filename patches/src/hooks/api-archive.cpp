@@ -144,29 +144,33 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
 
-// True if a row can have n_mean means and n_token resident tokens. Otherwise, set the error and return false
-static bool can_be_resident(int32_t n_mean, int32_t n_token) {
-    if (n_token < 0 || n_token > most_resident || n_mean < 0 || n_mean > most_resident || n_mean % n_cluster != 0) {
-        fail(format("n_mean must be a multiple of %d, and n_mean and n_token in 0..%d, got %d and %d", n_cluster, most_resident, n_mean, n_token));
+// True if a row can have this many residents. Otherwise, set the error and return false
+static bool can_be_resident(const resident_sizes & n) {
+    for (const int32_t size : { n.n_mean, n.n_mean_set, n.n_token }) {
+        if (size < 0 || size > most_resident) {
+            fail(format("numbers of residents must be in 0..%d, got %d", most_resident, size));
+            return false;
+        }
+    }
+    if (n.n_mean % n_cluster != 0 || n.n_mean_set % n_set != 0) {
+        fail(format("n_mean and n_mean_set must be multiples of %d and %d, got %d and %d", n_cluster, n_set, n.n_mean, n.n_mean_set));
         return false;
     }
     return true;
 }
 
-int64_t llama_kvtool_resident_bytes(llama_context * ctx, int32_t n_mean, int32_t n_token) {
+int64_t llama_kvtool_resident_bytes(llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token) {
+    const resident_sizes n = { n_mean, n_mean_set, n_token };
+
     auto * kvtool = with_archive(ctx);
-    if (!kvtool || !can_be_resident(n_mean, n_token)) {
-        return -1;
-    }
-    return kvtool->resident_bytes(*ctx, n_mean, n_token);
+    return kvtool && can_be_resident(n) ? kvtool->resident_bytes(*ctx, n) : -1;
 }
 
-int64_t llama_kvtool_reside(llama_context * ctx, int32_t n_mean, int32_t n_token) {
+int64_t llama_kvtool_reside(llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token) {
+    const resident_sizes n = { n_mean, n_mean_set, n_token };
+
     auto * kvtool = with_settled_archive(ctx);
-    if (!kvtool || !can_be_resident(n_mean, n_token)) {
-        return -1;
-    }
-    return guarded([&] { return kvtool->reside(*ctx, n_mean, n_token); });
+    return kvtool && can_be_resident(n) ? guarded([&] { return kvtool->reside(*ctx, n); }) : -1;
 }
 
 float llama_kvtool_missed(llama_context * ctx) {

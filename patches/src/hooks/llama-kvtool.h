@@ -350,18 +350,20 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 // available with signals, with log_n, or if values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
-// Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has three kinds
-// of residents: the mean of each cluster (at most n_mean), the tokens without a cluster, and up to n_token tokens of
-// the clusters that the last queries attended to most. Residents lie in additional cells at the end of each row, so a
-// step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again. n_token 0
-// ends this. Returns the size of the additional cells and buffers on devices, in bytes.
+// Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has four kinds
+// of residents: means of clusters (at most n_mean), means of sets of 16 clusters (at most n_mean_set), the tokens
+// without a cluster, and up to n_token tokens of the clusters that the last queries attended to most. With n_mean_set
+// 0, n_mean has to be enough for all clusters. Otherwise, n_mean_set has to be enough for all sets; the sets that the
+// last queries attended to most are replaced by the means of their clusters. Residents lie in additional cells at the
+// end of each row, so a step computes nothing on the host. If the cells are not enough, steps use synthetic cells again.
+// n_token 0 ends this. Returns the size of the additional cells and buffers on devices, in bytes.
 // Not available without flash attention or without synthetic cells, with signals, with log_n, with an index, if
 // values are a part of the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq
 // must be above n_draft.
-LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
+LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token);
 
 // return the size in bytes of the cells that llama_kvtool_reside would add; fails if residents are not available
-LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
+LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much attention the last step
 // missed: the share of the attention to clusters that are chosen now but were not resident in this step. The part that

@@ -107,7 +107,7 @@ std::string llama_kvtool::no_residents(const llama_context & lctx) const {
     return {};
 }
 
-int64_t llama_kvtool::resident_bytes(const llama_context & lctx, int n_mean, int n_token) const {
+int64_t llama_kvtool::resident_bytes(const llama_context & lctx, const resident_sizes & n) const {
     if (const std::string why = no_residents(lctx); !why.empty()) {
         return fail(why);
     }
@@ -115,10 +115,10 @@ int64_t llama_kvtool::resident_bytes(const llama_context & lctx, int n_mean, int
     for (const auto & l : layers) {
         n_cell += (ggml_nbytes(l.k) + ggml_nbytes(l.v))/l.n_cell;
     }
-    return n_cell*resident_cells::region(n_mean, n_token);
+    return n_cell*resident_cells::region(n);
 }
 
-int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
+int64_t llama_kvtool::reside(llama_context & lctx, const resident_sizes & n) {
     lctx.synchronize();
 
     if (const std::string why = no_residents(lctx); !why.empty()) {
@@ -126,12 +126,12 @@ int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
     }
 
     const int n_before = n_resident;
-    const int n_after  = n_token > 0 ? resident_cells::region(n_mean, n_token) : 0;
+    const int n_after  = n.n_token > 0 ? resident_cells::region(n) : 0;
 
     std::unique_ptr<resident_cells> made;
     if (n_after > 0) {
         made = std::make_unique<resident_cells>(
-                archive->tokens, layers, askers(lctx), n_mean, n_token, params.n_draft + 1, params.n_recall - n_before,
+                archive->tokens, layers, askers(lctx), n, params.n_draft + 1, params.n_recall - n_before,
                 std::max<int>(lctx.n_threads(), 1));
     }
 

@@ -115,10 +115,10 @@ struct llama_kvtool {
     std::string no_residents(const llama_context & lctx) const;
 
     // see llama_kvtool_resident_bytes
-    int64_t resident_bytes(const llama_context & lctx, int n_mean, int n_token) const;
+    int64_t resident_bytes(const llama_context & lctx, const kvtool::resident_sizes & n) const;
 
     // see llama_kvtool_reside
-    int64_t reside(llama_context & lctx, int n_mean, int n_token);
+    int64_t reside(llama_context & lctx, const kvtool::resident_sizes & n);
 
     // see llama_kvtool_missed
     float missed(llama_context & lctx);

@@ -1,0 +1,114 @@
+// The contents of a row's cells for residents: which cluster, set or token has which cell. See residents.h.
+
+#pragma once
+
+#include "clusters.h"
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvtool {
+
+// Numbers of a row's cells for residents. The cells are in the order of these members, with the tail before the tokens
+struct resident_sizes {
+    int n_mean;     // Means of clusters; a multiple of n_cluster.
+    int n_mean_set; // Means of sets; a multiple of n_set. 0 if all clusters have cells.
+    int n_token;    // Resident tokens.
+
+    // Tokens without clusters. This is more than one block, because a block may be clustered up to a quarter of a block
+    // late. Another quarter is a reserve.
+    static constexpr int n_tail = 3*store::n_block/2;
+
+    int first_tail()  const { return n_mean + n_mean_set; }
+    int first_token() const { return first_tail() + n_tail; }
+    int n_cell()      const { return first_token() + n_token; }
+};
+
+// elements of a mask; see residents::mask
+ggml_fp16_t mask_of(int n_token);
+
+struct resident_row {
+    resident_row(const resident_sizes & n, int64_t base);
+
+    // The clusters at n_cluster consecutive places of row_clusters, which have consecutive cells: a set of a grouped
+    // block's group, or a block that is not grouped. Pages have the numbers of blocks: page n_grouped*g + i is set i of
+    // group g if the group is ordered set by set, else block i of the group
+    struct page {
+        int64_t number = -1; // -1 if the cells are free
+        bool    is_set = false;
+        bearing to     = {}; // rotation of the keys
+
+        bool    is_written = false;
+        int64_t anchor     = -1; // The value of residents::anchor when the cells were written.
+        int64_t last       = 0;  // The last choice that compared queries with the page's clusters.
+    };
+
+    // the means of a group's sets, which have consecutive cells
+    struct set_cells {
+        int64_t group  = -1; // -1 if the cells are free
+        bearing to     = {};
+        int64_t anchor = -1;
+    };
+
+    // a cell for a resident token
+    struct slot {
+        int64_t place  = -1; // The place of the token in the archive; -1 if the cell is free.
+        int64_t anchor = -1; // The value of residents::anchor when the cell was written.
+        int32_t next   = -1; // The next slot of the same cluster; -1 if there is none.
+    };
+
+    // index of a page in `pages`; -1 if its clusters have no cells
+    int find(const row_clusters & own, int64_t number) const;
+
+    // Give cells to the clusters of a page. If no cells are free, the page replaces the set that was compared with
+    // queries least recently, but no later than in the choice `last`. Returns false if there is no such set
+    bool admit(const row_clusters & own, int64_t number, int64_t last);
+
+    // free the cells of pages and sets that have changed
+    void drop_changed(const row_clusters & own);
+
+    // show or hide the mean of a set, if it has a cell
+    void show_set(int64_t number, bool is_shown);
+
+    // Give a free cell to a token of a cluster. Returns the index of its slot
+    int add_token(int cluster, int64_t place, int64_t anchor);
+
+    // remove a cluster's tokens from the residents
+    void remove(int cluster);
+
+    resident_sizes n;
+
+    int64_t base; // The value of archive::base() when the cells were written.
+
+    std::vector<ggml_fp16_t> mask; // [n.n_cell()]
+
+    // The clusters of page i have the indices n_cluster*i to n_cluster*i + n_cluster - 1. The cells of their means have
+    // the same indices
+    std::vector<page>    pages;
+    std::vector<float>   score;
+    std::vector<int32_t> sizes;   // The number of tokens in each cluster.
+    std::vector<uint8_t> wanted;  // True if the cluster is chosen.
+    std::vector<uint8_t> is_here; // True if the cluster is resident.
+    std::vector<uint8_t> is_new;  // True if no query has been compared with the cluster yet.
+    std::vector<int32_t> heads;   // The first slot of each cluster; -1 if it is not resident.
+
+    std::vector<set_cells>   sets;     // Group g is at index g % sets.size().
+    std::vector<ggml_fp16_t> set_logs; // For each cell of a set: its element in the mask while it is shown.
+
+    std::vector<slot>    slots; // [n.n_token]
+    std::vector<int32_t> free;  // Slots without a token.
+
+    int64_t anchor = -1; // All slots were written with this value of residents::anchor, or do not depend on it.
+    int64_t tail   = 0;  // The tokens before this position have been written to cells.
+
+    int64_t n_choice = 0; // number of choices so far
+
+private:
+    std::vector<int32_t> index_of; // For each page number, modulo the length: an index in `pages`, or -1.
+
+    void drop_page(int at);
+};
+
+} // namespace kvtool
