@@ -39,12 +39,12 @@ _N_UNCLUSTERED = 3 * _N_BLOCK // 2
 _MOST_MEANS = 16 * _N_BLOCK
 """Maximum number of cells for means in each row.
 
-It is enough for the means of all clusters of 65,024 archived tokens. In a longer archive, each set of 16 clusters
-has a mean, and the rest of the cells are for the clusters of the best sets.
+It is enough for the means of all clusters of 65,024 archived tokens. In a longer archive, each set of 16
+clusters has a mean, and the remaining cells are for the clusters of the best sets.
 """
 
 _MOST_SETS = 3 * _MOST_MEANS // 4
-"""Maximum number of cells for means of sets in each row, enough for 778,240 archived tokens.
+"""Maximum number of cells for means of sets in each row, enough for 777,728 archived tokens.
 
 A longer archive is searched on the host.
 """
@@ -183,7 +183,10 @@ def _means_for(n_archived: int) -> _Means:
 
 
 def _with_reserve(n: int) -> int:
-    """Return the number of cells for n means and a quarter more, because every enlargement copies all cells."""
+    """Return the number of cells for n means and a quarter more.
+
+    Every enlargement copies all cells.
+    """
     return -(-n * 5 // 4 // _N_BLOCK) * _N_BLOCK
 
 

@@ -160,8 +160,8 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
 
 @pytest.mark.usefixtures("always_repeated")
 def test_in_a_long_archive_the_means_of_sets_stand_for_clusters_without_cells(tiny_model, monkeypatch):
-    # The archive has 19 blocks of 256 tokens: 16 sets of clusters, and three blocks that are in no set. All, 12 or 6
-    # of these 19 have cells for the means of their clusters
+    # The archive has 19 blocks of 256 tokens: 16 sets of clusters, and three blocks that are in no set. All,
+    # 12 or 6 of these 19 have cells for the means of their clusters
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), text(5010)
     full, _ = written(path, policies.fit("full", 5120), tokens, n_prompt=5000)
 
