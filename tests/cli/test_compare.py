@@ -126,15 +126,6 @@ def test_results_of_another_text_with_this_name_are_reported(compare, whole, fol
     assert [record["text_sha256"] == "0" for record in read(other)] == [False, True, True, True, True]
 
 
-def test_only_what_is_asked_for_runs(compare, folder):
-    out = folder / "asked.jsonl"
-    compare("--policies", "full,local", "--budget", "64", "--records", out)
-    assert [(record["policy"], record["type_k"]) for record in read(out)] == [
-        ("full", "f16"),
-        ("local", "f16"),
-    ]
-
-
 def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
     parts = [folder / f"{i}.jsonl" for i in (1, 2)]
     for i, part in enumerate(parts, 1):
@@ -415,12 +406,8 @@ def test_only_differences_beyond_two_standard_errors_are_called_so():
 def test_budgets_are_groups_and_failures_have_dashes():
     lines = [line.split("  ")[0].strip() for line in shown().splitlines()]
     names = ["no budget", "full", "full q4_0", "budget 64", "scissorhands", "h2o:decay=0.999"]
-    assert [line for line in lines if line in {*names, "budget 128", "h2o", "buzz"}] == [
-        *names,
-        "budget 128",
-        "h2o",
-        "buzz",
-    ]
+    names += ["budget 128", "h2o", "buzz"]
+    assert [line for line in lines if line in names] == names
     assert re.fullmatch(r"buzz( +-){9} *", line_of(shown(), "buzz"))
 
 

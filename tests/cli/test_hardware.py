@@ -61,31 +61,24 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "words"),
     [
-        (["-ot", "[red](=CPU"], "--override-tensor: '[red](' is not a regular expression"),
-        (["-ot", "[red]=GPU0"], "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),
-        (["-ot", "[red]"], "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got '[red]'"),
-        (["-ts", "0,0"], "--tensor-split needs a share above 0, got '0,0'"),
-        (["-sm", "tensor"], "--split-mode must be none, layer or row, got 'tensor'"),
-        (["-mg", "-1"], "--main-gpu must be at least 0, got -1"),
-        (["--lora", "a.gguf:inf"], "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
-        (["--lora-scaled", "a.gguf:1"], "no such option: --lora-scaled; use --lora"),
+        (["-ot", "[red](=CPU"], 2, "--override-tensor: '[red](' is not a regular expression"),
+        (["-ot", "[red]=GPU0"], 2, "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),
+        (["-ot", "[red]"], 2, "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got '[red]'"),
+        (["-ts", "0,0"], 2, "--tensor-split needs a share above 0, got '0,0'"),
+        (["-sm", "tensor"], 2, "--split-mode must be none, layer or row, got 'tensor'"),
+        (["-mg", "-1"], 2, "--main-gpu must be at least 0, got -1"),
+        (["--lora", "a.gguf:inf"], 2, "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
+        (["--lora-scaled", "a.gguf:1"], 2, "no such option: --lora-scaled; use --lora"),
+        (["--lora", "[red].gguf:half"], 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_bad_input_is_one_line(default_talker, tmp_path, command, options, words):
+def test_bad_input_is_one_line(default_talker, tmp_path, command, options, code, words):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     argument = "Hi" if command == "generate" else tmp_path / "text"
-    one_line(called(command, argument, "-t", 1, *options), 2, words)
-
-
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_a_missing_adapter_is_one_line(default_talker, tmp_path, command):
-    (tmp_path / "text").write_text("The tide came in. " * 9)
-    argument = "Hi" if command == "generate" else tmp_path / "text"
-    done = called(command, argument, "-t", 1, "--lora", tmp_path / "[red].gguf:half")
-    one_line(done, 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE")
+    one_line(called(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
 
 
 def test_a_session_keeps_its_adapters(talker, lora, tmp_path):

@@ -18,8 +18,6 @@ from kvtool.system import files
 from tests import forked
 from tests.held import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pipes of Unix")
-
 
 @contextmanager
 def limited(kind, most):
