@@ -124,7 +124,7 @@ class Terminal:
     def say(self, line):
         """Type a line at a prompt and wait for the next prompt; return the text between them."""
         at = len(self.text)
-        self.type(line if isinstance(line, bytes) else line.encode())
+        self.type(line)
         self.type("\r")
         # the terminal shows the typed line first
         self._read_until(lambda: self.text[at:].endswith(PROMPT))

@@ -1,6 +1,6 @@
 """Random calls of the patched library's C API: each succeeds, or fails with a reason and changes nothing.
 
-    python tests/fuzz/fuzz_api.py --n 10000        # number of plans; other calls are made between plans
+    python -m tests.fuzz.fuzz_api --n 10000   # number of plans; other calls are made between plans
     make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
 
 This file computes the expected answers from the rules in llama-kvtool.h, so it checks more than "no crash".
@@ -11,24 +11,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(name, "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from kvtool.errors import LibraryError  # noqa: E402
-from kvtool.llama.archive import set_layer  # noqa: E402
-from kvtool.llama.context import Context  # noqa: E402
-from kvtool.llama.library import Edit, EnableParams, check, error_text, lib  # noqa: E402
-from kvtool.llama.model import Model  # noqa: E402
-from kvtool.policy import Signal  # noqa: E402
-from tests import tiny  # noqa: E402
+from kvtool.errors import LibraryError
+from kvtool.llama.archive import set_layer
+from kvtool.llama.context import Context
+from kvtool.llama.library import Edit, EnableParams, check, error_text, lib
+from kvtool.llama.model import Model
+from kvtool.policy import Signal
+from tests import tiny
 
 
 class Move(ctypes.Structure):

@@ -1,6 +1,6 @@
 """Run commands on damaged GGUF files, and check how the commands end.
 
-    python tests/fuzz/fuzz_gguf.py --n 2000
+    python -m tests.fuzz.fuzz_gguf --n 2000
 
 The commands are `kvtool models show` and `kvtool generate`. A command must end in time, with one of the
 allowed exit codes and at most one line on stderr. One process runs both commands on many files. If it dies, a
@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 SECONDS = 10
 """Time limit per file in seconds, for both commands together."""
@@ -164,7 +163,7 @@ class Worker:
         """
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, "--serve"],
+                [sys.executable, "-m", "tests.fuzz.fuzz_gguf", "--serve"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
