@@ -292,7 +292,6 @@ def test_turns_that_were_rendered_in_another_way_cannot_be_taken_back(chat):
     assert text.decode() == talk._past(talk.template)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
@@ -325,7 +324,6 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
     files.close()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
@@ -383,7 +381,6 @@ def check_alike(talk, other):
         assert np.abs(saved[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 @pytest.mark.parametrize("has_session", [True, False])
 def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
     story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
@@ -515,7 +512,6 @@ def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
     assert talk.n_turn == 4
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     def names():
         return sorted(path.name for path in tmp_path.iterdir())
@@ -584,7 +580,6 @@ def copy_of(n):
     return file
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
 def test_what_copies_share_drops_none_of_them(monkeypatch):
     monkeypatch.setattr(undo, "MOST_BYTES", 100)
 

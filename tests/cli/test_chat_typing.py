@@ -498,9 +498,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set temp 0") == "temp  0.0"
     # /set shows the most useful settings, and all settings that were changed
     lines = chat.say("/set").split("\n")
-    assert [line.split()[0] for line in lines] == [
-        *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
-    ]
+    assert [line.split()[0] for line in lines] == ["n", "temp", "top_k", "top_p", "min_p", "seed", "/show"]
     assert "there is no setting topp" in chat.say("/set topp 1")
     assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}

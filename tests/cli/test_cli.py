@@ -116,11 +116,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
         (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
         (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
-        (
-            ["perplexity", "TEXT", "--policy", "full", "-c", "64"],
-            5,
-            "does not fit in the cache (64)",
-        ),
+        (["perplexity", "TEXT", "--policy", "full", "-c", "64"], 5, "does not fit in the cache (64)"),
         (
             ["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"],
             5,

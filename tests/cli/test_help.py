@@ -161,15 +161,9 @@ def test_a_command_of_several_lists_their_options_alone():
         (["xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "chat", "x"], "`kvtool chat` has no subcommands; `kvtool chat -h` shows its help"),
-        (
-            ["chat", "--budgett", "3"],
-            "no such option: --budgett (did you mean --budget?); `kvtool chat -h` ",
-        ),
+        (["chat", "--budgett", "3"], "no such option: --budgett (did you mean --budget?); `kvtool chat -h` "),
         (["bench", "--policy", "h2o"], "no such option: --policy; `kvtool bench -h` "),
-        (
-            ["chat", "--temperature", "1"],
-            "no such option: --temperature; use --temp",
-        ),
+        (["chat", "--temperature", "1"], "no such option: --temperature; use --temp"),
         (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),
         (["server"], "there is no command 'server'; use `kvtool serve`"),
