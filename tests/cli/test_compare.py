@@ -44,14 +44,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment variables with a new cache folder, which has links to the usual kernels and models."""
+    """Environment variables with a new cache folder, which has links to the usual kernels and models.
+
+    With PYTHONPATH, Python finds the package from any folder.
+    """
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
-    return os.environ | {"KVTOOL_CACHE": str(cache)}
+    return os.environ | {"KVTOOL_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compare(model, folder, environment):
     def run(*arguments, check=True, **options):
         command = ["compare", "tide.txt", "-m", model, "-t", 1, "--max-tokens", 200, *arguments]
@@ -59,8 +62,6 @@ def compare(model, folder, environment):
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    # this lets Python find the package from any folder
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return run
 
 
@@ -76,14 +77,13 @@ def lasting(records):
 GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole(compare, folder):
     """The file of an uninterrupted comparison."""
     path = folder / "whole.jsonl"
-    if not path.exists():
-        done = compare(*GRID, "--records", path, "--jobs", 2)
-        (folder / "stdout").write_text(done.stdout)
-        (folder / "stderr").write_text(done.stderr)
+    done = compare(*GRID, "--records", path, "--jobs", 2)
+    (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
     return path
 
 
