@@ -116,9 +116,7 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
-def write_like(
-    src, path, *, chat_template=None, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff=64, seed=0
-):
+def write_like(src, path, *, chat_template=None):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
     The new model writes words of ASCII letters. It also writes quotes, braces and digits, often enough to
@@ -128,6 +126,7 @@ def write_like(
     arch = reader.fields["general.architecture"].contents()
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     n_ctx_train = reader.fields[f"{arch}.context_length"].contents()
+    n_layer, n_head, n_head_kv, head_dim, n_ff = 2, 2, 1, 32, 64
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, len(tokens))
     writer = _sized(path, "llama", n_ctx_train, *sizes)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -140,7 +139,7 @@ def write_like(
     scale = np.array(words, np.float32)
     for token in '"}123':
         scale[tokens.index(token)] = 4
-    _add_tensors(writer, *sizes, False, seed, scale=scale)
+    _add_tensors(writer, *sizes, False, 0, scale=scale)
 
 
 def start(

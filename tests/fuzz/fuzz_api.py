@@ -112,9 +112,9 @@ class Fuzz:
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
 
-    def enable(self, signals=None, ragged=None):
+    def enable(self, signals=None):
         signals = int(self.rng.integers(0, 1 << N_SIGNAL)) if signals is None else signals
-        ragged = self.maybe(0.4) if ragged is None else ragged
+        ragged = self.maybe(0.4)
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
@@ -734,11 +734,8 @@ class Fuzz:
         return True
 
 
-def run(n, seed=0, calls=150):
-    """Try n plans. Return a Counter of (call, "done" or "refused").
-
-    calls: number of calls per context.
-    """
+def run(n, seed=0):
+    """Try n plans, with 150 calls per context. Return a Counter of (call, "done" or "refused")."""
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"
@@ -752,7 +749,7 @@ def run(n, seed=0, calls=150):
             fuzz = Fuzz(model, rng, counts)
             try:
                 fuzz.enable(signals=int(rng.integers(0, 1 << N_SIGNAL)))
-                for _ in range(calls):
+                for _ in range(150):
                     fuzz.call()
             except AssertionError as error:
                 raise AssertionError(f"context {number}: {error}") from error

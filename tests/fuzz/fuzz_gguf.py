@@ -214,7 +214,7 @@ def verdict(codes, died, said):
     return ""
 
 
-def run(n, first=0, keep=None, report=lambda number, outcome: None):
+def run(n, first=0, keep=None):
     """Try n files. Return (Counter of outcomes, [(number, fault, stderr), ...])."""
     outcomes, faults = Counter(), []
     worker = Worker()
@@ -230,7 +230,6 @@ def run(n, first=0, keep=None, report=lambda number, outcome: None):
                 outcome = "crash, exit code" if died is not None else "models show, generate:"
                 outcome += f" {died}" if died is not None else " {}, {}".format(*codes)
                 outcomes[outcome] += 1
-                report(number, outcome)
                 if wrong := verdict(codes, died, stderrs[: len(codes)] if codes else stderrs):
                     faults.append((number, wrong, text))
                 if keep and (n == 1 or wrong):
