@@ -229,8 +229,8 @@ check-chance: setup
 	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
 
 fuzz: setup
-	@$(ONE_THREAD) $(PY) tests/fuzz/fuzz_gguf.py --n 2000 --keep fuzz-found
-	@$(ONE_THREAD) $(PY) tests/fuzz/fuzz_api.py --n 10000
+	@$(ONE_THREAD) $(PY) -m tests.fuzz.fuzz_gguf --n 2000 --keep fuzz-found
+	@$(ONE_THREAD) $(PY) -m tests.fuzz.fuzz_api --n 10000
 
 # one heap: what threads leave free in heaps of their own grows for long
 fuzz-serve: setup
@@ -245,7 +245,7 @@ fuzz-sanitized: $(READY)
 		env $(ONE_THREAD) PYTHONPATH="$$site" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 			UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 			LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-			$(PY) tests/fuzz/fuzz_api.py --n 10000
+			$(PY) -m tests.fuzz.fuzz_api --n 10000
 
 papers: setup
 	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }

@@ -45,7 +45,6 @@ def write_llama(
     n_vocab=320,
     n_ctx_train=1024,
     rope="norm",
-    rope_base=10000.0,
     tied=False,
     letters=False,
     chat_template=None,
@@ -65,7 +64,7 @@ def write_llama(
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(rope_base)
+    writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(head_dim)
     if yarn:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -117,9 +116,7 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
-def write_like(
-    src, path, *, chat_template=None, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff=64, seed=0
-):
+def write_like(src, path, *, chat_template=None):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
     The new model writes words of ASCII letters. It also writes quotes, braces and digits, often enough to
@@ -129,6 +126,7 @@ def write_like(
     arch = reader.fields["general.architecture"].contents()
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     n_ctx_train = reader.fields[f"{arch}.context_length"].contents()
+    n_layer, n_head, n_head_kv, head_dim, n_ff = 2, 2, 1, 32, 64
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, len(tokens))
     writer = _sized(path, "llama", n_ctx_train, *sizes)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -141,7 +139,7 @@ def write_like(
     scale = np.array(words, np.float32)
     for token in '"}123':
         scale[tokens.index(token)] = 4
-    _add_tensors(writer, *sizes, False, seed, scale=scale)
+    _add_tensors(writer, *sizes, False, 0, scale=scale)
 
 
 def start(
@@ -181,6 +179,14 @@ def _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, 
     writer.add_head_count_kv(n_head_kv)
     writer.add_vocab_size(n_vocab)
     return writer
+
+
+def _write(writer):
+    """Write all that was added to a GGUFWriter to its file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class Tensors:
@@ -231,6 +237,13 @@ class Tensors:
             "attn_output": self.matrix(self.n_embd, n_head * head_dim, O_STD),
         }
 
+    def qk_norms(self, head_dim, size=1.0):
+        """Return norms of queries and keys, which make both `size` times as large as without norms."""
+        return {
+            "attn_q_norm": self.norm(head_dim, Q_STD * size),
+            "attn_k_norm": self.norm(head_dim, K_STD * size),
+        }
+
     def feed_forward(self, n_ff):
         return {
             "ffn_norm": self.norm(),
@@ -246,10 +259,7 @@ class Tensors:
             self.writer.add_tensor(f"blk.{i}.{name}{ending}", tensor)
 
     def write(self):
-        self.writer.write_header_to_file()
-        self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
-        self.writer.close()
+        _write(self.writer)
 
 
 def _add_tensors(
@@ -273,15 +283,10 @@ def _add_tensors(
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
             # post_ffw_norm is small, to limit the errors of llama.cpp's GELU, which is an f16 table
-            tensors.add_layer(
-                i,
-                {
-                    "attn_q_norm": tensors.norm(head_dim, Q_STD),
-                    "attn_k_norm": tensors.norm(head_dim, K_STD),
-                    "post_attention_norm": tensors.norm(size=n_embd**0.5),
-                    "post_ffw_norm": tensors.norm(size=0.1),
-                },
-            )
+            norms = tensors.qk_norms(head_dim)
+            norms["post_attention_norm"] = tensors.norm(size=n_embd**0.5)
+            norms["post_ffw_norm"] = tensors.norm(size=0.1)
+            tensors.add_layer(i, norms)
     tensors.write()
 
 
@@ -344,27 +349,24 @@ def _copy_metadata(reader, writer, *but, only=""):
             writer.add_key_value(key, field.contents(), gguf.GGUFValueType.ARRAY, field.types[-1])
 
 
-def write_lora(path, model, *, rank=4, alpha=8.0, arch=None, seed=0):
+def write_lora(path, model, *, arch=None, seed=0):
     """Write a random LoRA adapter for all matrices of a model's layers.
 
     The adapter changes the model's logits.
     arch: architecture in the adapter's header; defaults to the model's architecture.
     """
-    reader, rng = gguf.GGUFReader(model), np.random.default_rng(seed)
+    rank, reader, rng = 4, gguf.GGUFReader(model), np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, arch or reader.fields["general.architecture"].contents())
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 8.0)
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
             n_in, n_out = tensor.shape.tolist()
             a, b = rng.standard_normal((rank, n_in)), rng.standard_normal((n_out, rank))
             writer.add_tensor(f"{tensor.name}.lora_a", (a / n_in**0.5).astype(np.float32))
             writer.add_tensor(f"{tensor.name}.lora_b", (b * 0.1).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
 
 
 def merge(model, path, adapters):
@@ -382,10 +384,7 @@ def merge(model, path, adapters):
             weights[name] += (scale * alpha / len(a) * (b @ a)).astype(np.float32)
     for name, values in weights.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
 
 
 def split(src, prefix, n):
@@ -404,8 +403,5 @@ def split(src, prefix, n):
         # a part takes every n-th tensor: llama.cpp accepts any division into parts
         for tensor in reader.tensors[number::n]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        _write(writer)
     return [Path(path) for path in paths]

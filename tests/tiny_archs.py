@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiny import K_STD, O_STD, Q_STD, Tensors, start
-from tests.tiny_kinds import HEAD_DIM, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB, write_gemma4, write_lfm2
+from tests import tiny_kinds
+from tests.tiny import K_STD, O_STD, Q_STD, Tensors
+from tests.tiny_kinds import HEAD_DIM, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB, begin
 
 N_CTX_TRAIN = 256
 N_EXPERT = 4
@@ -27,21 +28,6 @@ def main() -> None:
     folder = parser.parse_args().folder
     for name, write in ARCHS.items():
         write(folder / f"{name}.gguf", n_ctx_train=N_CTX_TRAIN)
-
-
-def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV):
-    writer = start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    return writer
-
-
-def _qk_norms(tensors, size=1.0):
-    """Return norms of queries and keys. They make both `size` times as large as in a model without norms."""
-    return {
-        "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
-        "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
-    }
 
 
 def _experts(tensors):
@@ -75,7 +61,7 @@ def _add_expert_sizes(writer, n_dense):
 
 def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """RoPE has factors. Feed-forward networks have no gate. Each layer has its own xIELU parameters."""
-    writer = _start(path, "apertus", n_ctx_train, n_layer)
+    writer = begin(path, "apertus", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_xielu_alpha_n([0.9, 0.6])
     writer.add_xielu_alpha_p([0.7, 1.1])
@@ -88,7 +74,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
         tensors.add_layer(
             i,
             tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
-            | _qk_norms(tensors)
+            | tensors.qk_norms(HEAD_DIM)
             | _feed_forward_without_gate(tensors),
         )
     tensors.write()
@@ -96,7 +82,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """The inputs of attn_output and ffn_down are normalized. Matrices have scales. Embeddings are tied."""
-    writer = _start(path, "bitnet", n_ctx_train, n_layer)
+    writer = begin(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
     for i in range(n_layer):
@@ -109,7 +95,7 @@ def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
     """Attention is plain, with a KV head for each query head. All layers except the first have experts."""
-    writer = _start(path, "deepseek2-ocr", n_ctx_train, n_layer, n_head_kv=N_HEAD)
+    writer = begin(path, "deepseek2-ocr", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     _add_expert_sizes(writer, 1)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
@@ -129,7 +115,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
-    writer = _start(path, "gemma3n", n_ctx_train, n_layer)
+    writer = begin(path, "gemma3n", n_ctx_train, n_layer)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_freq_base_swa(1000.0)
@@ -148,7 +134,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
             i,
             tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
             # norms divide by sqrt(HEAD_DIM), since gemma3n does not scale attention logits
-            | _qk_norms(tensors, HEAD_DIM**-0.25)
+            | tensors.qk_norms(HEAD_DIM, HEAD_DIM**-0.25)
             | tensors.feed_forward(N_FF)
             | {
                 "post_attention_norm": tensors.norm(size=2.0),
@@ -177,7 +163,7 @@ def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
     The other half of each key is rotated, and is the same for all heads.
     """
     n_nope = n_rot = n_value = HEAD_DIM
-    writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
+    writer = begin(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_key_length(n_nope + n_rot)
     writer.add_value_length(n_value)
     writer.add_kv_lora_rank(n_latent)
@@ -210,7 +196,7 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     slides = [False, True, True, False, True]
     n_layer, n_dense = len(slides), 1
     n_head = [6 if is_sliding else N_HEAD for is_sliding in slides]
-    writer = _start(path, "step35", n_ctx_train, n_layer, n_head)
+    writer = begin(path, "step35", n_ctx_train, n_layer, n_head)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_dimension_count(HEAD_DIM)
@@ -232,7 +218,7 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
         tensors.add_layer(
             i,
             tensors.attention(n_head[i], N_HEAD_KV, HEAD_DIM)
-            | _qk_norms(tensors)
+            | tensors.qk_norms(HEAD_DIM)
             | {"attn_gate": tensors.matrix(n_head[i], N_EMBD)}
             | (
                 tensors.feed_forward(N_FF)
@@ -248,8 +234,8 @@ ARCHS = {
     "bitnet": write_bitnet,
     "deepseek2-ocr": write_deepseek2_ocr,
     "gemma3n": write_gemma3n,
-    "gemma4": write_gemma4,
-    "lfm2": write_lfm2,
+    "gemma4": tiny_kinds.write_gemma4,
+    "lfm2": tiny_kinds.write_lfm2,
     "plm": write_plm,
     "step35": write_step35,
 }

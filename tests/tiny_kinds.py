@@ -23,8 +23,9 @@ def write(arch, path, /, **shape):
 write_deci = partial(tiny.write_llama, arch="deci")
 
 
-def _start(path, arch, n_ctx_train, n_layer, n_head_kv=N_HEAD_KV, eps=1e-5):
-    writer = start(path, arch, n_ctx_train, n_layer, N_HEAD, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
+def begin(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV, eps=1e-5):
+    """Return a GGUFWriter with the tokenizer, and with the header fields that most architectures have."""
+    writer = start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
     writer.add_layer_norm_rms_eps(eps)
     writer.add_rope_freq_base(10000.0)
     return writer
@@ -40,7 +41,7 @@ def _write_plain(writer, n_layer, seed):
 
 def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
     """The fourth layer does not rotate its keys (NoPE)."""
-    writer = _start(path, "smollm3", n_ctx_train, n_layer)
+    writer = begin(path, "smollm3", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     _write_plain(writer, n_layer, seed)
 
@@ -53,7 +54,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """
     # llama.cpp always uses an eps of 0 for this architecture. tests/reference uses the eps of the file, so
     # this eps is nearly 0.
-    writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
+    writer = begin(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
     tensors = Tensors(writer, N_EMBD, seed)
@@ -74,7 +75,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, seed=0):
     """Every second layer attends to the whole stream; the rest slide."""
-    writer = _start(path, "gpt-oss", n_ctx_train, n_layer)
+    writer = begin(path, "gpt-oss", n_ctx_train, n_layer)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_sliding_window(window)
@@ -114,7 +115,7 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
     Its state keeps the newest n_conv - 1 tokens.
     """
     n_layer = len(n_head_kv)
-    writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
+    writer = begin(path, "lfm2", n_ctx_train, n_layer, n_head_kv=list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
     if chat_template:
         writer.add_chat_template(chat_template)
@@ -122,10 +123,7 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, c
     tensors.add_ends(N_VOCAB, output_norm="token_embd_norm")
     for i in range(n_layer):
         if n_head_kv[i]:
-            mix = tensors.attention(N_HEAD, n_head_kv[i], HEAD_DIM) | {
-                "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
-                "attn_k_norm": tensors.norm(HEAD_DIM, K_STD),
-            }
+            mix = tensors.attention(N_HEAD, n_head_kv[i], HEAD_DIM) | tensors.qk_norms(HEAD_DIM)
         else:
             mix = {
                 "attn_norm": tensors.norm(),
@@ -149,7 +147,7 @@ def write_qwen35(
     hidden: scale of the hidden states in the input of the MTP layer. With 0, they have no effect.
     """
     n_state, n_group, n_rank = 32, 2, 4
-    writer = _start(path, "qwen35", n_ctx_train, n_layer + mtp)
+    writer = begin(path, "qwen35", n_ctx_train, n_layer + mtp)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_dimension_count(HEAD_DIM)
@@ -186,11 +184,9 @@ def write_qwen35(
             writer.add_tensor(f"blk.{i}.ssm_a", -tensors.norm(n_rank))
         else:
             # for each head, attn_q has first the query and then a gate for the head's output
-            mix = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
-                "attn_q": tensors.matrix(2 * N_HEAD * HEAD_DIM, N_EMBD),
-                "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
-                "attn_k_norm": tensors.norm(HEAD_DIM, K_STD),
-            }
+            mix = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+            mix["attn_q"] = tensors.matrix(2 * N_HEAD * HEAD_DIM, N_EMBD)
+            mix |= tensors.qk_norms(HEAD_DIM)
             mix["attn_output"] *= np.float32(quiet)
         tensors.add_layer(i, mix | feed)
     if mtp:
@@ -202,7 +198,7 @@ def write_qwen35(
 
 def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """Queries and keys are normalized after their rotation. The norms have weights."""
-    writer = _start(path, "maincoder", n_ctx_train, n_layer)
+    writer = begin(path, "maincoder", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
@@ -215,12 +211,12 @@ def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """Attention logits decrease with distance (ALiBi). Keys are not rotated."""
-    _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)
+    _write_plain(begin(path, "refact", n_ctx_train, n_layer), n_layer, seed)
 
 
 def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n_ctx_train=1024, seed=0):
     """Attention logits are capped. Every other layer slides."""
-    writer = _start(path, "gemma2", n_ctx_train, n_layer, n_head_kv, 1e-6)
+    writer = begin(path, "gemma2", n_ctx_train, n_layer, n_head_kv=n_head_kv, eps=1e-6)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_sliding_window(window)
@@ -237,7 +233,7 @@ def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n
 
 def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """A learned position vector is added to each token's embedding. All norms have biases."""
-    writer = _start(path, "gpt2", n_ctx_train, n_layer, N_HEAD)
+    writer = begin(path, "gpt2", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_layer_norm_eps(1e-5)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
@@ -303,7 +299,7 @@ def write_deepseek2(
     more: function that returns the additional tensors of a layer of `arch`.
     """
     n_nope, n_value = 32, 40
-    writer = _start(path, arch, n_ctx_train, n_layer, 1)
+    writer = begin(path, arch, n_ctx_train, n_layer, n_head_kv=1)
     add_keys(writer)
     writer.add_key_length(n_latent + n_rot)
     writer.add_value_length(n_latent)
@@ -351,11 +347,11 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
     """
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
-    writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)
-    for add in (writer.add_key_length, writer.add_value_length):
-        add(HEAD_DIM)
-    for add in (writer.add_key_length_swa, writer.add_value_length_swa):
-        add(HEAD_DIM)
+    writer = begin(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_key_length_swa(HEAD_DIM)
+    writer.add_value_length_swa(HEAD_DIM)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_count_swa(HEAD_DIM)
     writer.add_rope_freq_base_swa(1000.0)
@@ -370,15 +366,12 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
     factors = np.repeat(np.float32([1, 4, 1e30]), [8, 4, 4])
     writer.add_tensor("rope_freqs.weight", factors)
     for i in range(n_layer):
-        attention = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
-            # norms divide by sqrt(HEAD_DIM), since gemma4 does not scale attention logits
-            "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * HEAD_DIM**-0.25),
-            "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * HEAD_DIM**-0.25),
-        }
+        # norms divide by sqrt(HEAD_DIM), since gemma4 does not scale attention logits
+        attention = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+        attention |= tensors.qk_norms(HEAD_DIM, HEAD_DIM**-0.25)
         if i >= n_own:
-            attention = {
-                name: attention[name] for name in attention if name not in ("attn_k", "attn_k_norm", "attn_v")
-            }
+            for name in ("attn_k", "attn_k_norm", "attn_v"):
+                del attention[name]
         behind = {
             "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
             # small, to limit the errors of llama.cpp's GELU, which is an f16 table

@@ -55,8 +55,8 @@ def models(tmp_path_factory):
         model.close()
 
 
-def json_of(model, what=CITY):
-    return Matcher(Vocabulary.of(model), schema.enforced(what).rules)
+def json_of(model):
+    return Matcher(Vocabulary.of(model), schema.enforced(CITY).rules)
 
 
 def fitting(constraint, model):
@@ -67,13 +67,13 @@ def fitting(constraint, model):
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=model.n_vocab, bitorder="little"))
 
 
-def wander(constraint, model, rng, n=400, preferred=()):
+def wander(constraint, model, rng, preferred):
     """Draw random tokens that the constraint allows, until the turn ends.
 
     preferred: tokens to draw more often.
     """
     tokens = []
-    while len(tokens) < n:
+    while len(tokens) < 400:
         allowed = fitting(constraint, model)
         drawable = np.intersect1d(allowed, preferred)
         token = int(rng.choice(drawable if len(drawable) and rng.random() < 0.3 else allowed))

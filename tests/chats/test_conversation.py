@@ -69,11 +69,11 @@ def real_chat(real_model):
 def chats(model):
     talks = []
 
-    def make(policy="buzz", budget=256, system=None, evict_every=None, **settings):
+    def make(policy="buzz", budget=256, system=None, evict_every=None, undoable=False, **settings):
         settings = Settings(n_batch=64, n_threads=1, **settings)
         engine = Engine(model, policies.fit(policy, budget, evict_every), settings)
-        sampler = greedy(model)
-        talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
+        writer = Writer(engine, greedy(model))
+        talks.append(Conversation(writer, template_of(model), system, undoable=undoable))
         return talks[-1]
 
     yield make
@@ -155,8 +155,7 @@ def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(cha
 
 
 def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
-    talk = chat(budget=64, system="word " * 200)
-    talk.undoable = True
+    talk = chat(budget=64, system="word " * 200, undoable=True)
     with pytest.raises(UsageError, match="choose a larger budget"):
         "".join(talk.reply("Hello", 4))
     assert talk.undo() is None
@@ -217,8 +216,7 @@ def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monke
 
 
 def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     first, id_ = "".join(talk.reply("Name a fruit.", 12)), talk.id
     "".join(talk.reply("Another.", 12))
     talk.remember("/reset")
@@ -242,8 +240,7 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
 
 
 def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept(chat):
-    talk = chat(system="You are a pirate.")
-    talk.undoable = True
+    talk = chat(system="You are a pirate.", undoable=True)
     assert not talk.undo()
     first = "".join(talk.reply("Name a fruit.", 12))
     before = (talk.writer.engine.n_past, list(talk.messages))
@@ -261,8 +258,7 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
 
 
 def test_a_budget_in_the_prompt_is_taken_back_with_the_chat(chat):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions())
     talk.use_template(Template(COUNTS, "", ""))
     "".join(talk.reply("Name a fruit.", 4))
@@ -296,10 +292,8 @@ def test_turns_that_were_rendered_in_another_way_cannot_be_taken_back(chat):
     assert text.decode() == talk._past(talk.template)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
 
     def turn(text):
@@ -330,10 +324,8 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
     files.close()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
     "".join(talk.reply("Name a fruit.", 4))
     files.keep()
@@ -357,8 +349,7 @@ def keep(chat):
 
     def make(path):
         # the archive has the same type as the cache, so a restored state equals the saved state
-        talk = chat("recall", 64, "Be brief.", archive_type="f16")
-        talk.undoable = True
+        talk = chat("recall", 64, "Be brief.", archive_type="f16", undoable=True)
         opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
         return talk, opened[-1]
 
@@ -390,7 +381,6 @@ def check_alike(talk, other):
         assert np.abs(saved[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 @pytest.mark.parametrize("has_session", [True, False])
 def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
     story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
@@ -434,8 +424,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
 
 
 def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
-    talk = chat("recall", 64, "Be brief.", archive_type="f16")
-    talk.undoable = True
+    talk = chat("recall", 64, "Be brief.", archive_type="f16", undoable=True)
     monkeypatch.setattr(session, "dump", _fails)
     texts = [
         "Tell me a story of the sea, and of the keeper of a light.",
@@ -473,8 +462,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
     chat, tmp_path, monkeypatch, policy
 ):
     def talker():
-        talk = chat(policy, 64, "Be brief.")
-        talk.undoable = True
+        talk = chat(policy, 64, "Be brief.", undoable=True)
         files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), tmp_path / "chat.kvs")
         return talk, files
 
@@ -507,8 +495,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
     ids=["recall", "h2o"],
 )
 def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
-    talk = chat(budget=64, **settings)
-    talk.undoable = True
+    talk = chat(budget=64, **settings, undoable=True)
     text = "Tell me a story of the sea, and of the keeper of a light."
     for _ in range(6):
         "".join(talk.reply(text, 12))
@@ -525,7 +512,6 @@ def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
     assert talk.n_turn == 4
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     def names():
         return sorted(path.name for path in tmp_path.iterdir())
@@ -594,7 +580,6 @@ def copy_of(n):
     return file
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
 def test_what_copies_share_drops_none_of_them(monkeypatch):
     monkeypatch.setattr(undo, "MOST_BYTES", 100)
 
@@ -634,8 +619,7 @@ def test_the_oldest_copies_are_dropped(monkeypatch, sizes, left):
 
 
 def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     "".join(talk.reply("one", 2))
     for text in ("two", "three"):
         assert talk.remember(text)
@@ -664,8 +648,7 @@ def damage(file):
 
 
 def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
-    talk = chat()
-    talk.undoable = True
+    talk = chat(undoable=True)
     for text in ("one", "two"):
         "".join(talk.reply(text, 2))
         talk.remember(f"/{text}")
@@ -678,8 +661,7 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
 
 
 def test_marks_under_a_damaged_copy_are_dropped_because_they_are_those_of_another_stream(chat):
-    talk = chat("recall", 64)
-    talk.undoable = True
+    talk = chat("recall", 64, undoable=True)
     "".join(talk.reply("one", 2))
     talk.remember("/reset")
     talk.reset()
@@ -779,8 +761,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
     # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore it
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
-    talk, path = chat("recall", 64), tmp_path / "chat.kvs"
-    talk.undoable = True
+    talk, path = chat("recall", 64, undoable=True), tmp_path / "chat.kvs"
     files = ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path)
     out = io.StringIO()
     terminal = Terminal(talk, files, "recall", console=Console(file=out, force_terminal=True))
@@ -807,8 +788,7 @@ def stream(talk):
 @pytest.mark.parametrize("stopped", ["answer", "read_prompt"])
 def test_a_turn_that_was_to_be_replaced_is_back_after_ctrl_c(chat, tmp_path, monkeypatch, policy, stopped):
     handler = signal.signal(signal.SIGINT, lambda *_: None)
-    talk, path = chat(policy, 1024 if policy == "full" else 64), tmp_path / "chat.kvs"
-    talk.undoable = True
+    talk, path = chat(policy, 1024 if policy == "full" else 64, undoable=True), tmp_path / "chat.kvs"
     files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(n=12), path)
     out = io.StringIO()
     terminal = Terminal(talk, files, policy, console=Console(file=out, force_terminal=True))

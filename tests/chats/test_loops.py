@@ -20,8 +20,7 @@ from tests.serve.serving import serving
 ROOT = Path(__file__).parents[2]
 TEXTS = ("docs/*.md", "lab/papers/*.md", "*.md", "*.txt", "kvtool/**/*.py", "kvtool/**/*.js")
 TEXTS += ("kvtool/**/*.css", "patches/**/*.cpp", "patches/*.patch", "lab/papers/records/*.jsonl")
-TEXTS += ("tests/data/*",)
-TEXTS += ("tests/*/test_r*.py",)
+TEXTS += ("tests/data/*", "tests/*/test_r*.py")
 LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opcode.py", "calendar.py")
 
 

@@ -15,16 +15,13 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from tests import tiny
+from tests.tiny import CHATML
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-UPPER = CHATML.replace("m['content']", "(m['content'] | upper)")
-TRIMMED = CHATML.replace("m['content']", "(m['content'] | trim)")
+UPPER = CHATML.replace("m.content", "(m.content | upper)")
+TRIMMED = CHATML.replace("m.content", "(m.content | trim)")
 TWICE = CHATML + "{{ messages[0]['content'] }}"
-FIRST_WORDS = CHATML.replace("m['content']", "m['content'][:8]")
-DROPPED = CHATML.replace("in messages", "in messages if m['role'] == 'user'")
+FIRST_WORDS = CHATML.replace("m.content", "m.content[:8]")
+DROPPED = CHATML.replace("in messages", "in messages if m.role == 'user'")
 LAST = CHATML.replace("in messages", "in messages | reverse")
 COUNTED = "{{ messages[0]['content'] | length }}" + CHATML
 
@@ -64,7 +61,7 @@ def test_a_system_prompt_is_found_whatever_it_says(source, system, prefix):
         (CHATML, "Summarize: ", "<|im_start|>user\nSummarize: "),
         (UPPER, "Summarize:", "<|im_start|>user\nSUMMARIZE:"),
         (TRIMMED, "  Summarize:", "<|im_start|>user\nSummarize:"),
-        (CHATML.replace("m['content']", "'a text'"), "Summarize:", None),
+        (CHATML.replace("m.content", "'a text'"), "Summarize:", None),
     ],
 )
 def test_a_request_before_a_text_is_found_whatever_it_says(source, request_, prefix):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pyte
 
+from kvtool.chats import session
 from tests import forked
 from tests.held import PATIENCE_S
 
@@ -123,7 +124,7 @@ class Terminal:
     def say(self, line):
         """Type a line at a prompt and wait for the next prompt; return the text between them."""
         at = len(self.text)
-        self.type(line if isinstance(line, bytes) else line.encode())
+        self.type(line)
         self.type("\r")
         # the terminal shows the typed line first
         self._read_until(lambda: self.text[at:].endswith(PROMPT))
@@ -160,6 +161,11 @@ class Terminal:
     def close(self):
         self.kill()
         os.close(self.master)
+
+
+def user_messages(path):
+    """Return the texts of the user's turns in a session file."""
+    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
 @contextmanager

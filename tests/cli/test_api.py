@@ -93,12 +93,11 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
 
 
 def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
-    model = load_model(smollm2)
-    starts, tokenize = [], model.tokenize
-    monkeypatch.setattr(
-        model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
-    )
-    try:
+    with closing(load_model(smollm2)) as model:
+        starts, tokenize = [], model.tokenize
+        monkeypatch.setattr(
+            model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
+        )
         with_one = Settings(n_threads=1, n_batch=64)
         engine = kvtool.Engine(model, load_policy("local", 64), with_one)
         first = "".join(kvtool.generate(engine, "One, two, three,", n_max=6))
@@ -115,8 +114,6 @@ def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
         # only a text that starts a stream gets a BOS
         assert starts == [True, False, True]
         engine.close()
-    finally:
-        model.close()
 
 
 POLICIES = {

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
 
-from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
 from kvtool.cli.chat.show import HELP, KEYS, NOTES
 from tests import tiny
-from tests.cli.terminal import terminals
-
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+from tests.cli.terminal import terminals, user_messages
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
 """Options of most tests.
@@ -43,10 +39,6 @@ def four_turns(talker, tmp_path_factory):
 @pytest.fixture
 def chat_kv(four_turns, tmp_path):
     return shutil.copy(four_turns, tmp_path / "chat.kv")
-
-
-def turns(path):
-    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
 FOUR = [f"turn {i}" for i in range(4)]
@@ -154,7 +146,7 @@ def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
     (tmp_path / "empty.kv").touch()
     assert "saved to" in chat.say(f"/save {tmp_path / 'empty.kv'}")
     chat.leave()
-    assert turns(tmp_path / "new.kv") == turns(tmp_path / "empty.kv") == ["hello"]
+    assert user_messages(tmp_path / "new.kv") == user_messages(tmp_path / "empty.kv") == ["hello"]
     assert not list(tmp_path.glob("*.lock"))
 
 
@@ -166,11 +158,11 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
         assert f"{chat_kv} holds another chat (4 turns, saved " in chat.wait_for("Replace it? [y/N] ")
         chat.type(answer if answer == "\x03" else f"{answer}\n")
         assert message in chat.wait_for("\n> ")
-        assert turns(chat_kv) == (FOUR if message == "not saved" else ["hello"])
+        assert user_messages(chat_kv) == (FOUR if message == "not saved" else ["hello"])
     # /save replaces an earlier state of the same chat without a question
     chat.say("more")
     assert "saved to" in chat.say(f"/save {chat_kv}")
-    assert turns(chat_kv) == ["hello", "more"]
+    assert user_messages(chat_kv) == ["hello", "more"]
     # /save asks before it replaces a later state of the same chat
     chat.say("/undo")
     chat.type(f"/save {chat_kv}\n")
@@ -178,7 +170,7 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
     chat.type("n\n")
     chat.wait_for("\n> ")
     chat.leave()
-    assert turns(chat_kv) == ["hello", "more"]
+    assert user_messages(chat_kv) == ["hello", "more"]
 
 
 def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv):
@@ -187,7 +179,7 @@ def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv)
     chat.say("hello")
     assert "in use by another chat" in chat.say(f"/save {chat_kv}")
     chat.leave()
-    assert turns(chat_kv) == FOUR
+    assert user_messages(chat_kv) == FOUR
 
 
 CHANGES = ("/reset", "/system Be a pirate.", "/load {other}")
@@ -209,7 +201,7 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
     message = chat.say(change.format(other=other_kv))
     assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in message
     chat.kill() if end == "killed" else chat.leave()
-    assert turns(chat_kv) == FOUR
+    assert user_messages(chat_kv) == FOUR
     again = terminal("--session", chat_kv)
     assert "continuing after 4 turns" in again.text
 
@@ -224,11 +216,11 @@ def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other
     chat.say(change.format(other=other_kv))
     assert f"the previous chat of {chat_kv} is now in chat.kv.2" in chat.say("five")
     assert chat_kv.with_name("chat.kv.2").read_bytes() == before
-    assert turns(chat_kv) == [*loaded, "five"]
+    assert user_messages(chat_kv) == [*loaded, "five"]
     assert "previous" not in chat.say("six")
     chat.kill()
-    assert turns(chat_kv) == [*loaded, "five", "six"]
-    assert turns(chat_kv.with_name("chat.kv.2")) == FOUR
+    assert user_messages(chat_kv) == [*loaded, "five", "six"]
+    assert user_messages(chat_kv.with_name("chat.kv.2")) == FOUR
     assert chat_kv.with_name("chat.kv.1").read_text() == "mine"
 
 
@@ -243,16 +235,16 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     assert 'took back the turn "five"; the chat has ' + (
         str(n_loaded) if n_loaded else "no"
     ) + " turn" in chat.say("/undo")
-    assert turns(chat_kv) == ["other"][:n_loaded]
+    assert user_messages(chat_kv) == ["other"][:n_loaded]
     command = name if n_loaded else name.split()[0]
     # /undo can also take back the four turns of the earlier process
     assert f"took back {command}; the chat has 5 turns; /undo can take back 5 more" in chat.say("/undo")
-    assert turns(chat_kv) == [*FOUR, "turn 4"]
+    assert user_messages(chat_kv) == [*FOUR, "turn 4"]
     # chat.kv has the whole chat again, so the set-aside file chat.kv.1 is gone
     assert not chat_kv.with_name("chat.kv.1").exists()
     assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
     chat.kill()
-    assert turns(chat_kv) == FOUR
+    assert user_messages(chat_kv) == FOUR
 
 
 def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
@@ -266,13 +258,13 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
         assert message.endswith(previous)
         assert chat_kv.read_bytes() == saved
     assert "previous" not in chat.say("/undo")
-    assert turns(chat_kv) == FOUR
+    assert user_messages(chat_kv) == FOUR
     # the chat reports when an undo moves the set-aside file back
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
-    assert turns(chat_kv.with_name("chat.kv.1")) == FOUR
+    assert user_messages(chat_kv.with_name("chat.kv.1")) == FOUR
     assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 2")
-    assert turns(chat_kv) == FOUR
+    assert user_messages(chat_kv) == FOUR
     assert not chat_kv.with_name("chat.kv.1").exists()
     chat.leave()
 
@@ -289,7 +281,7 @@ def test_a_session_without_turns_is_told(terminal, tmp_path):
         assert f"\na new chat, saved in {path}\n" in each.text
 
 
-def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):
+def test_an_older_copy_of_the_same_chat_replaces_no_user_messages(terminal, chat_kv, tmp_path):
     chat = terminal("--session", chat_kv)
     chat.say(f"/save {tmp_path / 'copy.kv'}")
     chat.say("turn 4")
@@ -297,11 +289,11 @@ def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp
     assert "continuing after 4 turns" in message
     assert f"{chat_kv} holds the previous chat" in message
     assert "is now in chat.kv.1" in chat.say("another")
-    assert turns(chat_kv) == [*FOUR, "another"]
-    assert turns(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
+    assert user_messages(chat_kv) == [*FOUR, "another"]
+    assert user_messages(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
     chat.say("/undo")
     assert "took back /load" in chat.say("/undo")
-    assert turns(chat_kv) == [*FOUR, "turn 4"]
+    assert user_messages(chat_kv) == [*FOUR, "turn 4"]
     assert not chat_kv.with_name("chat.kv.1").exists()
     chat.leave()
 
@@ -324,7 +316,7 @@ def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
     assert "choose a larger budget" in chat.say("/system " + "long " * 300)
     assert chat.say("/system") == "(none)"
     assert chat.say("more").endswith("tokens/s")
-    assert turns(chat_kv) == [*FOUR, "more"]
+    assert user_messages(chat_kv) == [*FOUR, "more"]
     chat.leave()
 
 
@@ -335,7 +327,7 @@ def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
     chat.say("more")
     chat.leave()
     assert link.is_symlink()
-    assert turns(chat_kv) == [*FOUR, "more"]
+    assert user_messages(chat_kv) == [*FOUR, "more"]
 
 
 def test_a_template_that_cuts_the_system_prompt_is_told(tmp_path):

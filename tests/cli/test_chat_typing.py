@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
+import signal
+import termios
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from kvtool.chats import session
+from kvtool.cli.chat import screen
 from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
-from tests.cli.terminal import terminals
+from tests.cli.terminal import terminals, user_messages
 from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -26,10 +33,6 @@ UP = "\x1b[A"
 def terminal(talker, tmp_path):
     with terminals(talker, *SMALL, env={"XDG_STATE_HOME": str(tmp_path)}) as start:
         yield start
-
-
-def user_messages(path):
-    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +118,6 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
     """typed_at(keys, default): the text that a prompt with this default returns after these keys."""
-    from prompt_toolkit.application import create_app_session
-    from prompt_toolkit.input import create_pipe_input
-    from prompt_toolkit.output import DummyOutput
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def typed(keys, default="", selected=False):
@@ -149,15 +148,10 @@ def test_an_offered_line_is_not_selected(typed_at):
 
 
 def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
-    from prompt_toolkit.application import Application
-
     suspended = []
     monkeypatch.setattr(Application, "suspend_to_background", lambda self: suspended.append(self))
     assert typed_at("he\x1allo\r") == "hello"
     assert len(suspended) == 1
-
-
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 
 def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
@@ -297,7 +291,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
     notice = "\nthe last turn is unchanged\n"
-    for leaving, screen in (
+    for leaving, shown in (
         ("\x03", f"> one{notice}\n> "),
         ("\x15\r", f"\n>{notice}\n> "),
         ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> /x"),
@@ -305,7 +299,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
-        chat.until(screen)
+        chat.until(shown)
         assert user_messages(path) == ["one"]
     chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")
@@ -405,16 +399,10 @@ def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(termi
 
 
 def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
-    import pty
-    import signal
-    import termios
-
-    from kvtool.cli.chat.screen import Keys
-
     master, theirs = pty.openpty()
     with open(theirs, closefd=False) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
+        before, (keys, handler) = termios.tcgetattr(theirs), (screen.Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
             # restore the terminal's settings, as a shell does between a stop and `fg`
@@ -434,10 +422,6 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
 
 
 def test_ctrl_c_ends_a_question_and_not_the_rest_of_its_command(monkeypatch):
-    import signal
-
-    from kvtool.cli.chat import screen
-
     handlers = []
     monkeypatch.setattr(
         screen, "confirmed", lambda question: handlers.append(signal.getsignal(signal.SIGINT))
@@ -514,9 +498,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set temp 0") == "temp  0.0"
     # /set shows the most useful settings, and all settings that were changed
     lines = chat.say("/set").split("\n")
-    assert [line.split()[0] for line in lines] == [
-        *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
-    ]
+    assert [line.split()[0] for line in lines] == ["n", "temp", "top_k", "top_p", "min_p", "seed", "/show"]
     assert "there is no setting topp" in chat.say("/set topp 1")
     assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
@@ -544,8 +526,6 @@ def test_an_editor_writes_a_turn(terminal, tmp_path):
     assert "> /edit\nline one\nline two\n" in chat.text
     chat.kill()
     assert user_messages(tmp_path / "chat.kv") == ["line one\nline two"]
-    chat = terminal(env={"VISUAL": str(tmp_path / "none")})
-    assert "set $EDITOR to an editor that works" in chat.say("/edit")
 
 
 def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):

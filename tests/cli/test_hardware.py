@@ -61,31 +61,24 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "words"),
     [
-        (["-ot", "[red](=CPU"], "--override-tensor: '[red](' is not a regular expression"),
-        (["-ot", "[red]=GPU0"], "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),
-        (["-ot", "[red]"], "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got '[red]'"),
-        (["-ts", "0,0"], "--tensor-split needs a share above 0, got '0,0'"),
-        (["-sm", "tensor"], "--split-mode must be none, layer or row, got 'tensor'"),
-        (["-mg", "-1"], "--main-gpu must be at least 0, got -1"),
-        (["--lora", "a.gguf:inf"], "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
-        (["--lora-scaled", "a.gguf:1"], "no such option: --lora-scaled; use --lora"),
+        (["-ot", "[red](=CPU"], 2, "--override-tensor: '[red](' is not a regular expression"),
+        (["-ot", "[red]=GPU0"], 2, "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),
+        (["-ot", "[red]"], 2, "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got '[red]'"),
+        (["-ts", "0,0"], 2, "--tensor-split needs a share above 0, got '0,0'"),
+        (["-sm", "tensor"], 2, "--split-mode must be none, layer or row, got 'tensor'"),
+        (["-mg", "-1"], 2, "--main-gpu must be at least 0, got -1"),
+        (["--lora", "a.gguf:inf"], 2, "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
+        (["--lora-scaled", "a.gguf:1"], 2, "no such option: --lora-scaled; use --lora"),
+        (["--lora", "[red].gguf:half"], 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_bad_input_is_one_line(default_talker, tmp_path, command, options, words):
+def test_bad_input_is_one_line(default_talker, tmp_path, command, options, code, words):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     argument = "Hi" if command == "generate" else tmp_path / "text"
-    one_line(called(command, argument, "-t", 1, *options), 2, words)
-
-
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_a_missing_adapter_is_one_line(default_talker, tmp_path, command):
-    (tmp_path / "text").write_text("The tide came in. " * 9)
-    argument = "Hi" if command == "generate" else tmp_path / "text"
-    done = called(command, argument, "-t", 1, "--lora", tmp_path / "[red].gguf:half")
-    one_line(done, 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE")
+    one_line(called(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
 
 
 def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
@@ -165,24 +158,18 @@ def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
         assert drafts._draft_model._placement.overrides == ()
 
 
-class FakeGpu:
-    """A made-up GPU that only kvtool sees. It has room for some of a model's layers or experts."""
+def fake_gpu(monkeypatch, path, n_layer, *, n_expert=0, n_cell=0):
+    """Let kvtool see a made-up GPU that has room for a part of a model.
 
-    def __init__(self, monkeypatch, path, n_cell=0):
-        self._monkeypatch, self._n_cell = monkeypatch, n_cell
-        info = read(path)
-        self._weights = info.weights
-        self._cache_bytes = info.plain_layers.cell_bytes() * n_cell // self._weights.n_layer
-
-    def has_room_for(self, n_layer, n_expert=0):
-        """Give the GPU memory for the output, the last n_layer layers, and the experts of n_expert layers."""
-        weights = self._weights
-        n_bytes = (
-            weights.output + sum(weights.dense[weights.n_layer - n_layer :]) + n_layer * self._cache_bytes
-        )
-        n_bytes += sum(weights.experts[-n_expert:]) if n_expert else 0
-        device = {"name": "Fake0", "type": "gpu", "memory_free": config_model._MARGIN + n_bytes}
-        self._monkeypatch.setattr(devices, "gpus", lambda: [device])
+    The part: the output, the last n_layer layers with n_cell cells each, and the experts of n_expert layers.
+    """
+    info = read(path)
+    weights, cache_bytes = info.weights, info.plain_layers.cell_bytes() * n_cell
+    n_bytes = weights.output + sum(weights.dense[weights.n_layer - n_layer :])
+    n_bytes += n_layer * (cache_bytes // weights.n_layer)
+    n_bytes += sum(weights.experts[-n_expert:]) if n_expert else 0
+    device = {"name": "Fake0", "type": "gpu", "memory_free": config_model._MARGIN + n_bytes}
+    monkeypatch.setattr(devices, "gpus", lambda: [device])
 
 
 @pytest.mark.parametrize(
@@ -198,8 +185,7 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
     tiny_model, monkeypatch, n_layer, n_expert, gpu_layers, n_cpu_moe, cpu_moe, line
 ):
     path = tiny_model("gpt_oss", n_layer=4)
-    gpu = FakeGpu(monkeypatch, path, n_cell=512)
-    gpu.has_room_for(n_layer, n_expert)
+    fake_gpu(monkeypatch, path, n_layer, n_expert=n_expert, n_cell=512)
     run, note = config_model._fitted_to_gpu(WriteOptions(), path, 512)
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
     assert bool(note) == bool(line)
@@ -208,7 +194,7 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
 
 def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):
     path = tiny_model("qwen35")
-    FakeGpu(monkeypatch, path).has_room_for(0)
+    fake_gpu(monkeypatch, path, 0)
     # an MTP layer counts as a layer, even if it is not loaded and needs no room
     for draft, n in ("lookup", 2), ("mtp", 1):
         done = generate("--raw", "-m", path, "--draft", draft)
@@ -225,7 +211,7 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
                 raise OutOfMemory("the GPU is full")
             super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
 
-    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
+    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
     monkeypatch.setattr(llama_model, "Model", Full)
     done = generate("--raw")
     assert done.returncode == 0
@@ -241,11 +227,11 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
 
 
 def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
-    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(2)
+    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
     assert "room" not in generate("--raw").stderr
     # With --resident 1024, each row has cells for 1,024 resident tokens, 384 tokens that have no cluster yet,
     # 256 means of clusters, and one more cell. The sum is rounded up to 1,792, a multiple of 256.
-    FakeGpu(monkeypatch, talker, n_cell=1000 + 1792).has_room_for(1)
+    fake_gpu(monkeypatch, talker, 1, n_cell=1000 + 1792)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr
 
@@ -261,7 +247,7 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, ta
 
     monkeypatch.setattr(loop, "open_context", crowded)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
-    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(1)
+    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
     done = generate("--raw")
     assert done.returncode == 0
     assert [model._n_gpu_layers for model in models] == [2, 0]
@@ -278,13 +264,13 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, ta
     "options", [{"gpu_layers": 1}, {"gpu_layers": ALL_LAYERS}, {"cpu_moe": True}, {"rpc": "there:50052"}]
 )
 def test_what_is_chosen_by_hand_stays(talker, monkeypatch, options):
-    FakeGpu(monkeypatch, talker).has_room_for(1)
+    fake_gpu(monkeypatch, talker, 1)
     run = WriteOptions(**options)
     assert config_model._fitted_to_gpu(run, talker, 512) == (run, "")
 
 
 def test_a_command_says_what_lies_in_host_memory(default_talker, talker, monkeypatch):
-    FakeGpu(monkeypatch, talker, n_cell=1000).has_room_for(1)
+    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
     line = "the GPU has room for 2 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
     assert line in generate("--raw").stderr.splitlines()
     for n in ("all", -2, 1):

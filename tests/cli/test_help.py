@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -83,18 +87,8 @@ def test_the_list_of_commands_says_what_each_says_of_itself():
 
 def test_options_stand_in_groups_with_their_real_defaults():
     page = " ".join(kvtool("chat", "-h").stdout.split())
-    order = [
-        "Options: --system",
-        "Cache and eviction: --policy",
-        "Sampling: -n,",
-        "Model and hardware: -m,",
-    ]
-    order += [
-        "Archive (--policy recall): --archive ",
-        "Output: --",
-        "Help: -h,",
-        "Examples: ",
-    ]
+    order = ["Options: --system", "Cache and eviction: --policy", "Sampling: -n,", "Model and hardware: -m,"]
+    order += ["Archive (--policy recall): --archive ", "Output: --", "Help: -h,", "Examples: "]
     assert sorted(order, key=page.index) == order
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in page
@@ -167,15 +161,9 @@ def test_a_command_of_several_lists_their_options_alone():
         (["xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "chat", "x"], "`kvtool chat` has no subcommands; `kvtool chat -h` shows its help"),
-        (
-            ["chat", "--budgett", "3"],
-            "no such option: --budgett (did you mean --budget?); `kvtool chat -h` ",
-        ),
+        (["chat", "--budgett", "3"], "no such option: --budgett (did you mean --budget?); `kvtool chat -h` "),
         (["bench", "--policy", "h2o"], "no such option: --policy; `kvtool bench -h` "),
-        (
-            ["chat", "--temperature", "1"],
-            "no such option: --temperature; use --temp",
-        ),
+        (["chat", "--temperature", "1"], "no such option: --temperature; use --temp"),
         (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),
         (["server"], "there is no command 'server'; use `kvtool serve`"),
@@ -497,11 +485,8 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
     assert "(256 cells per row), " in done.stderr
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
 @pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
 def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
-    import pty
-
     master, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
@@ -517,13 +502,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     assert written.count("\n") == is_said + 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
 def test_an_error_is_wrapped_between_words():
-    import fcntl
-    import pty
-    import struct
-    import termios
-
     master, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
 import resource
 import shutil
@@ -348,18 +347,8 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     done = kvtool(
         *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
-        *(
-            "--max-tokens",
-            100,
-            "--html",
-            tmp_path / "o.html",
-            "--plot",
-            tmp_path / "o.png",
-            "--json",
-            "-t",
-            1,
-        ),
-        *("--snapshots", 5),
+        *("--max-tokens", 100, "--html", tmp_path / "o.html", "--plot", tmp_path / "o.png"),
+        *("--json", "-t", 1, "--snapshots", 5),
         stdin="word " * 40,
     )
     assert done.returncode == 0, done.stderr
@@ -389,7 +378,6 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
     assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
 @pytest.mark.parametrize("flag", ["--html", "--plot"])
 def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
     if flag == "--plot":

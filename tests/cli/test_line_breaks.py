@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import kvtool
-from kvtool.chats import session
 from kvtool.cli.chat.input import with_files
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.system import SystemOptions
 from kvtool.system.texts import with_lf
 from tests.cli.called import called
+from tests.cli.terminal import user_messages
 
 TEXT = "one two three\nfour five six\n\nseven eight nine\n" * 3
 
@@ -78,14 +78,10 @@ def test_a_measured_text_is_read_as_it_is(command, is_piped, talker, tmp_path):
 @every_break
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
     session_path = tmp_path / "chat.kv"
-    done = called(
-        "chat", "-m", talker, "-n", 1, "-t", 1, "--session", session_path, stdin=f"one{end}two{end}"
-    )
+    options = ("-m", talker, "-n", 1, "-t", 1, "--session", session_path)
+    done = called("chat", *options, stdin=f"one{end}two{end}")
     assert done.returncode == 0, done.stderr
-    turns = [
-        each["content"] for each in session.read_meta(session_path)["messages"] if each["role"] == "user"
-    ]
-    assert turns == ["one", "two"]
+    assert user_messages(session_path) == ["one", "two"]
 
 
 @every_break

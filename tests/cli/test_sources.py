@@ -99,8 +99,7 @@ def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path
     monkeypatch.setattr(
         TextSource, "start", lambda self, n=None, start=TextSource.start: read.append(n) or start(self, n)
     )
-    words = command.split()
-    done = called(words[0], file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
+    done = called(command, file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
     assert done.returncode == 0, done.stderr
     assert all(n is not None and n < whole / 4 for n in read)
 
@@ -154,14 +153,13 @@ def test_a_file_a_pipe_and_a_named_pipe_give_the_same(default_talker, tmp_path, 
     file, fifo = tmp_path / "text", tmp_path / "fifo"
     file.write_text(PROSE * 3)
     os.mkfifo(fifo)
-    name, *_ = command.split()
-    more = ("--max-tokens", 60, "-t", 1, *STREAMS[command], *["--json"] * (name != "compare"))
-    wanted = of_text(called(name, file, *more))
-    assert of_text(called(name, *more, stdin=PROSE * 3)) == wanted
-    assert of_text(called(name, "-", *more, stdin=PROSE * 3)) == wanted
+    more = ("--max-tokens", 60, "-t", 1, *STREAMS[command], *["--json"] * (command != "compare"))
+    wanted = of_text(called(command, file, *more))
+    assert of_text(called(command, *more, stdin=PROSE * 3)) == wanted
+    assert of_text(called(command, "-", *more, stdin=PROSE * 3)) == wanted
     writer = Thread(target=fifo.write_text, args=[PROSE * 3])
     writer.start()
-    assert of_text(called(name, fifo, *more)) == wanted
+    assert of_text(called(command, fifo, *more)) == wanted
     writer.join()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -91,21 +90,8 @@ def test_a_session_keeps_its_effort(models, tmp_path):
 
 
 def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
-    command = [
-        "generate",
-        "Hello",
-        "-m",
-        models(OPENS),
-        "-t",
-        1,
-        "-n",
-        40,
-        "--temp",
-        0,
-        "--json",
-        "--logprobs",
-        0,
-    ]
+    command = ["generate", "Hello", "-m", models(OPENS), "-t", 1, "-n", 40, "--temp", 0]
+    command += ["--json", "--logprobs", 0]
     for n in (0, 7):
         done = called(*command, "--think-budget", n)
         tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
@@ -142,7 +128,6 @@ def test_a_session_is_read_again_only_if_the_budget_in_its_prompt_changes(models
         assert len(session.read(path)[0]["marks"]) == n_mark
 
 
-@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
     taken = "the model's chat template takes on, low, medium and high"
     with terminals(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128) as start:

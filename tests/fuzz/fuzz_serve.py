@@ -12,6 +12,7 @@ and it must not have more memory or files than after a quarter of the requests. 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import random
@@ -21,18 +22,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from http.client import HTTPException, HTTPResponse, RemoteDisconnected
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tests import tiny
 from tests.fuzz.random_bodies import MESSAGES, PATHS, Bodies
 from tests.fuzz.random_messages import MessageBodies
+from tests.held import PATIENCE_S
 from tests.serve.serving import serving
 
 N_THREAD = 4
-PATIENCE_S = 300
 READ_TIMEOUT_S = 2
 
 N_FILE = 30
@@ -52,11 +56,28 @@ PROPER = {200, 400, 404, 405, 408, 413, 429}
 BROKEN = {0, 200, 400, 403, 404, 405, 408, 413}
 
 
-class Answer:
+class Answer(NamedTuple):
     """An HTTP answer. Its status is 0 if there was no answer."""
 
-    def __init__(self, status=0, headers=None, body=b""):
-        self.status, self.headers, self.body = status, headers or {}, body
+    status: int = 0
+    headers: Mapping[str, str] = {}
+    body: bytes = b""
+
+
+class _Incoming(socket.SocketIO):
+    """The bytes from a connection. They end if the connection breaks."""
+
+    def readinto(self, buffer):
+        with suppress(ConnectionError):
+            return super().readinto(buffer)
+        return 0
+
+
+class _Kept(io.BufferedReader):
+    """A reader that HTTPResponse cannot close, because further answers may follow."""
+
+    def close(self):
+        pass
 
 
 class Wire:
@@ -65,7 +86,7 @@ class Wire:
     def __init__(self, url):
         where = urlsplit(url)
         self._socket = socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
-        self._data = b""
+        self._file = _Kept(_Incoming(self._socket, "r"))
 
     def __enter__(self):
         return self
@@ -89,56 +110,19 @@ class Wire:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def makefile(self, _):
+        """Return the file from which HTTPResponse reads."""
+        return self._file
+
     def answer(self, method="GET"):
-        head = self._until(b"\r\n\r\n")
-        if head is None:
-            return Answer()
-        first, *lines = head.decode("latin-1").split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status = int(first.split()[1])
-        if method == "HEAD":
-            return Answer(status, {}, b"")
-        elif "content-length" in headers:
-            body = self._n(int(headers["content-length"]))
-        elif headers.get("transfer-encoding") == "chunked":
-            body = b"".join(iter(self._chunk, b""))
-        else:
-            body = self._rest()
-        return Answer(status, headers, body)
-
-    def _more(self):
-        """Receive more bytes. Return False if the connection has ended. Raises TimeoutError."""
+        response = HTTPResponse(self, method=method)
         try:
-            data = self._socket.recv(1 << 16)
-        except ConnectionError:
-            return False
-        self._data += data
-        return bool(data)
-
-    def _until(self, mark):
-        while mark not in self._data:
-            if not self._more():
-                return None
-        part, _, self._data = self._data.partition(mark)
-        return part
-
-    def _n(self, n):
-        while len(self._data) < n and self._more():
-            pass
-        part, self._data = self._data[:n], self._data[n:]
-        return part
-
-    def _chunk(self):
-        size = int(self._until(b"\r\n") or b"0", 16)
-        part = self._n(size)
-        self._n(2)
-        return part
-
-    def _rest(self):
-        while self._more():
-            pass
-        part, self._data = self._data, b""
-        return part
+            response.begin()
+        except RemoteDisconnected:
+            return Answer()
+        if method == "HEAD":
+            return Answer(response.status)
+        return Answer(response.status, response.headers, response.read())
 
 
 def request(path, body, method="POST", headers=(), version="1.1"):
@@ -213,7 +197,7 @@ class Fuzz:
             for i, (answer, allowed) in enumerate(kind(sent)):
                 check(answer, allowed, sent[i])
                 self.counts[kind.__name__, answer.status] += 1
-        except (AssertionError, LookupError, ValueError, OSError) as error:
+        except (AssertionError, LookupError, ValueError, OSError, HTTPException) as error:
             data = b"".join(sent)
             what = f"{data[:1500]!r}{f' and {len(data) - 1500} bytes' if len(data) > 1500 else ''}"
             name = f"request {self.seed}, {kind.__name__}"
@@ -314,19 +298,8 @@ class Fuzz:
         """Use a method or an address that the server does not have."""
         methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "get", "X" * 500, "G\u00e9T"]
         method = self.rng.choice(methods)
-        nasty = [
-            "/",
-            "*",
-            "//",
-            "http://evil/health",
-            "/%00",
-            "/%ff%fe",
-            "/../../etc/passwd",
-            "/#x",
-            "x",
-            "/ y",
-        ]
-        nasty += ["/v1/models/", "/v1/models/%ed%a0%80", "/" + "a" * 5000, "/?" + "a=b&" * 1000]
+        nasty = ["/", "*", "//", "http://evil/health", "/%00", "/%ff%fe", "/../../etc/passwd", "/#x", "x"]
+        nasty += ["/ y", "/v1/models/", "/v1/models/%ed%a0%80", "/" + "a" * 5000, "/?" + "a=b&" * 1000]
         path = self.rng.choice([*PATHS, *nasty])
         body = self.rng.choice([None, None, b"{}"])
         data = request(path, body, method, ["Connection: close"])
@@ -403,18 +376,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     """
     counts, numbers, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
-    arguments = (
-        "--budget",
-        "64",
-        "-n",
-        "8",
-        "--temp",
-        "0",
-        "--read-timeout",
-        str(READ_TIMEOUT_S),
-        "--metrics",
-    )
-    with serving(model, *arguments, "--sessions-bytes", "4MiB", *options) as server:
+    limits = ("--budget", "64", "-n", "8", "--read-timeout", str(READ_TIMEOUT_S), "--sessions-bytes", "4MiB")
+    with serving(model, *limits, "--temp", "0", "--metrics", *options) as server:
         before = plain(server.url)
 
         def work(_):
@@ -429,9 +392,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                 with lock:
                     counts.update(fuzz.counts)
                 if i % 50 == 0:
-                    assert plain(server.url) == before, (
-                        f"request {seed + i}: a plain chat is answered otherwise"
-                    )
+                    now = plain(server.url)
+                    assert now == before, f"request {seed + i}: a plain chat is answered otherwise"
                 if i == n // 4:
                     warm.append(held(server.process))
                 if every and i % every == 0:
@@ -440,8 +402,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
 
         try:
             with ThreadPoolExecutor(N_THREAD) as pool:
-                # If a thread fails, `left` is emptied: the remaining threads end after their current request.
-                # Then the error is raised.
+                # If a thread fails, `numbers` is emptied: the remaining threads end after their current
+                # request. Then the error is raised.
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
                         numbers = iter(())

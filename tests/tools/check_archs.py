@@ -29,6 +29,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -87,16 +88,13 @@ def main() -> None:
 
 
 def _refusal(path: Path) -> str | None:
-    reason = unsupported(read(path))
-    if reason:
+    if reason := unsupported(read(path)):
         return reason
-    model = Model(path)
-    try:
-        assert model.layers.n_row > 0
-    except KvtoolError as error:
-        return str(error)
-    finally:
-        model.close()
+    with closing(Model(path)) as model:
+        try:
+            assert model.layers.n_row > 0
+        except KvtoolError as error:
+            return str(error)
     return None
 
 
@@ -128,16 +126,14 @@ def full(path: Path) -> str:
             # MiniMax M3 gathers the cells that its index chooses, so its attention adds up in a different
             # order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
-            plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT | {"flash": flash})
-            try:
+            tolerance = ORDER if is_gathered else 0.0
+            settings = EXACT | {"flash": flash}
+            with closing(Decoder(engine.model, 256, 64, n_output=64, **settings)) as plain:
                 for at in range(0, len(tokens), 50):
                     engine.step(tokens[at : at + 50], n_output=50)
                     plain.decode(tokens[at : at + 50], at, 50)
-                    tolerance = ORDER if is_gathered else 0.0
                     if (result := _same(engine.context.logits(), plain.logits(), tolerance)) != "ok":
                         return f"flash {flash}: {result}"
-            finally:
-                plain.close()
     return "ok"
 
 
@@ -211,23 +207,18 @@ def ragged(path: Path) -> str:
 
 def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
     """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
-    model = Model(path)
     request = SignalRequest(signals=Signal.ATTENTION) if not how else SignalRequest()
-    context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)
-    try:
+    settings = {"n_output": N_BATCH, **EXACT, **how}
+    with closing(Model(path)) as model, closing(Context(model, 256, N_BATCH, request, **settings)) as context:
         tokens = text(n + n_more, n_vocab=model.n_vocab)
         for at in range(0, n, N_BATCH):
-            part = tokens[at : min(at + N_BATCH, n)]
-            context.decode(part, at, 0)
+            context.decode(tokens[at : min(at + N_BATCH, n)], at, 0)
         edit(context)
         parts = []
         for at in range(n, n + n_more, 5):
             context.decode(tokens[at : at + 5], at, 5)
             parts.append(context.logits().copy())
         return np.concatenate(parts)
-    finally:
-        context.close()
-        model.close()
 
 
 def graph(path: Path) -> str:
@@ -266,11 +257,9 @@ def endless(path: Path) -> str:
 
 
 def drafts(path: Path) -> str:
-    model = Model(path)
-    can_drop = model.layers.can_drop
-    model.close()
-    if not can_drop:
-        return "-"
+    with closing(Model(path)) as model:
+        if not model.layers.can_drop:
+            return "-"
     logits = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:

@@ -16,16 +16,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
 from kvtool.models.resolve import resolve
 from tests import tiny
+from tests.held import PATIENCE_S, until
 from tests.serve.dictating import dictating
 from tests.serve.serving import serving
 
-PATIENCE_S = 300
 QUIET = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING")
 JSON = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions")
 
@@ -39,11 +38,8 @@ class User:
         self.work.mkdir()
         home.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
-        environment |= {
-            "ANTHROPIC_BASE_URL": proxy.url,
-            "ANTHROPIC_API_KEY": "sk-none",
-            **dict.fromkeys(QUIET, "1"),
-        }
+        environment |= {"ANTHROPIC_BASE_URL": proxy.url, "ANTHROPIC_API_KEY": "sk-none"}
+        environment |= dict.fromkeys(QUIET, "1")
         self.how = {"cwd": self.work, "env": environment, "text": True}
 
     def asks(self, prompt, *options, replies):
@@ -53,14 +49,8 @@ class User:
         """
         n, self.proxy.replies = len(self.proxy.asked), list(replies)
         command = [self.claude, "-p", prompt, *JSON, *options]
-        done = subprocess.run(
-            command,
-            **self.how,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        how = self.how | {"stdin": subprocess.DEVNULL, "timeout": PATIENCE_S}
+        done = subprocess.run(command, **how, capture_output=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         end = json.loads(done.stdout.splitlines()[-1])
         assert not end["is_error"], end
@@ -158,10 +148,7 @@ def interrupted(user):
             send(type="user", message={"role": "user", "content": text})
 
         say("Tell me a very long story.")
-        give_up = time.monotonic() + PATIENCE_S
-        while len(user.proxy.asked) == n or user.proxy.asked[n]["answer"].count(b"text_delta") < 20:
-            assert time.monotonic() < give_up, "no answer has begun"
-            time.sleep(0.1)
+        until(lambda: len(user.proxy.asked) > n and user.proxy.asked[n]["answer"].count(b"text_delta") >= 20)
         send(type="control_request", request_id="1", request={"subtype": "interrupt"})
         for line in process.stdout:
             if json.loads(line)["type"] == "result":

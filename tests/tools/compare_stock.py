@@ -88,8 +88,8 @@ def logits(api, model, flash, type_k, type_v, n_batch):
     return np.concatenate(parts)
 
 
-def of_site(site):
-    """Return environment variables with which kvtool_llama is imported from the folder `site`.
+def python(site, *arguments):
+    """Run a Python that imports kvtool_llama from the folder `site`. Return its stdout.
 
     site: None for the package of this Python.
     """
@@ -97,17 +97,17 @@ def of_site(site):
     if site:
         environment["PYTHONPATH"] = str(site)
         environment.pop("LLAMA_CPP_LIB_PATH", None)
-    return environment
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return done.stdout
 
 
 def run(out, site, paths):
     """Write the logits of a library. Return the library's path, and whether it is patched."""
     out.mkdir()
-    environment = of_site(site)
-    command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr[-2000:])
+    python(site, __file__, "--work", out, *paths)
     path, patched = (out / "library").read_text().split("\n")
     return path, patched == "True"
 
@@ -117,29 +117,19 @@ def score(site, model, text, policy):
     budget = [] if policy == "full" else ["--budget", "64", "-c", "256"]
     types = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1"]
     command = ["perplexity", text, "-m", model, "--policy", policy, *budget, *types, "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtool", *map(str, command)],
-        env=of_site(site),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(done.stderr[-2000:])
-    return json.loads(done.stdout)["nll"]
+    return json.loads(python(site, "-m", "kvtool", *command))["nll"]
 
 
 def compare(site, archs):
-    from tiny import write_gemma3, write_llama
-
     from kvtool.models.header import read
     from kvtool.models.resolve import resolve
     from kvtool.models.supported import unsupported
+    from tests import tiny
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_llama(folder / "tiny.gguf", head_dim=64)
-        write_gemma3(folder / "gemma3.gguf", head_dim=64)
+        tiny.write_llama(folder / "tiny.gguf", head_dim=64)
+        tiny.write_gemma3(folder / "gemma3.gguf", head_dim=64)
         paths = [folder / "tiny.gguf", folder / "gemma3.gguf", resolve("smollm2-135m")]
         if archs:
             paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]

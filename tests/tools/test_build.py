@@ -15,6 +15,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -230,12 +231,12 @@ def installed(monkeypatch, wheel):
     wheel: path, or None for an installed library that kvtool has not built.
     """
 
-    class Distribution:
-        def read_text(self, name):
-            assert name == pack.RECORD_OF_BUILD
-            return json.dumps({"key": pack.key_of(wheel)}) if wheel else None
+    def read_text(name):
+        assert name == pack.RECORD_OF_BUILD
+        return json.dumps({"key": pack.key_of(wheel)}) if wheel else None
 
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
+    distribution = SimpleNamespace(read_text=read_text)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: distribution)
 
 
 def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypatch):
@@ -261,14 +262,7 @@ def test_what_was_built_before_is_told_where_it_is_new_here(place, monkeypatch, 
 
 
 def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys):
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def compile(self):
-            pass
-
-    compiled = [Kernel(str(i)) for i in range(25)]
+    compiled = [SimpleNamespace(name=str(i), compile=lambda: None) for i in range(25)]
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
     monkeypatch.setattr(kernels, "modules", lambda: ["json"])
     monkeypatch.setattr(kernels, "stamp", lambda: tmp_path / "compiled")

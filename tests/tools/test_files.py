@@ -18,23 +18,16 @@ from kvtool.system import files
 from tests import forked
 from tests.held import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pipes of Unix")
-
 
 @contextmanager
-def limited(kind, most):
-    """Lower a limit of this process to `most` bytes. kind: a limit such as resource.RLIMIT_AS."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most, before[1]))
+def full_after(n_bytes):
+    """Imitate a full disk: files cannot grow beyond n_bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(kind, before)
-
-
-def full_after(n_bytes):
-    """Imitate a full disk: files cannot grow beyond n_bytes."""
-    return limited(resource.RLIMIT_FSIZE, n_bytes)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("old", [None, b"old"])

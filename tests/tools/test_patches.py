@@ -338,13 +338,13 @@ OURS = ("src/sources.cmake", "src/x/a.h", "src/x/a.cpp", "src/y/b.cpp")
 """kvtool's own files in a `project`."""
 
 
-def project(folder: Path, patch: bytes = PATCH) -> Path:
+def project(folder: Path) -> Path:
     """Write a source distribution for CMake, and patch files, into `folder`."""
     patches = folder / "patches"
     patches.mkdir()
     for name in ("apply.cmake", "apply.py"):
         shutil.copy(PATCHES / name, patches)
-    (patches / "hooks.patch").write_bytes(patch)
+    (patches / "hooks.patch").write_bytes(PATCH)
     (patches / "MANIFEST").write_text("".join(f"{name}\n" for name in ("# files", "hooks.patch", *OURS)))
     (patches / "src").mkdir()
     shutil.copy(PATCHES / "src" / "sources.cmake", patches / "src")
