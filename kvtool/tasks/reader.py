@@ -16,11 +16,11 @@ from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.decoder import check_finite
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
+from kvtool.measure import perplexity
 from kvtool.policy import Policy
 from kvtool.tasks.shared import Shared
 
@@ -38,13 +38,10 @@ class Likelihood:
         Sum of the log-probabilities of the text's tokens, in nats.
     n
         Number of tokens of the text.
-    greedy
-        True if each token was the most likely token.
     """
 
     logp: float
     n: int
-    greedy: bool
 
 
 def n_held(model: Model, template: Template | None) -> int:
@@ -227,15 +224,10 @@ class Reader:
         tokens = self._after_text(text)
         if not len(tokens):
             raise InputError("an answer without tokens has no likelihood")
-        nll, greedy, n = np.empty(len(tokens)), True, 0
-        for logits in self._predictions(tokens):
-            target = tokens[n : n + len(logits)]
-            logits = logits[: len(target)]
-            token_nll(logits, target, nll[n : n + len(target)])
-            greedy = greedy and bool((logits.argmax(axis=1) == target).all())
-            n += len(target)
+        first = perplexity.nll_of(self._last_logits(), tokens[:1])
+        nll = np.concatenate([first, *perplexity.steps(self.engine, tokens)])
         check_finite(nll)
-        return Likelihood(-float(nll.sum()), n, greedy)
+        return Likelihood(-float(nll.sum()), len(nll))
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
@@ -249,12 +241,6 @@ class Reader:
             self._last_logits()[:] = logits
 
         yield back
-
-    def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield logits f32[n, n_vocab]: first the logits after the prompt, then the logits of each batch."""
-        yield self._last_logits()
-        for _ in self.engine.steps(tokens):
-            yield self.engine.context.logits()
 
     def _last_logits(self) -> np.ndarray:
         return self.engine.context.logits()[-1:]

@@ -267,7 +267,7 @@ class FakeReader:
     def log_likelihood(self, text):
         logp = self.logp[tuple(self.texts), text]
         self.texts.append(text)
-        return Likelihood(logp, len(text.split()), False)
+        return Likelihood(logp, len(text.split()))
 
 
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
