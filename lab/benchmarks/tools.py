@@ -41,9 +41,9 @@ from kvtool.llama.model import Model
 from kvtool.models.resolve import resolve
 from kvtool.serve.api import requests, responses
 from kvtool.serve.rendering import Rendering
-from lab.benchmarks.agents import Json, Server, post
+from lab.benchmarks.agents import Json, Server
 from lab.benchmarks.common import machine, make_parser, mcnemar, note, write_json
-from lab.benchmarks.servers import reserved_port
+from lab.benchmarks.servers import post, reserved_port
 
 REQUESTS = Path(__file__).parent / "data" / "tools.jsonl.xz"
 SHOWN = "agent policy kind prompt cached written seconds valid right name arguments"
