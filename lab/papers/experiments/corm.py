@@ -88,12 +88,12 @@ EXPERIMENTS = {
     "corm-figures-1-2-3": Experiment(
         tuple(f"map-{kind}{size}" for size in ("", "-1.5b") for kind in _MAPS),
         (
-            *of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
-            *of_map(
+            of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
+            of_map(
                 *("attention", "the other query", "a random query"),
                 {("the most similar query", "overlap"): 1},
             ),
-            *of_map(
+            of_map(
                 *("queries", "where", "by chance"),
                 {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
             ),

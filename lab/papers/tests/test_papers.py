@@ -41,6 +41,15 @@ def test_the_documents_are_what_the_records_kept_say():
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
 
 
+@pytest.mark.parametrize("mark", ["index", "claims", "sharing"])
+def test_only_what_stands_between_the_marks_is_made_anew(mark):
+    filled = runner.filled(f"a\n<!-- {mark} -->\nstale\n<!-- end -->\nb\n")
+    assert re.fullmatch(rf"a\n<!-- {mark} -->\n(\|.+\n)+.*<!-- end -->\nb\n", filled, re.S)
+    assert "stale" not in filled
+    assert runner.filled(filled) == filled
+    assert runner.filled("nothing") == "nothing"
+
+
 def test_the_documents_show_the_commands_of_every_run():
     text = "".join(path.read_text(encoding="utf-8") for path in runner.DOCUMENTS)
     for name, run in RUNS.items():
