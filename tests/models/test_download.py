@@ -66,6 +66,20 @@ def caches(tmp_path, monkeypatch, site):
         monkeypatch.setattr(constants, name, value)
 
 
+@pytest.fixture
+def url(site, model):
+    """URL of the model on `site`."""
+    site.files["/tiny.gguf"] = model
+    return f"{site.url}/tiny.gguf"
+
+
+@pytest.fixture(params=["URL", "hf:o/r"])
+def wanted(request, site, model, url):
+    """Name of the model on `site`: its URL, or its repository."""
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    return url if request.param == "URL" else request.param
+
+
 def kvtool(*args: str):
     return CliRunner().invoke(cli.app, args, catch_exceptions=False)
 
@@ -91,9 +105,7 @@ def test_a_url_is_downloaded_once(site, model, tmp_path):
     assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
 
 
-def test_a_broken_download_starts_over(site, model):
-    site.files["/tiny.gguf"] = model
-    url = f"{site.url}/tiny.gguf"
+def test_a_broken_download_starts_over(site, model, url):
     site.breaks_after = 100_000
     with pytest.raises(ModelError) as error:
         resolve(url)
@@ -107,11 +119,7 @@ def test_a_broken_download_starts_over(site, model):
     assert [request[2] for request in site.requests] == [None, None]
 
 
-@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
-def test_a_download_has_its_name_only_when_it_is_whole(site, model, wanted):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
-    wanted = wanted.replace("URL", f"{site.url}/tiny.gguf")
+def test_a_download_has_its_name_only_when_it_is_whole(model, wanted):
     code = (
         "import os, sys; import huggingface_hub.constants as c; from kvtool.models.resolve import resolve\n"
         "c.HF_HUB_CACHE, c.ENDPOINT, c.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[2:]\n"
@@ -129,10 +137,8 @@ def test_a_download_has_its_name_only_when_it_is_whole(site, model, wanted):
     assert resolve(wanted).read_bytes() == model
 
 
-def test_a_file_of_unknown_size_is_held_against_its_header(site, model):
-    site.files["/tiny.gguf"] = model
+def test_a_file_of_unknown_size_is_held_against_its_header(site, model, url):
     site.says_length = False
-    url = f"{site.url}/tiny.gguf"
     site.breaks_after = 100_000
     with pytest.raises(ModelError, match="truncated"):
         resolve(url)
@@ -181,20 +187,15 @@ def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
     assert len(site.requests) == 3
 
 
-@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
-def test_a_cache_that_cannot_be_written(site, model, tmp_path, monkeypatch, wanted):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, wanted):
     (tmp_path / "file").write_text("")
-    variable = "KVTOOL_CACHE" if wanted == "URL" else "HF_HOME"
-    if wanted == "URL":
-        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
-    else:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    variable = "HF_HOME" if wanted == "hf:o/r" else "KVTOOL_CACHE"
     with pytest.raises(
         ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
     ):
-        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+        resolve(wanted)
 
 
 DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -208,11 +209,9 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # huggingface_hub's library in Rust reports a full disk in this way
         ("hf:o/r", "huggingface_hub.hf_hub_download", RuntimeError(f"I/O (os error {errno.ENOSPC})")),
     ],
+    indirect=["wanted"],
 )
-def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails, error):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
-
+def test_a_full_disk_is_one_line(monkeypatch, wanted, fails, error):
     def full(*_, **__):
         raise error
 
@@ -220,7 +219,7 @@ def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails, error)
     with pytest.raises(
         ModelError, match=r"^the disk is full .*: there is no room for .*gguf in .*; free some"
     ):
-        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+        resolve(wanted)
 
 
 def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
@@ -234,10 +233,9 @@ def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
     assert done.stdout == "set()\n"
 
 
-def test_two_processes_download_once(site, model, tmp_path):
-    site.files["/tiny.gguf"] = model
+def test_two_processes_download_once(site, model, url):
     code = "import sys; from kvtool.models.resolve import resolve; print(resolve(sys.argv[1]))"
-    command = [sys.executable, "-c", code, f"{site.url}/tiny.gguf"]
+    command = [sys.executable, "-c", code, url]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second,

@@ -660,6 +660,12 @@ def invoke(*args: str):
     return CliRunner().invoke(cli.app, args, catch_exceptions=False)
 
 
+def cells(stdout: str) -> dict[str, str]:
+    """Return the second column of a printed table, by the first column."""
+    rows = (line.split("  ", 1) for line in stdout.splitlines())
+    return {name: value.strip() for name, value in rows}
+
+
 def test_list_names_the_default_and_what_is_here(folder, known, pip):
     pip({"tiny.gguf": DATA})
     (folder.parents[1] / "mine.gguf").write_bytes(DATA)
@@ -745,13 +751,12 @@ def test_show_says_what_slides(tmp_path):
     assert shown["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
     assert "750.0 KiB of cache           768 tokens, in batches of 192" in few
-    text = invoke("show", str(path)).stdout
-    rows = dict(line.rstrip().split("  ", 1) for line in text.splitlines())
-    assert rows["kind"].strip() == "sliding windows"
-    assert rows["rows"].strip() == "2 in 1 layers"
-    assert rows["sliding-window (SWA) layers"].strip() == "4; each sees the newest 300 tokens"
-    assert rows["SWA cache"].strip() == "768.0 KiB, whatever the budget (K f16, V f16, batches of 256)"
-    assert rows["supported"].strip() == "yes"
+    rows = cells(invoke("show", str(path)).stdout)
+    assert rows["kind"] == "sliding windows"
+    assert rows["rows"] == "2 in 1 layers"
+    assert rows["sliding-window (SWA) layers"] == "4; each sees the newest 300 tokens"
+    assert rows["SWA cache"] == "768.0 KiB, whatever the budget (K f16, V f16, batches of 256)"
+    assert rows["supported"] == "yes"
 
 
 def test_show_says_what_is_recurrent(tmp_path):
@@ -792,9 +797,9 @@ def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, k
     assert not set(NO_LAYERS) & set(shown)
     result = invoke("show", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
-    rows = dict(line.rstrip().split("  ", 1) for line in result.stdout.splitlines())
-    assert rows["architecture"].strip() == arch
-    assert rows["supported"].strip() == shown["unsupported"]
+    rows = cells(result.stdout)
+    assert rows["architecture"] == arch
+    assert rows["supported"] == shown["unsupported"]
     assert list(rows)[-3:] == ["tokenizer", "chat template", "supported"]
 
 
