@@ -30,15 +30,7 @@ N_OUTPUT = 64
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Likelihood of a text.
-
-    Attributes
-    ----------
-    logp
-        Sum of the log-probabilities of the text's tokens, in nats.
-    n
-        Number of tokens of the text.
-    """
+    """Likelihood of a text of n tokens. logp: sum of their log-probabilities, in nats."""
 
     logp: float
     n: int
@@ -50,6 +42,11 @@ def n_held(model: Model, template: Template | None) -> int:
     They are never evicted. The number is 0 without a template.
     """
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
+
+
+def most_tokens(answer: str) -> int:
+    """Maximum number of tokens of an answer: one for each byte, and one for the space before it."""
+    return len(answer.encode()) + 1
 
 
 class Reader:
