@@ -239,7 +239,7 @@ class FakeReader:
 
     engine = SimpleNamespace(n_past=0)
 
-    def read(self, prompt, n_answer, as_it_is=False):
+    def read(self, prompt, n_answer, as_it_is=False, uncut=False):
         self.texts, self.as_it_is, self.n_answer = [], as_it_is, n_answer
 
     def start(self):
@@ -311,6 +311,15 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     assert reader.n_answer == 48
     tasks.make("qa", ["n_max=4"]).answer(item, reader)
     assert reader.n_answer == len(" Ada Quill")
+
+
+def test_retrieval_has_room_for_the_quotes_and_the_space_before_them():
+    task = tasks.make("retrieval", ["n_max=1"])
+    item, _ = task.items([DATA / "kv_retrieval.jsonl"], None)
+    quoted = f'"{item.references[0]}"'
+    reader = FakeReader({((), quoted): -3.0})
+    assert task.answer(item, reader).scores == {"found": 0, "logp": -3}
+    assert reader.n_answer == len(f" {quoted}")
 
 
 def test_longbenchs_averages_are_of_categories():
