@@ -91,7 +91,7 @@ def asked(site, word=".gguf", method="GET"):
 # models by URL
 
 
-def test_a_url_is_downloaded_once(site, model, tmp_path):
+def test_a_url_is_downloaded_once(site, model):
     site.files["/a/tiny.gguf"] = model
     url = f"{site.url}/a/tiny.gguf"
     seen = []
@@ -164,7 +164,7 @@ def test_a_url_that_does_not_work_is_one_line(site, path, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_server_that_cannot_be_reached(site):
+def test_a_server_that_cannot_be_reached():
     with pytest.raises(ModelError, match="no connection .*without a network, copy a GGUF file"):
         resolve("http://127.0.0.1:1/tiny.gguf")
 
@@ -175,7 +175,7 @@ def test_a_name_in_a_url_leads_to_no_other_folder(site, model):
     assert (path.name, path.parent.parent) == (".._.._tiny.gguf", web.urls_dir())
 
 
-def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
+def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts):
     for name, data in parts.items():
         site.files[f"/{name}"] = data
     names = sorted(parts)
@@ -368,7 +368,7 @@ def error_of(code, kind):
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
-def test_a_repository_that_does_not_work_is_one_line(site, model, wanted, says):
+def test_a_repository_that_does_not_work_is_one_line(site, wanted, says):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
     server.add_repository(site, "o/empty", {"model.safetensors": b""})
     server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
@@ -397,7 +397,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
         resolve("hf:o/r:Q4_0")
 
 
-def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
+def test_a_server_of_repositories_that_cannot_be_reached(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -421,7 +421,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
     template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     for module in (catalogue, download, resolving):
-        monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of(b"GGUF")})
+        monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of()})
     # without a network, a download must fail at once and not wait for another try
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
     with pytest.raises(ModelError, match="no connection"):
@@ -432,7 +432,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
 # models.txt
 
 
-def entry_of(data, sha256=None, size=None):
+def entry_of(sha256=None, size=None):
     line = f"tiny | hf:o/r | tiny.gguf | {sha256 or '-'} | {size or '-'} | MIT | a note"
     return catalogue.parse(line)["tiny"]
 
@@ -440,7 +440,7 @@ def entry_of(data, sha256=None, size=None):
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_known):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
-    entry = entry_of(model, *((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
+    entry = entry_of(*((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
     assert stored.of_entry(entry) is None
     assert download.pull(entry).read_bytes() == model
     assert [path.name for path in catalogue.models_dir().iterdir()] == ["tiny.gguf"]
@@ -453,14 +453,14 @@ def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_know
 def test_the_hash_of_models_txt_counts_more_than_the_servers(site, model):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
     with pytest.raises(ModelError, match=r"tiny: the download has sha256 .* instead of 0000"):
-        download.pull(entry_of(model, "0" * 64))
+        download.pull(entry_of("0" * 64))
     assert list(catalogue.models_dir().iterdir()) == []
 
 
-def test_an_entry_whose_server_fails_is_one_line(site, model):
+def test_an_entry_whose_server_fails_is_one_line(site):
     site.errors["/o/r/resolve/main/tiny.gguf"] = (503, {}, b"")
     with pytest.raises(ModelError, match=r"cannot download tiny\.gguf: .*503.*without a network") as error:
-        download.pull(entry_of(model))
+        download.pull(entry_of())
     assert "\n" not in str(error.value)
 
 

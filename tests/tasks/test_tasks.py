@@ -326,7 +326,7 @@ def test_another_policy_or_text_is_another_record(tmp_path, about, item):
     assert len(records.read(path)) == 2
 
 
-def test_what_does_not_fit_is_said_and_scores_nothing(tmp_path):
+def test_what_does_not_fit_is_said_and_scores_nothing():
     items = [ITEMS[0], Item("long", "too long"), ITEMS[1]]
     results = measured(items)
     assert results.records[1]["error"] == "no more room"

@@ -156,7 +156,7 @@ def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
+def test_a_package_that_is_not_there_is_named_before_any_work(monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec

@@ -330,7 +330,7 @@ def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_pat
     assert files[0] == files[1] != files[2]
 
 
-def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
+def test_of_a_text_only_policies_without_lines_are_compared():
     run = CompareRun(("f/t.txt", "f/u.txt"), ("full", "h2o", "corm"), ("64", "128"), 65)
     about = {"of": "t.txt", "tokens": 65}
     places = [("full", None), ("corm", None), ("corm, capped", "64"), ("corm, capped", "128"), ("h2o", "64")]
