@@ -330,7 +330,8 @@ class Bench:
                 saved = depths.lengthened(saved, row.n_start - n_past, self.model.n_ctx_train)
             engine.restore(saved | self._clusters)
             if engine.context.archive:
-                self._clusters = self._clusters or depths.clusters(engine.context.archive)
+                # computing them again in later rounds would be slow
+                self._clusters = self._clusters or dict(engine.context.archive.save_clusters())
         except BaseException:
             engine.close()
             raise
@@ -338,10 +339,16 @@ class Bench:
 
     def _made_of(self, row: Row) -> tuple[Policy, Settings]:
         config = row.config
-        options: dict[str, Any] = {"type_k": config.cache_type, "type_v": config.cache_type}
-        options |= {"flash": config.flash, "kv_offload": config.kv_offload, "archive": row.depth}
-        options["resident"] = config.resident
-        return policies.fit(config.policy, config.budget or row.depth), replace(self.settings, **options)
+        settings = replace(
+            self.settings,
+            type_k=config.cache_type,
+            type_v=config.cache_type,
+            flash=config.flash,
+            kv_offload=config.kv_offload,
+            archive=row.depth,
+            resident=config.resident,
+        )
+        return policies.fit(config.policy, config.budget or row.depth), settings
 
     def _start(self, row: Row) -> depths.Arrays | None:
         """Return the arrays of `Engine.save` after the first tokens of a row. Return None for `full`."""

@@ -8,10 +8,10 @@ then meaningless.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from kvtool.llama.segment import CLUSTERS, TABLE, layer_name
 from kvtool.models.layers import Kind
 from kvtool.policies import recall
 from kvtool.policy import Policy
-
-if TYPE_CHECKING:
-    from kvtool.llama.archive import Archive
 
 N_SEED = 256
 """Number of tokens that `fill` reads. It repeats the data of these tokens."""
@@ -97,12 +94,9 @@ def start(
     """
     if isinstance(policy, recall.Recall):
         policy = replace(policy, chunk=settings.n_batch)
-    engine = Engine(model, policy, replace(settings, prefill="stream"))
-    try:
+    with closing(Engine(model, policy, replace(settings, prefill="stream"))) as engine:
         engine.read(tokens, stopped)
         return {name: np.array(values) for name, values in engine.save()}
-    finally:
-        engine.close()
 
 
 def n_past(saved: Arrays) -> int:
@@ -142,8 +136,3 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
     far = max(begin, n_after - n_ctx // 2)
     longer[TABLE] = np.array([begin, end + n, min(far, end + n), *frames], np.int64)
     return longer
-
-
-def clusters(archive: Archive) -> Arrays:
-    """Clusters of an archive, to restore them in later rounds: computing them again would be slow."""
-    return dict(archive.save_clusters())

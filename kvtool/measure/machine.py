@@ -11,9 +11,6 @@ from kvtool.llama.devices import devices
 from kvtool.measure.records import versions
 from kvtool.system.cpu import cpu_name
 
-N_DIGIT = 12
-"""Number of digits of the patch's digest that `line` shows."""
-
 
 def machine() -> dict[str, Any]:
     """Describe this machine: CPU, cores, other devices, system and versions, by field name."""
@@ -39,6 +36,6 @@ def line(machine: Mapping[str, Any]) -> str:
         f"Python {machine['python']}",
         f"kvtool {machine['kvtool']}",
         f"llama-cpp-python {machine['llama_cpp_python']}",
-        f"patch {(machine['patch'] or 'none')[:N_DIGIT]}",
+        f"patch {(machine['patch'] or 'none')[:12]}",
     ]
     return "; ".join(parts)

@@ -35,7 +35,7 @@ import numpy as np
 from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
-from kvtool.tasks.reader import Reader
+from kvtool.tasks.reader import Reader, most_tokens
 from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _INSTRUCTION = re.compile(
@@ -89,10 +89,7 @@ class ChoiceTask(Task):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
-        # an answer has at most one token for each byte, and one for the space before it
-        reader.read(
-            item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
-        )
+        reader.read(item.prompt, max(most_tokens(choice + ending) for choice in item.choices))
         logp = np.empty(len(item.choices))
         with reader.going_back() as back:
             for i, choice in enumerate(item.choices):

@@ -16,11 +16,11 @@ from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.decoder import check_finite
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
+from kvtool.measure import perplexity
 from kvtool.policy import Policy
 from kvtool.tasks.shared import Shared
 
@@ -30,21 +30,10 @@ N_OUTPUT = 64
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Likelihood of a text.
-
-    Attributes
-    ----------
-    logp
-        Sum of the log-probabilities of the text's tokens, in nats.
-    n
-        Number of tokens of the text.
-    greedy
-        True if each token was the most likely token.
-    """
+    """Likelihood of a text of n tokens. logp: sum of their log-probabilities, in nats."""
 
     logp: float
     n: int
-    greedy: bool
 
 
 def n_held(model: Model, template: Template | None) -> int:
@@ -53,6 +42,11 @@ def n_held(model: Model, template: Template | None) -> int:
     They are never evicted. The number is 0 without a template.
     """
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
+
+
+def most_tokens(answer: str) -> int:
+    """Maximum number of tokens of an answer: one for each byte, and one for the space before it."""
+    return len(answer.encode()) + 1
 
 
 class Reader:
@@ -227,15 +221,10 @@ class Reader:
         tokens = self._after_text(text)
         if not len(tokens):
             raise InputError("an answer without tokens has no likelihood")
-        nll, greedy, n = np.empty(len(tokens)), True, 0
-        for logits in self._predictions(tokens):
-            target = tokens[n : n + len(logits)]
-            logits = logits[: len(target)]
-            token_nll(logits, target, nll[n : n + len(target)])
-            greedy = greedy and bool((logits.argmax(axis=1) == target).all())
-            n += len(target)
+        first = perplexity.nll_of(self._last_logits(), tokens[:1])
+        nll = np.concatenate([first, *perplexity.steps(self.engine, tokens)])
         check_finite(nll)
-        return Likelihood(-float(nll.sum()), n, greedy)
+        return Likelihood(-float(nll.sum()), len(nll))
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
@@ -249,12 +238,6 @@ class Reader:
             self._last_logits()[:] = logits
 
         yield back
-
-    def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield logits f32[n, n_vocab]: first the logits after the prompt, then the logits of each batch."""
-        yield self._last_logits()
-        for _ in self.engine.steps(tokens):
-            yield self.engine.context.logits()
 
     def _last_logits(self) -> np.ndarray:
         return self.engine.context.logits()[-1:]

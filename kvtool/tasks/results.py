@@ -25,19 +25,7 @@ _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of n items' scores.
-
-    Attributes
-    ----------
-    mean
-        The mean.
-    low
-        Lower end of the 95 % interval of the mean. None for a single item.
-    high
-        Upper end of this interval. None for a single item.
-    n
-        Number of items.
-    """
+    """Mean of n items' scores. low, high: ends of its 95 % interval; None for a single item."""
 
     mean: float
     low: float | None

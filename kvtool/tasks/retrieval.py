@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
-from kvtool.tasks.reader import Reader
+from kvtool.tasks.reader import Reader, most_tokens
 from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 _PROMPT = (
@@ -67,12 +67,13 @@ class Retrieval(RecordTask):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         (value,) = item.references
+        quoted = f'"{value}"'
         # do not cut the prompt: the pair may be in its middle
-        reader.read(item.prompt, max(self.n_max, len(value.encode()) + 2), uncut=True)
+        reader.read(item.prompt, max(self.n_max, most_tokens(quoted)), uncut=True)
         with reader.going_back() as back:
             output = reader.write(self.n_max)
             back()
-            scored = reader.log_likelihood(reader.following(f'"{value}"'))
+            scored = reader.log_likelihood(reader.following(quoted))
         return ScoredAnswer(output, {"found": float(value in output), "logp": scored.logp / scored.n})
 
 

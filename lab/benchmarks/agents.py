@@ -34,7 +34,6 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.common import load_model, machine, make_parser, note, write_json
-from lab.benchmarks.servers import answers, reserved_port
+from lab.benchmarks.servers import answers, pieces, post, reserved_port
 
 SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
 MESSAGES = "/v1/messages"
@@ -293,20 +292,12 @@ def _edited(request: Json) -> Json:
     return changed
 
 
-def post(url: str, body: Json) -> object:
-    head = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=7200)
-
-
 def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
     options = {"stream": True, "max_tokens": n, "temperature": 0, "logit_bias": server.args.bias}
     body = body | options
     start, first, end, reply = time.perf_counter(), 0.0, {}, ""
     with post(server.url + path, body) as stream:
-        for line in stream:
-            if not line.startswith(b"data: {"):
-                continue
-            piece = json.loads(line[6:])
+        for piece in pieces(stream):
             if "error" in piece:
                 sys.exit(f"{server.name}: {piece['error']}")
             # the first event of Anthropic's API has the whole usage; later events may have only the output

@@ -38,6 +38,7 @@ from lab.benchmarks.common import (
     note,
     show,
     spread,
+    spread_of_ratios,
     write_json,
 )
 from lab.benchmarks.overhead import N_STOCK, Kvtool, Stock
@@ -175,8 +176,8 @@ def _results(args, times: dict[tuple[str, int], list[float]]) -> dict:
                 "row": name,
                 "others": n,
                 "ms": spread([1e3 * t for t in each]),
-                "over_stock": spread([t / s for t, s in zip(each, times[_STOCK, n], strict=True)]),
-                "over_all": spread([t / s for t, s in zip(each, times[_ALL, n], strict=True)]),
+                "over_stock": spread_of_ratios(each, times[_STOCK, n]),
+                "over_all": spread_of_ratios(each, times[_ALL, n]),
                 "over_share": statistics.median(each) / explained,
             }
         )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
-import kvtool
 from kvtool.llama.decoder import FLASH
-from kvtool.llama.devices import library_info
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
+from kvtool.measure.machine import machine as describe_machine
 from kvtool.models.resolve import resolve
-from kvtool.system.cpu import cpu_name
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -47,17 +44,8 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Describe the machine, and the versions of kvtool and llama.cpp: results depend on them."""
-    info = library_info()
-    return {
-        "cpu": cpu_name(),
-        "n_core": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "kvtool": kvtool.__version__,
-        "llama_cpp_python": info["version"],
-        "patch": info["digest"],
-    }
+    """Describe the machine without its GPUs, and the versions of kvtool and llama.cpp."""
+    return {name: value for name, value in describe_machine().items() if name != "devices"}
 
 
 def mcnemar(lost: int, won: int) -> float:
@@ -111,9 +99,19 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def spread_of_ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Return `spread` of our values, each divided by the other's value of the same round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
 def show(values: dict[str, float], digits: int = 3) -> str:
     """Format a result of `spread`, as in "1.020 (0.990-1.051)"."""
     return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
+
+
+def console(width: int = 110) -> Console:
+    """Return the console. In a file or a pipe it has this width, so that nothing is cut off."""
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
 def note(text: str) -> None:

@@ -11,10 +11,7 @@ same keys would be rotated only once per context.
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
@@ -23,6 +20,7 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.model import Model
 from lab.benchmarks.common import (
     add_common,
+    console,
     describe,
     load_model,
     load_tokens,
@@ -66,9 +64,8 @@ def main() -> None:
         table.add_column(column, justify="right")
     for kind, values in divergence.items():
         table.add_row(kind, *(f"{value:.5f}" for value in values))
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    console.print(table)
-    console.print(describe(results["machine"]))
+    console().print(table)
+    console().print(describe(results["machine"]))
 
 
 def _predictions(model: Model, tokens: np.ndarray, type_k: str, after: list[int], args) -> list[np.ndarray]:

@@ -13,7 +13,6 @@ import random
 import time
 from itertools import cycle
 
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
@@ -24,7 +23,16 @@ from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.tasks.haystack import sentences_of
-from lab.benchmarks.common import add_common, describe, load_model, machine, make_parser, note, write_json
+from lab.benchmarks.common import (
+    add_common,
+    console,
+    describe,
+    load_model,
+    machine,
+    make_parser,
+    note,
+    write_json,
+)
 
 FACTS = {
     "The pass key is": range(10_000, 100_000),
@@ -100,7 +108,7 @@ def main() -> None:
         table.add_column(column, justify="right" if column == "planted at" else "left")
     for item in items:
         table.add_row(f"{item['at']:,}", item["fact"], repr(item["output"]))
-    (Console() if Console().is_terminal else Console(width=110)).print(table, markup=False)
+    console().print(table, markup=False)
     print(f"found: {sum(item['found'] for item in items)} of {len(items)}")
     print(describe(results["machine"]))
     write_json(args.json, results)

@@ -19,7 +19,6 @@ import sys
 from collections import defaultdict
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
@@ -31,6 +30,7 @@ from lab.benchmarks.common import (
     CLOCKS,
     add_common,
     add_plot,
+    console,
     describe,
     load_model,
     load_tokens,
@@ -40,6 +40,7 @@ from lab.benchmarks.common import (
     plot_ratios,
     show,
     spread,
+    spread_of_ratios,
     stock_context,
     write_json,
 )
@@ -276,11 +277,11 @@ def _results(args, model: str, cells: dict, times: dict, names: list[str], paths
                 "flash": flash,
                 "ms": spread([1e3 * t for t in ours]),
                 "stock_ms": spread([1e3 * t for t in stock]),
-                "over_stock": spread([a / b for a, b in zip(ours, stock, strict=True)]),
+                "over_stock": spread_of_ratios(ours, stock),
                 "split_ms": cells[name, flash].split() if name != AGAIN else None,
             }
             if best:
-                cell["long_over_ours"] = spread([b / a for a, b in zip(ours, times[LONG, best], strict=True)])
+                cell["long_over_ours"] = spread_of_ratios(times[LONG, best], ours)
             results["cells"].append(cell)
     return results
 
@@ -317,15 +318,14 @@ def _print(args, results: dict) -> None:
         if args.long:
             row.insert(3, show(cell["long_over_ours"], 2))
         table.add_row(cell["policy"], cell["flash"], *row)
-    # use a wide console for a file or a pipe, so that nothing is cut off
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    console.print(table)
+    out = console(200)
+    out.print(table)
     if args.long:
         for flash, ms in results["long_ms"].items():
             best = ", the one compared with" if flash == results["best_long"] else ""
-            console.print(f"stock, {args.long} cells, flash {flash}: {show(ms, 1)} ms a token{best}")
-    console.print("median (least-most) of the rounds; the split is a mean")
-    console.print(describe(results["machine"]))
+            out.print(f"stock, {args.long} cells, flash {flash}: {show(ms, 1)} ms a token{best}")
+    out.print("median (least-most) of the rounds; the split is a mean")
+    out.print(describe(results["machine"]))
 
 
 if __name__ == "__main__":

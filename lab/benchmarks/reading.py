@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
@@ -25,6 +24,7 @@ from lab.benchmarks.common import (
     CLOCKS,
     add_common,
     add_plot,
+    console,
     describe,
     load_model,
     load_tokens,
@@ -34,6 +34,7 @@ from lab.benchmarks.common import (
     plot_ratios,
     show,
     spread,
+    spread_of_ratios,
     stock_context,
     write_json,
 )
@@ -102,10 +103,7 @@ def main() -> None:
 
     seconds = {name: spread(values) for name, values in times.items()}
     best = min((name for name in times if name not in names), key=lambda name: seconds[name]["median"])
-    ratios = {
-        name: spread([ours / stock for ours, stock in zip(times[name], times[best], strict=True)])
-        for name in names
-    }
+    ratios = {name: spread_of_ratios(times[name], times[best]) for name in names}
     results = {"machine": machine(), "model": model.path.name, "tokens": len(tokens), "budget": args.budget}
     results |= {"batch": args.batch, "best": best, "seconds": seconds, "over_stock": ratios}
     title = f"{len(tokens):,} tokens read, budget {args.budget}, {args.batch} tokens a step"
@@ -115,7 +113,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     for name in readers:
         table.add_row(name, show(seconds[name], 1), show(ratios[name]) if name in ratios else "")
-    (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+    console().print(table)
     print(describe(results["machine"]))
     write_json(args.json, results)
     plot_ratios(args.plot, f"{title}: time over stock's", ratios, 1.0)

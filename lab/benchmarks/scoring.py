@@ -35,6 +35,7 @@ from lab.benchmarks.common import (
     plot_ratios,
     show,
     spread,
+    spread_of_ratios,
     stock_context,
     write_json,
 )
@@ -73,7 +74,7 @@ def main() -> None:
                 seconds = _stock(model, tokens, args.threads) if name == "stock" else scored(name)
                 ms[name].append(1e3 * seconds / len(tokens))
             note(f"round {i + 1} of {args.rounds}")
-    ratios = {name: spread([a / b for a, b in zip(ms[name], ms["stock"], strict=True)]) for name in names}
+    ratios = {name: spread_of_ratios(ms[name], ms["stock"]) for name in names}
     results = {"machine": machine(), "model": model.path.name, "tokens": len(tokens), "budget": args.budget}
     results |= {"ms_a_token": {name: spread(values) for name, values in ms.items()}, "over_stock": ratios}
     print(f"stock: {show(spread(ms['stock']), 2)} ms a token")

@@ -15,17 +15,15 @@ policies whose rows may keep different numbers of cells.
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
 from kvtool.policy import PER_CELL, Policy, Signal, View
-from lab.benchmarks.common import CLOCKS, describe, machine, make_parser, note, spread, write_json
+from lab.benchmarks.common import CLOCKS, console, describe, machine, make_parser, note, spread, write_json
 
 N_WARM = 2
 """Number of evictions before the first eviction that is timed."""
@@ -214,11 +212,10 @@ def _print(args, results: dict) -> None:
             row += [f"{numbers['ms_token']:.2f}", f"{numbers['state_bytes'] / 2**20:.1f}"]
             row.append(f"{numbers['state_share']:.1%}")
         table.add_row(policy["policy"], *row)
-    # use a wide console for a file or a pipe, so that nothing is cut off
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    console.print(table)
-    console.print(f"medians of {args.repeat}, {args.clock} clock")
-    console.print(describe(results["machine"]))
+    out = console(200)
+    out.print(table)
+    out.print(f"medians of {args.repeat}, {args.clock} clock")
+    out.print(describe(results["machine"]))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
+import urllib.error
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.common import machine, make_parser, note, write_json
-from lab.benchmarks.servers import answers
+from lab.benchmarks.servers import answers, pieces, post
 
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
@@ -122,15 +122,9 @@ class _Refused(Exception):
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
     body = {"messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    request = urllib.request.Request(
-        f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     start, first, reply, n_piece, last = time.perf_counter(), 0.0, "", 0, {}
-    with urllib.request.urlopen(request, timeout=3600) as stream:
-        for line in stream:
-            if not line.startswith(b"data: {"):
-                continue
-            piece = json.loads(line[6:])
+    with post(f"{URL}/v1/chat/completions", body) as stream:
+        for piece in pieces(stream):
             if "error" in piece:
                 raise _Refused(json.dumps(piece["error"]))
             last |= {name: piece[name] for name in ("usage", "kvtool", "timings") if piece.get(name)}

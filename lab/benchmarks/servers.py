@@ -1,8 +1,9 @@
-"""Help to start servers in benchmarks and tests: reserve a port, and wait until the server answers."""
+"""Help to use servers in benchmarks and tests: reserve a port, wait for the server, send requests."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import subprocess
 import sys
@@ -49,3 +50,16 @@ def answers(process: subprocess.Popen[bytes], url: str) -> bool:
             pass
         time.sleep(0.1)
     return False
+
+
+def post(url: str, body: object) -> http.client.HTTPResponse:
+    """Send a request as JSON. Raises HTTPError if the server answers with an error."""
+    head = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=7200)
+
+
+def pieces(stream: http.client.HTTPResponse) -> Iterator[dict[str, object]]:
+    """Yield the JSON objects of an answer that is streamed."""
+    for line in stream:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvtool.build.sources import Upstream, archive, patches_dir
@@ -32,6 +31,7 @@ from kvtool.llama.bindings import library_path
 from lab.benchmarks.common import (
     add_common,
     add_plot,
+    console,
     describe,
     load_model,
     machine,
@@ -40,6 +40,7 @@ from lab.benchmarks.common import (
     plot_ratios,
     show,
     spread,
+    spread_of_ratios,
     write_json,
 )
 
@@ -95,7 +96,7 @@ def main() -> None:
                 taken[name]["s"].append(first)
                 taken[name]["mib"].append(most)
         note(f"round {i} of {args.rounds}")
-    ratio = spread([a / b for a, b in zip(taken["kvtool"]["s"], taken["stock"]["s"], strict=True)])
+    ratio = spread_of_ratios(taken["kvtool"]["s"], taken["stock"]["s"])
     results: dict[str, object] = {"machine": machine(), "first_token": ratio}
     table = Table(title=f"first token and memory, {args.policy}, {args.budget} cells")
     for column in ("", "first token, s", "over stock", "resident, MiB", "of it imports"):
@@ -114,7 +115,7 @@ def main() -> None:
             f"{statistics.median(values['mib']):.0f}",
             f"{imports[name]:.0f}",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console(120).print(table)
     print(describe(results["machine"]))
     write_json(args.json, results)
     plot_ratios(args.plot, "time to the first token over stock's", {args.policy: ratio}, 1.3)

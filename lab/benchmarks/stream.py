@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
@@ -37,6 +35,7 @@ from kvtool.measure import perplexity
 from kvtool.system import memory
 from lab.benchmarks.common import (
     add_common,
+    console,
     describe,
     load_model,
     load_tokens,
@@ -203,8 +202,12 @@ def _speed(segment: dict, clock: str, who: str = "") -> float:
     return segment[f"{who}tokens"] / segment[f"{who}{clock}"]
 
 
+def _speed_over_fresh(segment: dict) -> float:
+    """Return the stream's speed divided by the fresh engine's speed, by CPU time."""
+    return _speed(segment, "cpu_s") / _speed(segment, "cpu_s", "fresh_")
+
+
 def _print(results: dict) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=110)
     options = results["options"]
     title = f"{options['policy']}, budget {options['budget']}, positions {options['positions']}"
     table = Table(title=title)
@@ -228,10 +231,10 @@ def _print(results: dict) -> None:
             f"{segment['rss_bytes'] / 2**20:.2f}",
             f"{_speed(segment, 'wall_s'):.1f}",
             f"{_speed(segment, 'cpu_s'):.1f}",
-            f"{_speed(segment, 'cpu_s') / _speed(segment, 'cpu_s', 'fresh_'):.3f}",
+            f"{_speed_over_fresh(segment):.3f}",
         )
-    console.print(table)
-    console.print(describe(results["machine"]))
+    console().print(table)
+    console().print(describe(results["machine"]))
 
 
 def _summary(several: list[dict]) -> None:
@@ -242,7 +245,7 @@ def _summary(several: list[dict]) -> None:
     for results in several:
         segments = results["segments"]
         ratios = [_ratio(one) for one in segments]
-        speeds = [_speed(one, "cpu_s") / _speed(one, "cpu_s", "fresh_") for one in segments]
+        speeds = [_speed_over_fresh(one) for one in segments]
         rss = [one["rss_bytes"] / 2**20 for one in segments]
         table.add_row(
             _label(results),
@@ -253,7 +256,7 @@ def _summary(several: list[dict]) -> None:
             f"{rss[-1]:.1f}",
             f"{rss[-1] - rss[len(rss) // 4 - 1]:.2f}",
         )
-    (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+    console().print(table)
 
 
 def _label(results: dict) -> str:
@@ -273,8 +276,7 @@ def _plot(path: Path, several: list[dict]) -> None:
         at = [one["start"] + options["segment"] for one in segments]
         axes[0].plot(at, [_ratio(one) for one in segments], marker=".", label=label)
         axes[1].plot(at, [one["rss_bytes"] / 2**20 for one in segments], marker=".", label=label)
-        speeds = [_speed(one, "cpu_s") / _speed(one, "cpu_s", "fresh_") for one in segments]
-        axes[2].plot(at, speeds, marker=".", label=label)
+        axes[2].plot(at, [_speed_over_fresh(one) for one in segments], marker=".", label=label)
     for axis, name in zip(
         axes, ("perplexity over a fresh start's", "resident MiB", "speed over a fresh start's"), strict=True
     ):

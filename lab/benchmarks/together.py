@@ -18,13 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from lab.benchmarks.common import machine, make_parser, note, write_json
-from lab.benchmarks.servers import answers, reserved_port
+from lab.benchmarks.servers import answers, post, reserved_port
 
 
 def main() -> None:
@@ -96,10 +95,7 @@ class Server:
             # ban the end tokens, so that all answers have the same length
             "logit_bias": {token: -100 for token in args.ends.split(",")},
         }
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        answer = json.load(urllib.request.urlopen(request))
+        answer = json.load(post(f"{self.url}/v1/chat/completions", body))
         return str(answer["choices"][0]["message"]["content"])
 
     def _cpu_s(self) -> float:

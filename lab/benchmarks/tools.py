@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
 
+from jsonschema import Draft202012Validator, validators
 from rich.console import Console
 from rich.table import Table
 
@@ -40,9 +41,9 @@ from kvtool.llama.model import Model
 from kvtool.models.resolve import resolve
 from kvtool.serve.api import requests, responses
 from kvtool.serve.rendering import Rendering
-from lab.benchmarks.agents import Json, Server, post
+from lab.benchmarks.agents import Json, Server
 from lab.benchmarks.common import machine, make_parser, mcnemar, note, write_json
-from lab.benchmarks.servers import reserved_port
+from lab.benchmarks.servers import post, reserved_port
 
 REQUESTS = Path(__file__).parent / "data" / "tools.jsonl.xz"
 SHOWN = "agent policy kind prompt cached written seconds valid right name arguments"
@@ -87,6 +88,18 @@ COMMANDS = (
     "make {}", "cargo test {}", "docker ps --filter name={}", "du -sh {}", "wc -l {}.csv",
 )  # fmt: skip
 LINES = ("version = {n}", "port: {n}", "print({n})", "limit {n}", "# room {n}")
+
+_CHECKED = (
+    *("type", "enum", "const", "anyOf", "oneOf", "items"),
+    *("properties", "required", "additionalProperties"),
+)
+"""Keywords of a schema that `fits` checks. Others, such as minLength, do not make a call invalid."""
+
+_Validator = validators.create(
+    {},
+    {name: Draft202012Validator.VALIDATORS[name] for name in _CHECKED},
+    type_checker=Draft202012Validator.TYPE_CHECKER,
+)
 
 
 def main() -> None:
@@ -238,30 +251,7 @@ def score(row: Json, schemas: Json) -> Json:
 
 def fits(value: object, schema: Json) -> bool:
     """Return True if a value fits a schema: types, choices, required properties, no unknown properties."""
-    for key in ("anyOf", "oneOf"):
-        if key in schema and not any(fits(value, part) for part in schema[key]):
-            return False
-    if ("enum" in schema and value not in schema["enum"]) or ("const" in schema and value != schema["const"]):
-        return False
-    kinds = schema.get("type", [])
-    if kinds and not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
-        return False
-    if isinstance(value, list):
-        return all(fits(each, schema.get("items", {})) for each in value)
-    if isinstance(value, dict):
-        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        return set(schema.get("required", ())) <= value.keys() and all(
-            fits(each, known[key]) if key in known else others is not False for key, each in value.items()
-        )
-    return True
-
-
-def _is(value: object, kind: str) -> bool:
-    if kind in ("integer", "number"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (kind == "number" or value == int(value))
-    kinds = {"string": str, "object": dict, "array": list, "boolean": bool, "null": type(None)}
-    return isinstance(value, kinds[kind])
+    return _Validator(schema).is_valid(value)
 
 
 def is_right(kind: str, needs: list[str], name: str, arguments: object) -> bool:

@@ -423,8 +423,3 @@ def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
     is_ragged = any(line["label"].startswith("corm") for line in lines)
     mib = np.mean(recorded) if recorded else 0 if is_ragged else n_cell * _CELL_BYTES[model] / 2**20
     return n_cell, float(mib)
-
-
-def fill_claims(text: str, results: Path = RESULTS) -> str:
-    """Return the document with a new claims table, between the two comments that enclose the old table."""
-    return tables.fill_between(text, "claims", lambda: rows(results))

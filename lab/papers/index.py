@@ -94,8 +94,3 @@ def _in_words(result: Verdict) -> str:
         return f"0 of {result.n}"
     counts = (("same", result.same), ("other", result.other))
     return f"{', '.join(f'{n} {direction}' for direction, n in counts if n)}, of {result.n}"
-
-
-def fill_index(text: str, results: Path = RESULTS) -> str:
-    """Return the document with a new index, between the two comments that enclose the old index."""
-    return tables.fill_between(text, "index", lambda: rows(results))

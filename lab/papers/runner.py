@@ -32,12 +32,9 @@ from pathlib import Path
 from kvtool.measure import records
 from kvtool.system import interrupt
 from lab.benchmarks.common import make_parser, note
-from lab.papers import tables
-from lab.papers.claims import fill_claims
+from lab.papers import claims, index, sharing, tables
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.index import fill_index
 from lab.papers.lines import Ask, Line, is_program, shell
-from lab.papers.sharing import fill_sharing
 from lab.papers.tables import LABORATORY, RESULTS, ROOT
 
 DOCUMENTS = (
@@ -51,7 +48,10 @@ DOCUMENTS = (
 
 def filled(text: str) -> str:
     """A document with new tables from the records."""
-    return fill_sharing(fill_claims(fill_index(tables.fill(text))))
+    text = tables.fill(text)
+    for mark, rows in (("index", index.rows), ("claims", claims.rows), ("sharing", sharing.rows)):
+        text = tables.fill_between(text, mark, rows)
+    return text
 
 
 def missing(name: str, results: Path = RESULTS) -> list[Ask]:

@@ -71,8 +71,3 @@ def rows() -> Iterator[str]:
             gain = gains(lines, by, asked, in_bytes=in_bytes)
             cells += [f"{100 * gain.mean():+.1f}", f"{significance.sign_flip_test(gain):.3f}"]
         yield f"| {_WORDS[by]} | {question} | {' | '.join(cells)} |"
-
-
-def fill_sharing(text: str) -> str:
-    """Return the document with a new table, between the two comments that enclose the old table."""
-    return tables.fill_between(text, "sharing", rows)

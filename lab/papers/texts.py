@@ -9,6 +9,7 @@ PAPERS = tuple(f"arxiv/{name}.txt" for name in ("2404.15949", "2410.23079", "250
 CHAPTERS = tuple(f"proofpile/hott-{name}.tex" for name in ("basics", "hlevels", "logic", "reals"))
 WIKI = "wikitext2/wiki.test.raw"
 XSUM = "xsum/xsum_0shot_first300.jsonl"
+LONGBENCH = "longbench/minilongbench_en.jsonl"
 
 TWELVE = (*BOOKS, *CHAPTERS, *PAPERS)
 """Texts of three kinds. Each text is a unit of the tests."""

@@ -66,6 +66,20 @@ def caches(tmp_path, monkeypatch, site):
         monkeypatch.setattr(constants, name, value)
 
 
+@pytest.fixture
+def url(site, model):
+    """URL of the model on `site`."""
+    site.files["/tiny.gguf"] = model
+    return f"{site.url}/tiny.gguf"
+
+
+@pytest.fixture(params=["URL", "hf:o/r"])
+def wanted(request, site, model, url):
+    """Name of the model on `site`: its URL, or its repository."""
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    return url if request.param == "URL" else request.param
+
+
 def kvtool(*args: str):
     return CliRunner().invoke(cli.app, args, catch_exceptions=False)
 
@@ -77,7 +91,7 @@ def asked(site, word=".gguf", method="GET"):
 # models by URL
 
 
-def test_a_url_is_downloaded_once(site, model, tmp_path):
+def test_a_url_is_downloaded_once(site, model):
     site.files["/a/tiny.gguf"] = model
     url = f"{site.url}/a/tiny.gguf"
     seen = []
@@ -91,9 +105,7 @@ def test_a_url_is_downloaded_once(site, model, tmp_path):
     assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
 
 
-def test_a_broken_download_starts_over(site, model):
-    site.files["/tiny.gguf"] = model
-    url = f"{site.url}/tiny.gguf"
+def test_a_broken_download_starts_over(site, model, url):
     site.breaks_after = 100_000
     with pytest.raises(ModelError) as error:
         resolve(url)
@@ -107,11 +119,7 @@ def test_a_broken_download_starts_over(site, model):
     assert [request[2] for request in site.requests] == [None, None]
 
 
-@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
-def test_a_download_has_its_name_only_when_it_is_whole(site, model, wanted):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
-    wanted = wanted.replace("URL", f"{site.url}/tiny.gguf")
+def test_a_download_has_its_name_only_when_it_is_whole(model, wanted):
     code = (
         "import os, sys; import huggingface_hub.constants as c; from kvtool.models.resolve import resolve\n"
         "c.HF_HUB_CACHE, c.ENDPOINT, c.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[2:]\n"
@@ -129,10 +137,8 @@ def test_a_download_has_its_name_only_when_it_is_whole(site, model, wanted):
     assert resolve(wanted).read_bytes() == model
 
 
-def test_a_file_of_unknown_size_is_held_against_its_header(site, model):
-    site.files["/tiny.gguf"] = model
+def test_a_file_of_unknown_size_is_held_against_its_header(site, model, url):
     site.says_length = False
-    url = f"{site.url}/tiny.gguf"
     site.breaks_after = 100_000
     with pytest.raises(ModelError, match="truncated"):
         resolve(url)
@@ -158,7 +164,7 @@ def test_a_url_that_does_not_work_is_one_line(site, path, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_server_that_cannot_be_reached(site):
+def test_a_server_that_cannot_be_reached():
     with pytest.raises(ModelError, match="no connection .*without a network, copy a GGUF file"):
         resolve("http://127.0.0.1:1/tiny.gguf")
 
@@ -169,7 +175,7 @@ def test_a_name_in_a_url_leads_to_no_other_folder(site, model):
     assert (path.name, path.parent.parent) == (".._.._tiny.gguf", web.urls_dir())
 
 
-def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
+def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts):
     for name, data in parts.items():
         site.files[f"/{name}"] = data
     names = sorted(parts)
@@ -181,20 +187,15 @@ def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
     assert len(site.requests) == 3
 
 
-@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
-def test_a_cache_that_cannot_be_written(site, model, tmp_path, monkeypatch, wanted):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, wanted):
     (tmp_path / "file").write_text("")
-    variable = "KVTOOL_CACHE" if wanted == "URL" else "HF_HOME"
-    if wanted == "URL":
-        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
-    else:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    variable = "HF_HOME" if wanted == "hf:o/r" else "KVTOOL_CACHE"
     with pytest.raises(
         ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
     ):
-        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+        resolve(wanted)
 
 
 DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -208,11 +209,9 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # huggingface_hub's library in Rust reports a full disk in this way
         ("hf:o/r", "huggingface_hub.hf_hub_download", RuntimeError(f"I/O (os error {errno.ENOSPC})")),
     ],
+    indirect=["wanted"],
 )
-def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails, error):
-    site.files["/tiny.gguf"] = model
-    server.add_repository(site, "o/r", {"m.gguf": model})
-
+def test_a_full_disk_is_one_line(monkeypatch, wanted, fails, error):
     def full(*_, **__):
         raise error
 
@@ -220,7 +219,7 @@ def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails, error)
     with pytest.raises(
         ModelError, match=r"^the disk is full .*: there is no room for .*gguf in .*; free some"
     ):
-        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+        resolve(wanted)
 
 
 def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
@@ -234,10 +233,9 @@ def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
     assert done.stdout == "set()\n"
 
 
-def test_two_processes_download_once(site, model, tmp_path):
-    site.files["/tiny.gguf"] = model
+def test_two_processes_download_once(site, model, url):
     code = "import sys; from kvtool.models.resolve import resolve; print(resolve(sys.argv[1]))"
-    command = [sys.executable, "-c", code, f"{site.url}/tiny.gguf"]
+    command = [sys.executable, "-c", code, url]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second,
@@ -370,7 +368,7 @@ def error_of(code, kind):
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
-def test_a_repository_that_does_not_work_is_one_line(site, model, wanted, says):
+def test_a_repository_that_does_not_work_is_one_line(site, wanted, says):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
     server.add_repository(site, "o/empty", {"model.safetensors": b""})
     server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
@@ -399,7 +397,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
         resolve("hf:o/r:Q4_0")
 
 
-def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
+def test_a_server_of_repositories_that_cannot_be_reached(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -423,7 +421,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
     template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     for module in (catalogue, download, resolving):
-        monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of(b"GGUF")})
+        monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of()})
     # without a network, a download must fail at once and not wait for another try
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
     with pytest.raises(ModelError, match="no connection"):
@@ -434,7 +432,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
 # models.txt
 
 
-def entry_of(data, sha256=None, size=None):
+def entry_of(sha256=None, size=None):
     line = f"tiny | hf:o/r | tiny.gguf | {sha256 or '-'} | {size or '-'} | MIT | a note"
     return catalogue.parse(line)["tiny"]
 
@@ -442,7 +440,7 @@ def entry_of(data, sha256=None, size=None):
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_known):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
-    entry = entry_of(model, *((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
+    entry = entry_of(*((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
     assert stored.of_entry(entry) is None
     assert download.pull(entry).read_bytes() == model
     assert [path.name for path in catalogue.models_dir().iterdir()] == ["tiny.gguf"]
@@ -455,14 +453,14 @@ def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_know
 def test_the_hash_of_models_txt_counts_more_than_the_servers(site, model):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
     with pytest.raises(ModelError, match=r"tiny: the download has sha256 .* instead of 0000"):
-        download.pull(entry_of(model, "0" * 64))
+        download.pull(entry_of("0" * 64))
     assert list(catalogue.models_dir().iterdir()) == []
 
 
-def test_an_entry_whose_server_fails_is_one_line(site, model):
+def test_an_entry_whose_server_fails_is_one_line(site):
     site.errors["/o/r/resolve/main/tiny.gguf"] = (503, {}, b"")
     with pytest.raises(ModelError, match=r"cannot download tiny\.gguf: .*503.*without a network") as error:
-        download.pull(entry_of(model))
+        download.pull(entry_of())
     assert "\n" not in str(error.value)
 
 

@@ -549,7 +549,7 @@ def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
         reader.ask(TEXT * 5, 8, question="river ")
 
 
-def test_another_opening_is_another_record(tmp_path):
+def test_another_opening_is_another_record():
     about = {"task": "ruler"}
     items = [Item("1", "text", opening=opening) for opening in ("", "It is", "They are")]
     hashes = {of_items.TaskResults(about, [item])._what(item)["item_sha256"] for item in items}

@@ -156,7 +156,7 @@ def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
+def test_a_package_that_is_not_there_is_named_before_any_work(monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
@@ -239,7 +239,7 @@ class FakeReader:
 
     engine = SimpleNamespace(n_past=0)
 
-    def read(self, prompt, n_answer, as_it_is=False):
+    def read(self, prompt, n_answer, as_it_is=False, uncut=False):
         self.texts, self.as_it_is, self.n_answer = [], as_it_is, n_answer
 
     def start(self):
@@ -267,7 +267,7 @@ class FakeReader:
     def log_likelihood(self, text):
         logp = self.logp[tuple(self.texts), text]
         self.texts.append(text)
-        return Likelihood(logp, len(text.split()), False)
+        return Likelihood(logp, len(text.split()))
 
 
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
@@ -311,6 +311,15 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     assert reader.n_answer == 48
     tasks.make("qa", ["n_max=4"]).answer(item, reader)
     assert reader.n_answer == len(" Ada Quill")
+
+
+def test_retrieval_has_room_for_the_quotes_and_the_space_before_them():
+    task = tasks.make("retrieval", ["n_max=1"])
+    item, _ = task.items([DATA / "kv_retrieval.jsonl"], None)
+    quoted = f'"{item.references[0]}"'
+    reader = FakeReader({((), quoted): -3.0})
+    assert task.answer(item, reader).scores == {"found": 0, "logp": -3}
+    assert reader.n_answer == len(f" {quoted}")
 
 
 def test_longbenchs_averages_are_of_categories():

@@ -52,11 +52,11 @@ class Questions(Subtask):
         others = set(chosen)
         # choose documents one by one, so that a larger sample has all documents of a smaller sample
         while len(chosen) < n:
-            if (other := rng.randrange(len(texts))) not in others:
+            if (other := texts[rng.randrange(len(texts))]) not in others:
                 chosen.append(other)
                 others.add(other)
         rng.shuffle(chosen)
-        shown = "\n\n".join(f"Document {i}:\n{texts[at]}" for i, at in enumerate(chosen, 1))
+        shown = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
         question_text = _QUESTION.format(question=question.text)
         return Sample(_CONTEXT.format(text=shown), question_text, "Answer:", question.answers)
 

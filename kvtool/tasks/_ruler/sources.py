@@ -29,15 +29,15 @@ class Question:
     answers
         Right answers.
     about
-        Indices of the question's own documents. Some of them have the answer.
+        Texts of the question's own documents. Some of them have the answer.
     near
-        Indices of other documents of the same article.
+        Texts of other documents of the same article.
     """
 
     text: str
     answers: Sequence[str]
-    about: Sequence[int]
-    near: Sequence[int] = ()
+    about: Sequence[str]
+    near: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,55 +106,38 @@ class Sources:
         path = Path(self._hotpotqa)
         return self._documents(path, [q for _, _, q in data.parse_each([path], "ruler's qa_2", _hotpotqa)])
 
-    def _documents(self, path: Path, file_questions: Sequence[_FileQuestion]) -> Documents:
-        if not file_questions:
+    def _documents(self, path: Path, questions: list[Question]) -> Documents:
+        if not questions:
             raise InputError(f"{path} has no questions with an answer")
-        texts = sorted({text for question in file_questions for text in (*question.about, *question.near)})
-        index = {text: i for i, text in enumerate(texts)}
-        questions = [
-            Question(q.text, q.answers, _indices(q.about, index), _indices(q.near, index, q.about))
-            for q in file_questions
-        ]
+        texts = sorted({text for question in questions for text in (*question.about, *question.near)})
         random.Random(f"{self._seed} {path.name}").shuffle(questions)
         return Documents(texts, questions)
 
 
-@dataclass(frozen=True, slots=True)
-class _FileQuestion:
-    """Question read from a file. `about` and `near` are texts instead of indices."""
-
-    text: str
-    answers: Sequence[str]
-    about: Sequence[str]
-    near: Sequence[str] = ()
-
-
-def _indices(texts: Sequence[str], index: dict[str, int], but: Sequence[str] = ()) -> list[int]:
-    """Return the indices of the texts, without duplicates. Texts in `but` are left out."""
-    return [index[text] for text in dict.fromkeys(texts) if text not in but]
-
-
-def _squad(record: data.Record) -> list[_FileQuestion]:
+def _squad(record: data.Record) -> list[Question]:
     questions = []
     for article in record["data"]:
-        near = [data.text(paragraph["context"]) for paragraph in article["paragraphs"]]
+        # an article may have a paragraph twice
+        contexts = dict.fromkeys(data.text(paragraph["context"]) for paragraph in article["paragraphs"])
         for paragraph in article["paragraphs"]:
+            own = paragraph["context"]
+            near = [context for context in contexts if context != own]
             for entry in paragraph["qas"]:
                 if entry.get("is_impossible"):
                     continue
                 answers = data.texts([answer["text"] for answer in entry["answers"]])
-                about = [paragraph["context"]]
-                questions.append(_FileQuestion(data.text(entry["question"]), _some(answers), about, near))
+                questions.append(Question(data.text(entry["question"]), _some(answers), [own], near))
     return questions
 
 
-def _hotpotqa(record: data.Record) -> _FileQuestion:
+def _hotpotqa(record: data.Record) -> Question:
     if "paragraphs" in record:
         pairs = [(data.text(part["title"]), data.text(part["text"])) for part in record["paragraphs"]]
         about = [f"{title}\n{text}" for title, text in pairs]
     else:
         about = [f"{data.text(title)}\n{''.join(sentences)}" for title, sentences in record["context"]]
-    return _FileQuestion(data.text(record["question"]), _some([data.text(record["answer"])]), about)
+    answers = _some([data.text(record["answer"])])
+    return Question(data.text(record["question"]), answers, list(dict.fromkeys(about)))
 
 
 def _some(answers: list[str]) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvtool.tasks.longbench import CATEGORIES, LANGUAGES
 from lab.papers.commands import CompareRun, EvalRun, MapRun
 from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, ScoreTable, numbers, of_map
-from lab.papers.experiments.longbench import ENGLISH, POOLED, STRATA
-from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
+from lab.papers.texts import DATA_SETS, EIGHT, LONGBENCH, TWELVE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
@@ -28,9 +28,9 @@ RUNS: dict[str, Run] = {
     **{f"map-{kind}": MapRun(kind, TWELVE, 1024, minutes=3) for kind in _MAPS},
     **{f"map-{kind}-1.5b": MapRun(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
     "longbench": EvalRun(
-        "longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
+        "longbench", (LONGBENCH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
     ),
-    "longbench-corm": EvalRun("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=100),
+    "longbench-corm": EvalRun("longbench", (LONGBENCH,), ("corm",), ("100%",), _WHOLE, minutes=100),
 }
 
 _POOLED = {"names": DATA_SETS, "pooled": ALL, "only_pooled": True}
@@ -42,9 +42,9 @@ EXPERIMENTS = {
         (
             ScoreTable(
                 *("score", ("of",), "corm", ("full", *_OTHERS, "corm")),
-                pooled=POOLED,
+                pooled=LANGUAGES,
                 only_pooled=True,
-                strata=STRATA,
+                strata={name: category for category, names in CATEGORIES.items() for name in names},
                 paper=numbers("corm", "table-2"),
             ),
         ),
@@ -88,12 +88,12 @@ EXPERIMENTS = {
     "corm-figures-1-2-3": Experiment(
         tuple(f"map-{kind}{size}" for size in ("", "-1.5b") for kind in _MAPS),
         (
-            *of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
-            *of_map(
+            of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
+            of_map(
                 *("attention", "the other query", "a random query"),
                 {("the most similar query", "overlap"): 1},
             ),
-            *of_map(
+            of_map(
                 *("queries", "where", "by chance"),
                 {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
             ),

@@ -139,9 +139,9 @@ ALL: Mapping[str, frozenset[str] | None] = {"all": None}
 """One pooled column of all texts or data sets."""
 
 
-def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> tuple[ScoreTable, ...]:
+def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> ScoreTable:
     """The table of a map. head, theirs: as in `ScoreTable`."""
-    return (ScoreTable(kind, ("part",), against, theirs=theirs, head=head),)
+    return ScoreTable(kind, ("part",), against, theirs=theirs, head=head)
 
 
 def numbers(paper: str, *tables: str) -> dict[Place, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lab.papers.commands import EvalRun
 from lab.papers.experiments.bumblebee import CHOICES
 from lab.papers.experiments.kinds import Experiment, Run, ScoreTable
-from lab.papers.experiments.longbench import ENGLISH
-from lab.papers.texts import XSUM
+from lab.papers.texts import LONGBENCH, XSUM
 
 _POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm")
 _AT_20 = (_POLICIES, ("20%",))
@@ -23,7 +22,7 @@ _TASKS = (
     EvalRun(
         "choice", (f"lm_eval_tasks/{CHOICES['OpenBookQA']}",), *_AT_20, ("--set", "shots=5"), 100, minutes=5
     ),
-    EvalRun("longbench", (ENGLISH,), *_AT_20, ("--max-prompt", "1024"), 100, minutes=110),
+    EvalRun("longbench", (LONGBENCH,), *_AT_20, ("--max-prompt", "1024"), 100, minutes=110),
     EvalRun(
         *("stream", ("mt_bench/question.jsonl", "mt_bench/reference_answer_gpt-4.jsonl"), *_AT_20),
         ("--set", "scored=true", "--limit", "100"),

@@ -73,6 +73,6 @@ EXPERIMENTS = {
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),
-        of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
+        (of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),),
     ),
 }

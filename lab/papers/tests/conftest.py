@@ -13,13 +13,19 @@ __all__ = ["tiny_model"]
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Render a table of made-up lines."""
+def keep(monkeypatch, tmp_path):
+    """keep(lines, *tables) makes the experiment "made-up" and its records. Returns the folder of records."""
 
-    def render(stored, *shown, model="Llama"):
+    def make(stored, *shown, model="Llama"):
         monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
         records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
-        return tables.render("made-up", tmp_path)
+        return tmp_path
 
-    return render
+    return make
+
+
+@pytest.fixture
+def measured(keep):
+    """Render a table of made-up lines."""
+    return lambda stored, *shown, **more: tables.render("made-up", keep(stored, *shown, **more))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool.measure import records
-from lab.papers import claims, index, runner, significance, tables, verdicts
+from lab.papers import claims, index, significance, tables, verdicts
 from lab.papers.experiments import EXPERIMENTS
 from lab.papers.places import samples
 from lab.papers.samples import SCORES
@@ -103,11 +103,3 @@ def test_the_power_is_how_often_the_test_says_so_without_a_difference():
     is_significant = [significance.not_worse_test(draw, ones, margin) <= 0.05 for draw in draws]
     about = np.mean([significance.power(draw, ones, margin) for draw in draws])
     assert np.mean(is_significant) == pytest.approx(about, abs=0.08)
-
-
-def test_only_what_stands_between_the_marks_of_the_claims_is_made_anew():
-    text = "a\n<!-- claims -->\nstale\n<!-- end -->\nb\n"
-    filled = claims.fill_claims(text)
-    assert filled == runner.filled(filled)
-    assert "stale" not in filled
-    assert re.fullmatch(r"a\n<!--.*-->\nb\n", filled, re.S)

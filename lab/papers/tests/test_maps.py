@@ -79,10 +79,10 @@ def products(what, vectors):
     return vectors @ vectors.swapaxes(1, 2)
 
 
-WHOLE = {
-    **{"llama": {}, "qwen2": {}, "gemma3": {}, "smollm3": {}, "maincoder": {}, "qwen2vl": {}, "gpt_oss": {}},
-    **{"lfm2": {}, "gemma4": {}, "refact": {}, "gpt2": {}, "deepseek2": {}},
-}
+WHOLE = (
+    *("llama", "qwen2", "gemma3", "smollm3", "maincoder", "qwen2vl", "gpt_oss"),
+    *("lfm2", "gemma4", "refact", "gpt2", "deepseek2"),
+)
 
 
 def tiny_path(name, folder):

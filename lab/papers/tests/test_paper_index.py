@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.measure import records
+import pytest
+
 from lab.papers import index, places, tables, verdicts
 from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
@@ -17,18 +18,24 @@ def test_a_papers_directions_are_those_of_its_own_method():
     assert directions(paper, "buzz") == {("h2o", "64"): -1, ("tova", "64"): 1}
 
 
-def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers"}})
-    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    shown = tuple(ScoreTable(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown))
+@pytest.fixture
+def indexed(monkeypatch, keep):
+    """Return the lines of the index for an experiment with made-up lines, and one that was not run."""
+    monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers", "not-run": "more"}})
+    monkeypatch.setitem(
+        EXPERIMENTS, "not-run", Experiment(("not-there",), (ScoreTable("f1", against="buzz"),))
+    )
+    monkeypatch.setitem(RUNS, "not-there", EvalRun("qa", ("qa.jsonl",), ("buzz",), ("64",)))
+    return lambda stored, *shown: list(index.rows(keep(stored, *shown)))
+
+
+def test_the_index_tells_scores_apart_and_what_has_no_own_row(indexed):
+    shown = [ScoreTable(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp")]
     buzz = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
     h2o = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=buzz, h2o__64=h2o))
     verdict = "F1: too few for a test; likelihood: 1 same, of 1"
-    assert verdict in "".join(index.rows(tmp_path))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=h2o))
-    assert "only the other policies are measured" in "".join(index.rows(tmp_path))
+    assert verdict in "".join(indexed(lines(buzz__64=buzz, h2o__64=h2o), *shown))
+    assert "only the other policies are measured" in "".join(indexed(lines(h2o__64=h2o), *shown))
 
 
 def test_scores_that_stand_next_to_others_in_the_index_have_a_name():
@@ -37,45 +44,29 @@ def test_scores_that_stand_next_to_others_in_the_index_have_a_name():
         assert len(scores) < 2 or all(SCORES[score].short for score in scores), name
 
 
-def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
-    buzz, h2o = [0.5, 0.4] * 5, [0.4, 0.3] * 5
-    monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers", "not-run": "more"}})
-    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
-    monkeypatch.setitem(
-        EXPERIMENTS, "not-run", Experiment(("not-there",), (ScoreTable("f1", against="buzz"),))
-    )
-    monkeypatch.setitem(RUNS, "not-there", EvalRun("qa", ("qa.jsonl",), ("buzz",), ("64",)))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": buzz}, h2o__64={"f1": h2o}))
-    verdict_of = {
-        ("h2o",): "1 same, of 1",
-        (): "no test",
-    }
-    for worse, verdict in verdict_of.items():
-        table = ScoreTable("f1", against="buzz", worse=worse)
-        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-        shown = list(index.rows(tmp_path))
-        assert f"| [`made-up`](buzz.md) | answers | {verdict} | not measured |" in shown
-        assert "| [`not-run`](buzz.md) | more | not measured | not measured |" in shown
-    table = ScoreTable("f1", against="h2o", worse=("buzz",))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    assert "1 other, of 1" in "".join(index.rows(tmp_path))
-    noise = lines(buzz__64={"f1": buzz}, h2o__64={"f1": buzz[::-1]})
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
-    assert "0 of 1" in "".join(index.rows(tmp_path))
-    assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("made-up") == 1
+BETTER, BUZZ, WORSE = ({"f1": scores} for scores in ([0.6, 0.5] * 6, [0.5, 0.4] * 6, [0.4, 0.3] * 6))
+NOISE = {"f1": BUZZ["f1"][::-1]}
 
 
-def test_the_index_counts_both_directions(monkeypatch, tmp_path):
-    buzz, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
-    monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers"}})
-    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    table = ScoreTable("f1", against="buzz", worse=("h2o", "tova", "cam"))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    stored = lines(
-        buzz__64={"f1": buzz}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse}
-    )
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
-    assert "2 same, 1 other, of 3" in "".join(index.rows(tmp_path))
+@pytest.mark.parametrize(
+    ("others", "against", "worse", "verdict"),
+    [
+        ({"h2o__64": WORSE}, "buzz", ("h2o",), "1 same, of 1"),
+        ({"h2o__64": WORSE}, "buzz", (), "no test"),
+        ({"h2o__64": WORSE}, "h2o", ("buzz",), "1 other, of 1"),
+        ({"h2o__64": NOISE}, "h2o", ("buzz",), "0 of 1"),
+        (
+            {"h2o__64": BETTER, "tova__64": WORSE, "cam__64": WORSE},
+            "buzz",
+            ("h2o", "tova", "cam"),
+            "2 same, 1 other, of 3",
+        ),
+    ],
+)
+def test_the_index_says_what_became_of_each_table_and_figure(indexed, others, against, worse, verdict):
+    shown = indexed(lines(buzz__64=BUZZ, **others), ScoreTable("f1", against=against, worse=worse))
+    assert f"| [`made-up`](buzz.md) | answers | {verdict} | not measured |" in shown
+    assert "| [`not-run`](buzz.md) | more | not measured | not measured |" in shown
 
 
 def test_columns_of_budgets_stand_in_order():

@@ -178,7 +178,7 @@ def test_columns_of_shares_stand_in_order(measured):
     assert "| policy | 8 % removed | 50 % removed | 87.5 % removed |" in text
 
 
-def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, tmp_path):
+def test_every_experiment_can_be_shown_once_something_is_measured(tmp_path):
     for name, run in RUNS.items():
         named = getattr(run, "named", "")
         labels = [named] if named else getattr(run, "policies", ()) or ("a", "b")

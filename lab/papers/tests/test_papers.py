@@ -41,6 +41,15 @@ def test_the_documents_are_what_the_records_kept_say():
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
 
 
+@pytest.mark.parametrize("mark", ["index", "claims", "sharing"])
+def test_only_what_stands_between_the_marks_is_made_anew(mark):
+    filled = runner.filled(f"a\n<!-- {mark} -->\nstale\n<!-- end -->\nb\n")
+    assert re.fullmatch(rf"a\n<!-- {mark} -->\n(\|.+\n)+.*<!-- end -->\nb\n", filled, re.S)
+    assert "stale" not in filled
+    assert runner.filled(filled) == filled
+    assert runner.filled("nothing") == "nothing"
+
+
 def test_the_documents_show_the_commands_of_every_run():
     text = "".join(path.read_text(encoding="utf-8") for path in runner.DOCUMENTS)
     for name, run in RUNS.items():
@@ -321,7 +330,7 @@ def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_pat
     assert files[0] == files[1] != files[2]
 
 
-def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
+def test_of_a_text_only_policies_without_lines_are_compared():
     run = CompareRun(("f/t.txt", "f/u.txt"), ("full", "h2o", "corm"), ("64", "128"), 65)
     about = {"of": "t.txt", "tokens": 65}
     places = [("full", None), ("corm", None), ("corm, capped", "64"), ("corm, capped", "128"), ("h2o", "64")]

@@ -60,12 +60,3 @@ def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full(
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
     gains = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
     assert sorted(gains) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
-
-
-def test_only_what_stands_between_its_marks_is_made_anew():
-    text = "a\n<!-- sharing -->\nstale\n<!-- end -->\nb\n"
-    head, *_, last, tail = sharing.fill_sharing(text).splitlines()[1:]
-    assert (head, tail) == ("<!-- sharing -->", "b")
-    assert last == "<!-- end -->"
-    assert "stale" not in sharing.fill_sharing(text)
-    assert sharing.fill_sharing("nothing") == "nothing"
