@@ -53,8 +53,6 @@ class Slot:
         Reads prompts and writes answers with the slot's engine.
     renderings
         Renders chats. None if the model has no chat template; then chats are refused.
-    chats
-        The stored chats.
     overflow
         "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
     meta

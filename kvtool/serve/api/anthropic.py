@@ -266,10 +266,6 @@ class AnthropicBodies(AnswerBodies):
 
     Parameters
     ----------
-    model
-        Name of the model.
-    policy
-        Name of the policy.
     asked
         Body of the request, which has been checked.
     id

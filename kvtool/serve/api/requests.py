@@ -45,8 +45,6 @@ class Defaults:
 
     Attributes
     ----------
-    sampling
-        Sampling parameters.
     n_max
         Maximum number of tokens of an answer. None for no limit.
     seed
@@ -76,8 +74,6 @@ class Request:
 
     Attributes
     ----------
-    sampling
-        Sampling parameters.
     output_format
         Format of the answer. None for the server's default.
     n_max

@@ -51,16 +51,6 @@ class Site:
 
     Attributes
     ----------
-    model
-        Name of the model.
-    policy
-        Name of the policy.
-    jobs
-        Queue of the requests.
-    defaults
-        Default values of requests.
-    limits
-        Limits on clients.
     created
         Time of the last change of the model's file, in seconds since 1970. 0 until the model is loaded.
     props
@@ -72,9 +62,7 @@ class Site:
     count
         Returns the number of tokens of a chat's prompt.
     has_metrics
-        True if the server has the route /metrics.
-    counts
-        The sums that /metrics reports.
+        True if the server has the route /metrics, which reports `counts`.
     log
         Called with a line about each request. None if there is no log.
     stored

@@ -79,11 +79,8 @@ class Resumer:
         The engine's chat.
     rendering
         Renders chats until `use` sets another rendering.
-    chats
-        The stored chats.
     meta
-        Function that returns values for a session's JSON. They are saved in addition to the values of
-        `Conversation.save`.
+        See `Slot`.
     pins
         True to pin the system prompt and the tools of a chat.
 
