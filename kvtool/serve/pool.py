@@ -23,8 +23,6 @@ class SlotPool:
     ----------
     lock
         The thread that computes holds this lock. The slots' engines call the lock's `step`.
-    first
-        The first slot.
     make_slot
         Makes another slot. Called if there is a request while all slots are busy.
     n_max
@@ -34,8 +32,6 @@ class SlotPool:
 
     Attributes
     ----------
-    slots
-        The slots that were made.
     cache_bytes
         Bytes of the caches of all slots when they were made. They are stored here for other threads, which
         must not call an engine.

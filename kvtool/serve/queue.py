@@ -23,8 +23,6 @@ class Job:
 
     Parameters
     ----------
-    request
-        The checked request.
     client
         Id of the client. Clients take turns.
 

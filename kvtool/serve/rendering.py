@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_left
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,11 +38,6 @@ class Renderings:
     """Makes and keeps a `Rendering` for each set of template variables in requests.
 
     Slots and threads share it. Then a chat that is compared with several slots is tokenized only once.
-
-    Attributes
-    ----------
-    template
-        The model's template.
     """
 
     def __init__(self, model: Model, template: Template) -> None:
@@ -102,21 +97,6 @@ def _earlier_turns(template: Template) -> list[str | None]:
             except ModelError:
                 texts.append(None)
     return texts
-
-
-class EarlierReply(NamedTuple):
-    """A reply in the form in which the template will render it in later requests.
-
-    Attributes
-    ----------
-    message
-        The message to add to `History`.
-    start
-        The text between `Header.kept` and the answer, such as the thought. None if this text is unknown.
-    """
-
-    message: Message
-    start: str | None
 
 
 class Rendering:
@@ -179,10 +159,18 @@ class Rendering:
 
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
         """Return the `History` of a chat, with thoughts in the form in which the template renders them."""
-        return History(name, tools, self._with_starts(messages, tools), self.past)
+        compared = list(messages)
+        for i, region in self._starts(messages, tools).items():
+            compared[i] = self._with_start(messages[i], region)
+        return History(name, tools, compared, self.past)
 
-    def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
+    def earlier_reply(
+        self, messages: list[Message], reply: Message, tools: list[Any]
+    ) -> tuple[Message, str | None]:
         """Return the reply to these messages, in the form that it will have in later requests.
+
+        Returns the message to add to `History`, and the text between `Header.kept` and the answer, such as
+        the thought. The text is None if it is unknown.
 
         To find this form, the chat is rendered with placeholders after the reply. The placeholders are
         results of the reply's calls, or a user's message if there are no calls.
@@ -194,13 +182,8 @@ class Rendering:
         chat = [*messages, reply, *(results or [{"role": "user", "content": "."}])]
         region = self._starts(chat, tools).get(len(messages))
         if region is None:
-            return EarlierReply(reply, None)
-        return EarlierReply(self._with_start(reply, region), self._behind_header(region))
-
-    def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Return all messages. `_with_start` is applied to each reply that the template shows."""
-        starts = self._starts(messages, tools)
-        return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
+            return reply, None
+        return self._with_start(reply, region), self._behind_header(region)
 
     def _with_start(self, reply: Message, region: str) -> Message:
         """Return the reply with a field START: the text before the answer, such as the thought.

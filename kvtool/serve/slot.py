@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from math import inf
 from typing import Any, Literal
@@ -53,8 +53,6 @@ class Slot:
         Reads prompts and writes answers with the slot's engine.
     renderings
         Renders chats. None if the model has no chat template; then chats are refused.
-    chats
-        The stored chats.
     overflow
         "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
     meta
@@ -63,7 +61,7 @@ class Slot:
     pins
         True to pin the system prompt and the tools of a chat even if an archive keeps them.
     batcher
-        Decodes joint steps with other slots. None if this is the only slot.
+        Decodes joint steps with other slots.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class Slot:
         chats: ChatStore,
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
-        pins: bool = True,
-        batcher: StepBatcher | None = None,
+        pins: bool,
+        batcher: StepBatcher,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -272,7 +270,7 @@ class Slot:
         before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
         try:
-            with self._batcher.writing(self.engine) if self._batcher else nullcontext(), closing(pieces):
+            with self._batcher.writing(self.engine), closing(pieces):
                 for piece in pieces:
                     deltas = reply.feed(piece, self.writer.n_written)
                     job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
@@ -326,7 +324,7 @@ class Slot:
 
         def while_reading(n_read: int, n_all: int) -> None:
             stop_if_cancelled()
-            if self._batcher and not self.writer.stop:
+            if not self.writer.stop:
                 self._batcher.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 stop_if_cancelled()
             if n_all > 1:

@@ -14,6 +14,7 @@ from kvtool.llama.sampler import Sampler
 from kvtool.serve import queue
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.requests import Defaults
+from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
@@ -99,6 +100,7 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         chats = ChatStore(folder, 10**9, {})
         renderings = Renderings(model, Template(source, "", "", model.markers))
-        slot = Slot(Writer(engine, Sampler(model)), renderings, chats, "forget", lambda chat: {"fixed": {}})
+        rest = "forget", lambda chat: {"fixed": {}}, True, StepBatcher(ComputeLock(), 1)
+        slot = Slot(Writer(engine, Sampler(model)), renderings, chats, *rest)
         with closing(chats):
             yield Answering(slot, Defaults(**defaults))

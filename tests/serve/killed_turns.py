@@ -29,6 +29,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
+from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
@@ -57,6 +58,7 @@ class SlotServer:
             "forget",
             lambda chat: {"fixed": {}},
             pins=False,
+            batcher=StepBatcher(ComputeLock(), 1),
         )
 
     def ask(self, messages):

@@ -152,8 +152,8 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
             job.emit("piece", text="a")
 
         reading = asyncio.ensure_future(read())
-        async for each in app._next_events(job, ("reading", "read")):
-            events.append(each)
+        while not events or events[-1] is None:
+            events.append(await app._next_event(job, ("reading", "read")))
         await reading
         return events
 

@@ -165,8 +165,8 @@ PLANTED = {
     "serve, thoughts": Fault(
         "a thought between calls is dropped although the template shows it",
         "kvtool/serve/rendering.py",
-        "return EarlierReply(self._with_start(reply, region), self._behind_header(region))",
-        "return EarlierReply(reply, self.header.earlier)",
+        "return self._with_start(reply, region), self._behind_header(region)",
+        "return reply, self.header.earlier",
         ("serve/test_serve_thinking.py",),
     ),
     "serve, variables": Fault(

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, kind_of, need, optional, shown, wrong
+from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
 from kvtool.serve.api.requests import MOST_STOPS
 
 _REFUSED = ("mcp_servers", "container")
@@ -51,7 +51,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         messages.append(message)
 
     for where, block in _blocks(fields.pop("system") or "", "system", ("text",)):
-        add(where, {"role": "system", "content": _text(block, "text", where)})
+        add(where, {"role": "system", "content": need_text(block, "text", where)})
     asked = need(fields.pop("messages"), list, "messages")
     if not asked:
         raise ApiError("messages must have at least one message", param="messages")
@@ -115,11 +115,11 @@ def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Itera
     texts, calls, thoughts, n_result = [], [], [], 0
     for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ()))):
         if block["type"] == "text":
-            texts.append(_text(block, "text", at))
+            texts.append(need_text(block, "text", at))
         elif block["type"] == "thinking":
             # leave the signature out, because only Anthropic can check it; leave redacted thoughts out,
             # because they have no text
-            thoughts.append(_text(block, "thinking", at))
+            thoughts.append(need_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
@@ -155,14 +155,10 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
         yield at, block
 
 
-def _text(block: Body, name: str, where: str) -> str:
-    return need(block.get(name), str, f"{where}.{name}")
-
-
 def _call(block: Body, where: str) -> Body:
     arguments = json.dumps(need(block.get("input"), dict, f"{where}.input"), ensure_ascii=False)
-    function = {"name": _text(block, "name", where), "arguments": arguments}
-    return {"id": _text(block, "id", where), "type": "function", "function": function}
+    function = {"name": need_text(block, "name", where), "arguments": arguments}
+    return {"id": need_text(block, "id", where), "type": "function", "function": function}
 
 
 def _result(block: Body, where: str, functions: Mapping[str, Body]) -> Body:
@@ -171,17 +167,17 @@ def _result(block: Body, where: str, functions: Mapping[str, Body]) -> Body:
     kinds = ("text", "tool_reference")
     for at, part in _blocks("" if content is None else content, f"{where}.content", kinds):
         if part["type"] == "text":
-            texts.append(_text(part, "text", at))
+            texts.append(need_text(part, "text", at))
         else:
             definitions.append(_definition(part, at, functions))
     if definitions:
         texts.append("\n".join(["<functions>", *definitions, "</functions>"]))
-    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": "".join(texts)}
+    return {"role": "tool", "tool_call_id": need_text(block, "tool_use_id", where), "content": "".join(texts)}
 
 
 def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
     """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
-    name = _text(block, "tool_name", where)
+    name = need_text(block, "tool_name", where)
     if name not in functions:
         where += ".tool_name"
         raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
@@ -270,10 +266,6 @@ class AnthropicBodies(AnswerBodies):
 
     Parameters
     ----------
-    model
-        Name of the model.
-    policy
-        Name of the policy.
     asked
         Body of the request, which has been checked.
     id

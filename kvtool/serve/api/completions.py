@@ -24,8 +24,6 @@ class AnswerBodies:
 
     Parameters
     ----------
-    policy
-        Name of the policy.
     common
         The first fields of each body of the answer.
     """
@@ -84,10 +82,6 @@ class CompletionBodies(AnswerBodies):
     ----------
     kind
         "chat" or "text".
-    model
-        Name of the model.
-    policy
-        Name of the policy.
     with_usage
         True if a stream ends with the numbers of tokens.
     """

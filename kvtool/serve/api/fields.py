@@ -207,19 +207,7 @@ class Fields:
     def whole(self, name: str, low: int, high: int) -> int | None:
         """Return a whole number in low..high."""
         value = self.pop(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, float):
-            raise ApiError(
-                f"{name} must be a whole number, got {shown(value)}", param=name, code="invalid_type"
-            )
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong(name, "a whole number", value)
-        if not low <= value <= high:
-            raise ApiError(f"{name} must be in {low}..{high}, got {shown(value)}", param=name)
-        return value
+        return None if value is None else need_whole(value, name, low, high)
 
     def number(self, name: str) -> float | None:
         """Return a finite number."""
@@ -238,13 +226,8 @@ class Fields:
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a list of tokens, which are whole numbers from 0. It is empty if the field is missing."""
-        tokens: list[int] = []
-        for i, each in enumerate(optional(self.pop(name), list, name) or ()):
-            at = f"{name}[{i}]"
-            if (token := Fields({at: each}).whole(at, 0, 2**31 - 1)) is None:
-                raise wrong(at, "a whole number", each)
-            tokens.append(token)
-        return tuple(tokens)
+        given = optional(self.pop(name), list, name) or ()
+        return tuple(need_whole(each, f"{name}[{i}]", 0, 2**31 - 1) for i, each in enumerate(given))
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return a list of at most `most` strings. A single string becomes a list with one string."""
@@ -284,6 +267,7 @@ class Fields:
 
 
 _NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+_KINDS: dict[type, str] = {**_NEEDED, bool: "a boolean", int: "a number", float: "a number"}
 
 
 def need(value: object, kind: type[_T], where: str) -> _T:
@@ -297,6 +281,26 @@ def need_texts(values: list[Any], where: str) -> None:
     """Raise ApiError if a value of a list is not a string. where: path of the list."""
     for i, each in enumerate(values):
         need(each, str, f"{where}[{i}]")
+
+
+def need_text(values: dict[str, Any], name: str, where: str) -> str:
+    """Return the string `name` of an object. Raises ApiError. where: path of the object."""
+    return need(values.get(name), str, f"{where}.{name}")
+
+
+def need_whole(value: object, where: str, low: int, high: int) -> int:
+    """Return a whole number in low..high. Raises ApiError for other values. where: path of the value."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, float):
+        raise ApiError(
+            f"{where} must be a whole number, got {shown(value)}", param=where, code="invalid_type"
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong(where, "a whole number", value)
+    if not low <= value <= high:
+        raise ApiError(f"{where} must be in {low}..{high}, got {shown(value)}", param=where)
+    return value
 
 
 def optional(value: object, kind: type[_T], where: str) -> _T | None:
@@ -313,15 +317,7 @@ def wrong(name: str, needed: str, value: object) -> ApiError:
 
 def kind_of(value: object) -> str:
     """Return the name of a value's JSON type."""
-    kinds: dict[type, str] = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-    }
-    return kinds.get(type(value), "null")
+    return _KINDS.get(type(value), "null")
 
 
 def shown(value: object) -> str:

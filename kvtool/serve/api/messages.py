@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, shown, wrong
+from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, wrong
 
 Message = dict[str, Any]
 
@@ -74,7 +74,7 @@ def _message(value: object, where: str) -> Message:
 def _thought(given: Message) -> str:
     """Return the thought of a reply, or "". Some clients send the same thought in both fields."""
     texts = (given.get(name) for name in ("reasoning_content", "reasoning"))
-    return next((_clean(text) for text in texts if isinstance(text, str) and text.strip()), "")
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def _name_calls(messages: list[Message]) -> None:
@@ -131,7 +131,7 @@ def _content(value: object, where: str) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return _clean(value)
+        return value
     if not isinstance(value, list):
         raise wrong(where, "a string or a list of parts", value)
     texts = []
@@ -144,7 +144,7 @@ def _content(value: object, where: str) -> str:
                 code="unsupported_content",
             )
         text = part.get("refusal" if kind == "refusal" else "text")
-        texts.append(_clean(need(text, str, f"{where}[{i}].text")))
+        texts.append(need(text, str, f"{where}[{i}].text"))
     return "".join(texts)
 
 
@@ -154,7 +154,7 @@ def _calls(value: object, where: str) -> list[Message]:
         at = f"{where}[{i}].function"
         given = need(each.get("function") if isinstance(each, dict) else None, dict, at)
         arguments = _arguments(given.get("arguments"), f"{at}.arguments")
-        function = {"name": _text(given, "name", at), "arguments": arguments}
+        function = {"name": need_text(given, "name", at), "arguments": arguments}
         calls.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": function})
     return calls
 
@@ -163,21 +163,12 @@ def _arguments(value: object, where: str) -> str:
     """Return the arguments of a call as JSON text. Clients may send JSON text or an object."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
-    return _clean(value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
+    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
 
 
 def _id(given: Message, name: str, where: str) -> str | None:
     """Return the id of a call or a result, or None if the id is missing or empty."""
-    return _text(given, name, where) or None if given.get(name) is not None else None
-
-
-def _text(given: Message, name: str, where: str) -> str:
-    return _clean(need(given.get(name), str, f"{where}.{name}"))
-
-
-def _clean(text: str) -> str:
-    """Replace lone surrogates. JSON can contain them, but tokenizers do not accept them."""
-    return text.encode("utf-8", "replace").decode()
+    return optional(given.get(name), str, f"{where}.{name}") or None
 
 
 def loaded(text: str) -> Any:

@@ -24,6 +24,7 @@ _FIELDS: dict[str, Kind] = {
     **{"guided_choice": "choice", "ebnf": "grammar", "regex": "regex"},
 }
 _STRUCTURED: dict[str, Kind] = {"json": "schema", "grammar": "grammar", "regex": "regex", "choice": "choice"}
+_TYPES: dict[Kind, type] = {"schema": dict, "grammar": str, "regex": str, "choice": list}
 _ANY_OBJECT = {"type": "object"}
 
 _MOST_REMARKS = 20
@@ -115,12 +116,9 @@ def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Outp
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ApiError(f"{where} must be a JSON schema", param=where) from None
-    if kind == "schema":
-        need(value, dict, where)
-    if kind in ("grammar", "regex"):
-        need(value, str, where)
+    need(value, _TYPES[kind], where)
     if kind == "choice":
-        need_texts(need(value, list, where), where)
+        need_texts(value, where)
     return OutputFormat(kind, value, where, strict)
 
 

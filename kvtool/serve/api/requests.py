@@ -13,7 +13,7 @@ from kvtool.llama.sampling import MOST, Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
 from kvtool.serve.api.errors import ApiError, ClientPlaces
-from kvtool.serve.api.fields import Fields, shown, wrong
+from kvtool.serve.api.fields import Fields, need_whole, shown, wrong
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
@@ -45,8 +45,6 @@ class Defaults:
 
     Attributes
     ----------
-    sampling
-        Sampling parameters.
     n_max
         Maximum number of tokens of an answer. None for no limit.
     seed
@@ -76,8 +74,6 @@ class Request:
 
     Attributes
     ----------
-    sampling
-        Sampling parameters.
     output_format
         Format of the answer. None for the server's default.
     n_max
@@ -263,14 +259,14 @@ def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
     # In /v1/completions, "logprobs" is a number. But some clients send false, as in /v1/chat/completions:
     # treat false as no log-probabilities
-    return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
+    return None if value is None or value is False else need_whole(value, "logprobs", 0, MOST_LOGPROBS)
 
 
 def _prompt(value: object) -> str | list[int]:
     if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
         value = value[0]
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return value
     if isinstance(value, list) and all(type(each) is int for each in value):
         return value
     if isinstance(value, list):
@@ -345,7 +341,10 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
             value = MOST if value == -1 and parameter in _ALL_WRITTEN else value
-            _check_number(name, parameter, value)
+            try:
+                declared(Sampling)[parameter].check(value, name)
+            except UsageError as error:
+                raise ApiError(str(error), param=name) from None
             changes.setdefault(parameter, value)
     if stops := tuple(each for each in fields.texts("stop", MOST_STOPS) if each):
         changes["stop"] = stops
@@ -357,14 +356,6 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         return replace(default, **changes)
     except UsageError as error:
         raise of_usage(error) from None
-
-
-def _check_number(name: str, parameter: str, value: float) -> None:
-    """Raise ApiError if a sampling parameter is out of range. name: name of the request's field."""
-    try:
-        declared(Sampling)[parameter].check(value, name)
-    except UsageError as error:
-        raise ApiError(str(error), param=name) from None
 
 
 def of_usage(error: UsageError) -> ApiError:

@@ -173,10 +173,6 @@ class ResponseBodies(AnswerBodies):
 
     Parameters
     ----------
-    model
-        Name of the model.
-    policy
-        Name of the policy.
     asked
         Body of the request. A response repeats some of its fields.
     """

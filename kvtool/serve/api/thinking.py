@@ -9,7 +9,7 @@ from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, need, optional, shown
+from kvtool.serve.api.fields import Fields, need, need_whole, optional, shown
 
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
 """Values of thinking.type, mapped to efforts. None means that the template decides."""
@@ -120,7 +120,8 @@ def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, in
 
 
 def _whole(value: dict[str, Any], of: str, name: str) -> int | None:
-    return Fields({f"{of}.{name}": value.get(name)}).whole(f"{of}.{name}", -1, _MOST)
+    n = value.get(name)
+    return None if n is None else need_whole(n, f"{of}.{name}", -1, _MOST)
 
 
 def _level(value: Any, name: str) -> str | None:

@@ -51,16 +51,6 @@ class Site:
 
     Attributes
     ----------
-    model
-        Name of the model.
-    policy
-        Name of the policy.
-    jobs
-        Queue of the requests.
-    defaults
-        Default values of requests.
-    limits
-        Limits on clients.
     created
         Time of the last change of the model's file, in seconds since 1970. 0 until the model is loaded.
     props
@@ -72,9 +62,7 @@ class Site:
     count
         Returns the number of tokens of a chat's prompt.
     has_metrics
-        True if the server has the route /metrics.
-    counts
-        The sums that /metrics reports.
+        True if the server has the route /metrics, which reports `counts`.
     log
         Called with a line about each request. None if there is no log.
     stored
@@ -231,18 +219,19 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
     try:
         if request.stream:
             # wait for the first event: if it is an error, its status becomes the HTTP status
-            first = await _unless_gone(http, job, _first(job, () if request.with_progress else ("reading",)))
+            skipped = () if request.with_progress else ("reading",)
+            first = await _unless_gone(http, _next_event(job, skipped))
             if first and first["kind"] == "error":
                 raise first["error"]
             return _Streamed(job, _stream(site, job, request, bodies, first))
-        return await _unless_gone(http, job, _complete(site, job, request, bodies))
+        return await _unless_gone(http, _complete(site, job, request, bodies))
     except BaseException:
         job.cancel()
         raise
 
 
-async def _first(job: Job, skipped: tuple[str, ...]) -> Body | None:
-    """Return the first event, or None if the client needs a ping before the event comes."""
+async def _next_event(job: Job, skipped: tuple[str, ...]) -> Body | None:
+    """Return the next event whose kind is not in `skipped`. Return None if a ping is due before it comes."""
     try:
         return await asyncio.wait_for(job.next_event(*skipped), PING_S)
     except asyncio.TimeoutError:
@@ -284,59 +273,37 @@ async def _stream(
     """Yield the lines of an answer that is streamed. first: the first event, or None to begin with a ping."""
     skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
-    # log-probabilities of tokens whose text has not been sent yet
-    logprobs: list[Body] = []
+    # log-probabilities of tokens whose text has not been sent yet; None if none were requested
+    logprobs: list[Body] | None = None if request.logprobs is None else []
     event, sent_at = first or {"kind": "read"}, time.monotonic()
-    try:
-        while True:
-            lines += bodies.begun(job.counts)
-            if event["kind"] == "reading":
-                lines += bodies.progress(job.counts, event)
+    while True:
+        lines += bodies.begun(job.counts)
+        if event["kind"] == "reading":
+            lines += bodies.progress(job.counts, event)
+        if logprobs is not None:
             logprobs += event.get("logprobs", [])
-            shown = None if request.logprobs is None else logprobs
-            for delta in event.get("deltas", []):
-                lines += bodies.piece(delta, shown)
-                logprobs = []
-                shown = None if shown is None else logprobs
-            if event["kind"] == "error":
-                job.error = event["error"]
-                lines += bodies.failed(event["error"])
-            if event["kind"] == "end":
-                job.end = event
-                site.counts.add(event)
-                lines += bodies.last(shown, event)
-            # the beginning of a tool call may be held back for a long time, so send a ping
-            if not lines and time.monotonic() - sent_at > PING_S:
-                lines.append(bodies.ping())
-            for line in lines:
-                sent_at = time.monotonic()
-                yield line
-            if event["kind"] in ("end", "error"):
-                return
-            lines = []
-            async for next_event in _next_events(job, skipped):
-                if next_event is None:
-                    yield "".join([*bodies.begun(job.counts), bodies.ping()])
-                else:
-                    event = next_event
-    finally:
-        job.cancel()
-
-
-async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
-    """Yield None each time that a ping is due, and finally the next event."""
-    # use one future for the skipped events and the next event; otherwise each skipped event would delay the
-    # ping
-    waited = asyncio.ensure_future(job.next_event(*skipped))
-    try:
-        while True:
-            done, _ = await asyncio.wait({waited}, timeout=PING_S)
-            if done:
-                yield waited.result()
-                return
-            yield None
-    finally:
-        waited.cancel()
+        for delta in event.get("deltas", []):
+            lines += bodies.piece(delta, logprobs)
+            logprobs = None if logprobs is None else []
+        if event["kind"] == "error":
+            job.error = event["error"]
+            lines += bodies.failed(event["error"])
+        if event["kind"] == "end":
+            job.end = event
+            site.counts.add(event)
+            lines += bodies.last(logprobs, event)
+        # the beginning of a tool call may be held back for a long time, so send a ping
+        if not lines and time.monotonic() - sent_at > PING_S:
+            lines.append(bodies.ping())
+        for line in lines:
+            sent_at = time.monotonic()
+            yield line
+        if event["kind"] in ("end", "error"):
+            return
+        lines = []
+        while (next_event := await _next_event(job, skipped)) is None:
+            yield "".join([*bodies.begun(job.counts), bodies.ping()])
+        event = next_event
 
 
 # other routes
@@ -419,7 +386,7 @@ def _loading() -> ApiError:
     return ApiError("the model is being loaded", status=503, kind="unavailable_error", code="loading")
 
 
-async def _unless_gone(http: HttpRequest, job: Job, result: Awaitable[_T]) -> _T:
+async def _unless_gone(http: HttpRequest, result: Awaitable[_T]) -> _T:
     """Return the awaited result. Raises ClientDisconnect as soon as the client has left."""
     waited = asyncio.ensure_future(result)
     gone = asyncio.ensure_future(_gone(http))
@@ -427,7 +394,6 @@ async def _unless_gone(http: HttpRequest, job: Job, result: Awaitable[_T]) -> _T
         await asyncio.wait({waited, gone}, return_when=asyncio.FIRST_COMPLETED)
         if waited.done():
             return waited.result()
-        job.cancel()
         raise ClientDisconnect
     finally:
         waited.cancel()

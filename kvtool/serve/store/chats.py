@@ -39,8 +39,6 @@ class StoredChat:
     ----------
     path
         Session file.
-    archive_file
-        The session's archive file.
     digest
         Digest of the messages.
     n_bytes
@@ -83,8 +81,6 @@ class ChatStore:
 
     Attributes
     ----------
-    chats
-        The chats.
     n_others
         Number of files in the folder that the server cannot continue. It does not change these files.
 

@@ -23,15 +23,7 @@ _YOUNG_S = 60.0
 
 
 class Leftover(NamedTuple):
-    """The temporary folder of a server that was killed.
-
-    Attributes
-    ----------
-    n_chat
-        Number of chats.
-    n_bytes
-        Bytes of all files.
-    """
+    """The temporary folder of a server that was killed. `n_bytes` counts all its files."""
 
     path: Path
     n_chat: int

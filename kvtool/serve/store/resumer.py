@@ -79,11 +79,8 @@ class Resumer:
         The engine's chat.
     rendering
         Renders chats until `use` sets another rendering.
-    chats
-        The stored chats.
     meta
-        Function that returns values for a session's JSON. They are saved in addition to the values of
-        `Conversation.save`.
+        See `Slot`.
     pins
         True to pin the system prompt and the tools of a chat.
 
@@ -131,7 +128,7 @@ class Resumer:
 
     def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
         """Return how many tokens at the start of a chat need not be read, because the engine has them."""
-        n = n_equal(self._stream, self._whole(messages, tools)[0])
+        n = n_equal(self.conversation.writer.stream, self._whole(messages, tools)[0])
         return self._engine.n_kept(min(n, self._engine.n_past))
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
@@ -189,7 +186,7 @@ class Resumer:
         candidates: list[_Candidate] = []
         for chat in sorted(marks_of, key=lambda each: -len(marks_of[each])):
             is_here = chat is at
-            stream = self.chats.tokens(chat) if chat and not is_here else self._stream
+            stream = self.chats.tokens(chat) if chat and not is_here else self.conversation.writer.stream
             marks = [mark for mark in marks_of[chat] if mark.n_token <= len(stream)]
             tokens, n_pinned = after(marks[-1].n_message if marks else 0)
             marks = marks if n_pinned is None else []
@@ -211,12 +208,6 @@ class Resumer:
         ranked = sorted(usable, key=lambda each: (each.n, each.chat is at, -each.n_stream), reverse=True)
         return ranked[:3]
 
-    @property
-    def _stream(self) -> np.ndarray:
-        """The tokens of the engine's stream, i32[n], including unread tokens."""
-        writer = self.conversation.writer
-        return np.concatenate([writer.tokens, writer.unread])
-
     def _rewind(self, candidate: _Candidate, at: StoredChat | None, history: History) -> np.ndarray | None:
         """Rewind a stream to the first token that is different in the chat. Return the tokens to read next.
 
@@ -231,7 +222,7 @@ class Resumer:
                 return None
             # the next request may go back to the end of the chat's last reply, so make a checkpoint there
             self._engine.checkpoints.take()
-        stream, tokens = self._stream, candidate.tokens
+        stream, tokens = writer.stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
         # read at least one token, because its logits are needed
         most = len(tokens) - max(self.conversation.header.n_opening, 1)
@@ -357,10 +348,10 @@ class Resumer:
 
         reply: see `Rendering.earlier_reply`.
         """
-        earlier = self.rendering.earlier_reply(messages, reply, tools)
-        self.conversation.finish_reply(earlier.start)
+        earlier, start = self.rendering.earlier_reply(messages, reply, tools)
+        self.conversation.finish_reply(start)
         self.conversation.messages.append(reply)
-        history.add(earlier.message)
+        history.add(earlier)
         digest = history.now
         self._marks.append(self.conversation.mark()._replace(digest=digest.hex()))
         self._at = self._store(self._before, digest)

@@ -22,19 +22,7 @@ Calls = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call.
-
-    Attributes
-    ----------
-    index
-        Index of the call in its reply, from 0.
-    id
-        Id of the call.
-    name
-        Name of the tool.
-    arguments
-        The arguments, as the JSON text of an object.
-    """
+    """A call. `index` counts the calls of a reply from 0. `arguments` is the JSON text of an object."""
 
     index: int
     id: str

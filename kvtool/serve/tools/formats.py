@@ -60,8 +60,6 @@ class Format:
 
     Attributes
     ----------
-    name
-        Name of the format.
     tags
         Texts that may open a call, and other tags in a call. A vocabulary may have control tokens for them.
     open, start, middle, end, between, close

@@ -32,24 +32,20 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def for_template(
-    messages: Sequence[Mapping[str, Any]], template: Template | None = None
-) -> list[dict[str, Any]]:
+def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> list[dict[str, Any]]:
     """Return copies of a request's messages in the form that chat templates expect.
 
-    A content of None becomes "". Arguments of calls become objects if they are the JSON text of an object.
-    Ids of calls become nine letters and digits, because Mistral's templates accept only such ids. Equal ids
-    stay equal.
+    Arguments of calls become objects if they are the JSON text of an object. Ids of calls become nine letters
+    and digits, because Mistral's templates accept only such ids. Equal ids stay equal.
 
-    If there is a template, the messages also get marks: see `chats.marks`. Calls and results that the
-    template does not show become text: calls in the content of the reply, results in a message of the user.
-    Llama's template accepts only one call in a reply, so each call becomes a reply.
+    The messages also get marks: see `chats.marks`. Calls and results that the template does not show become
+    text: calls in the content of the reply, results in a message of the user. Llama's template accepts only
+    one call in a reply, so each call becomes a reply.
+
+    messages: the result of `messages.check`.
     """
-    converted = [_for_template(message) for message in messages]
-    if template is None:
-        return converted
     # mark the messages before tags are added to calls and results, because marked tags are plain text
-    converted = [template.marked(message) for message in converted]
+    converted = [template.marked(_for_template(message)) for message in messages]
     native = Format.native(template)
     if native is LLAMA:
         converted = _one_call_each(converted)
@@ -59,22 +55,19 @@ def for_template(
 
 
 def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
-    message = {**given, "content": "" if given.get("content") is None else given["content"]}
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = [_call(call) for call in calls]
-    if isinstance(message.get("tool_call_id"), str):
+    message = dict(given)
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if "tool_call_id" in message:
         message["tool_call_id"] = _short(message["tool_call_id"])
     return message
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
-    call, function = dict(given), dict(given["function"])
-    if isinstance(call.get("id"), str):
-        call["id"] = _short(call["id"])
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and isinstance(parsed := loaded(arguments or "{}"), dict):
-        function["arguments"] = parsed
-    return {**call, "function": function}
+    function = dict(given["function"])
+    if isinstance(arguments := loaded(function["arguments"] or "{}"), dict):
+        function["arguments"] = arguments
+    return {**given, "id": _short(given["id"]), "function": function}
 
 
 def _short(id: str) -> str:
@@ -86,7 +79,7 @@ def _with_calls_in_content(message: dict[str, Any], format: Format) -> dict[str,
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    text = format.written([(function["name"], function.get("arguments") or {}) for function in functions])
+    text = format.written([(function["name"], function["arguments"]) for function in functions])
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": f"{message['content']}\n{text}" if message["content"] else text}
 

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+from kvtool.llama.complement import at_pointer
+
 
 class NoCall(Exception):
     """Raised if a text is not a call, or calls an unknown tool."""
@@ -211,9 +213,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
-        schema = root
-        for name in reference[2:].split("/"):
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        schema = at_pointer(root, reference[1:])
     return schema
 
 
