@@ -1662,7 +1662,8 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     std::set<int> places;
     const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
     for (size_t i = 0; i < sizes.size(); ++i) {
-        if (sizes[i] > 0 && cells.mask(0, i) == -INFINITY) {
+        const size_t cell = sizes.size() - n_cluster - i/n_cluster*n_cluster + i % n_cluster; // the newest block comes first
+        if (sizes[i] > 0 && cells.mask(0, cell) == -INFINITY) {
             places.insert(i);
         }
     }

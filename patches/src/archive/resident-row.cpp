@@ -19,7 +19,6 @@ resident_row::resident_row(const resident_sizes & n, int64_t base) : n(n), base(
     sizes   .assign(n.n_mean, 0);
     wanted  .assign(n.n_mean, 0);
     is_here .assign(n.n_mean, 0);
-    is_new  .assign(n.n_mean, 0);
     heads   .assign(n.n_mean, -1);
     sets    .resize(n.n_mean_set/n_set);
     set_logs.assign(n.n_mean_set, unseen);
@@ -74,8 +73,7 @@ bool resident_row::admit(const row_clusters & own, int64_t number, int64_t last)
     index_of[number % index_of.size()] = at;
 
     for (int c = 0; c < n_cluster; ++c) {
-        sizes [at*n_cluster + c] = own.clusters.sizes[own.place(number) + c];
-        is_new[at*n_cluster + c] = 1;
+        sizes[at*n_cluster + c] = own.clusters.sizes[own.place(number) + c];
     }
     show_set(number, false);
     return true;

@@ -87,11 +87,10 @@ struct resident_row {
     // The clusters of page i have the indices n_cluster*i to n_cluster*i + n_cluster - 1. The cells of their means have
     // the same indices
     std::vector<page>    pages;
-    std::vector<float>   score;
+    std::vector<float>   score;   // The missing attention per token, from the last choice.
     std::vector<int32_t> sizes;   // The number of tokens in each cluster.
     std::vector<uint8_t> wanted;  // True if the cluster is chosen.
     std::vector<uint8_t> is_here; // True if the cluster is resident.
-    std::vector<uint8_t> is_new;  // True if no query has been compared with the cluster yet.
     std::vector<int32_t> heads;   // The first slot of each cluster; -1 if it is not resident.
 
     std::vector<set_cells>   sets;     // Group g is at index g % sets.size().

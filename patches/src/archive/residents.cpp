@@ -10,10 +10,6 @@
 
 namespace kvtool {
 
-// In each step, the score of a cluster is multiplied by this factor. With a larger factor, fewer residents change in a
-// step, but they fit the next query worse
-static constexpr float decay = 0.6f;
-
 // Queries are compared with the clusters of the best sets, which have this many tokens for each resident token
 static constexpr int n_compared = 3;
 
@@ -281,9 +277,7 @@ void residents::choose(
 
     const auto & own = tokens.clusters_of(layer, head);
 
-    for (float & score : r.score) {
-        score *= decay;
-    }
+    std::fill(r.score .begin(), r.score .end(), 0.0f);
     std::fill(r.wanted.begin(), r.wanted.end(), 0);
     std::fill_n(missed, n_query, 0.0f);
     if (own.begin() == own.end()) {
@@ -309,11 +303,9 @@ void residents::choose(
         const int at = r.find(own, own.begin() + found.places[i]/n_cluster);
         index[i] = at < 0 ? -1 : at*n_cluster + found.places[i] % n_cluster;
         if (at >= 0 && r.sizes[index[i]] > 0) {
-            // a new cluster gets the score that it would have if all earlier queries had been like those of this step
-            r.score[index[i]] += sums[i]/r.sizes[index[i]]/(r.is_new[index[i]] ? 1.0f - decay : 1.0f);
+            r.score[index[i]] = sums[i]/r.sizes[index[i]];
         }
     }
-    std::fill(r.is_new.begin(), r.is_new.end(), 0);
 
     kvtool::choose(r.score.data(), r.sizes.data(), n.n_mean, n.n_token, r.wanted.data());
 

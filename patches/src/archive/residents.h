@@ -5,7 +5,7 @@
 // In a long archive, not all clusters have cells. Each set of clusters then has a cell for its mean, which is masked
 // while the clusters of the set have cells. These are the sets that queries attended to most.
 //
-// The queries of earlier steps choose which clusters are resident. If the queries of a step attend strongly to other
+// The queries of the last step choose which clusters are resident. If the queries of a step attend strongly to other
 // clusters, the step has to be repeated: see `choose`.
 
 #pragma once
@@ -53,7 +53,7 @@ public:
     const std::vector<ggml_fp16_t> & mask(size_t layer, int head) const { return rows[layer][head].mask; }
 
     // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
-    // token that their means do not represent. Recent queries have more weight.
+    // token that their means do not represent.
     // queries: [n_query][n_embd_k], from the step that was computed last.
     // live: [n_query], logarithm of each query's softmax sum over the live cells.
     // missed: [n_query], receives each query's attention to chosen clusters that are not resident yet, without the part
