@@ -614,8 +614,8 @@ PLANTED = {
     "patch, residents": Fault(
         "the mean of a cluster is visible although the cluster's tokens are resident",
         "patches/src/archive/residents.cpp",
-        "r.is_here[i] = 1;\n        mask[i]      = unseen;\n",
-        "r.is_here[i] = 1;\n        mask[i]      = log_of(r.sizes[i]);\n",
+        "r.mask   [i] = mask_of(0);\n",
+        "r.mask   [i] = mask_of(r.sizes[i]);\n",
         ("tools/test_archive_checks.py",),
     ),
     "patch, few bits": Fault(
