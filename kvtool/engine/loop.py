@@ -19,9 +19,7 @@ from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.residents import Residents
-from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
-from kvtool.engine.signals import Signals
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
@@ -102,11 +100,9 @@ class Engine:
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         self.context = open_context(model, policy, self._request, settings, sizes)
-        self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
-        self.signals = Signals(policy.reads, self.context, self.rows)
         in_cache = settings.positions == "in-cache"
-        parts = self.context, self.rows, self.signals
-        self.cache = PolicyCache(policy, *parts, self.n_ctx, in_cache=in_cache)
+        self.cache = PolicyCache(policy, self.context, self.n_ctx, in_cache=in_cache)
+        self.rows, self.signals = self.cache.rows, self.cache.signals
         self.whole_reader = WholeReader(self.cache, settings)
         self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
         self.residents = Residents(self.cache, settings)
