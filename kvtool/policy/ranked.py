@@ -207,8 +207,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
         # usual case: the rows hold the same tokens in the same cells, so no sort is needed
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
-    # positions in a row are distinct, so the sort need not be stable
-    order = np.argsort(view.pos, axis=1)
+    order = view.order
     total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
     summed = np.empty(view.pos.shape, np.float32)
     np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)
