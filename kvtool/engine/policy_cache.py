@@ -142,7 +142,7 @@ class PolicyCache:
         drops tokens whose position becomes negative. To keep them, the position is at least n_swa. But it is
         raised to at most n_ctx // 2, and to at most n_ctx - n, because n more tokens need positions.
         """
-        return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+        return max(n_kv, min(self.context.model.layers.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     @property
     def keeps_all(self) -> bool:
