@@ -79,9 +79,8 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: room for eight checkpoints, but at
-        most a quarter of the free memory. Checkpoints of sliding and recurrent layers get a 16th of the free
-        memory if that is more.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: see `_N_ROOM` and
+        `_LEAST_OF_MEMORY`.
 
     Attributes
     ----------

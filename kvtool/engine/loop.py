@@ -53,12 +53,8 @@ class Engine:
         The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.on`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
-    n_ctx
-        Context length: keys are rotated to positions below it.
-    n_cell
-        Maximum number of tokens in the cache before an eviction.
-    n_batch
-        Maximum number of tokens of a step while there are archived tokens.
+    n_ctx, n_cell, n_batch
+        See `Sizes`.
     context
         The cache in llama.cpp, and the logits of the last step.
     rows
