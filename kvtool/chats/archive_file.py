@@ -127,7 +127,7 @@ class ArchiveFile:
         self._set_other_aside()
         old, contents = self._file, _Contents(archive, [*checkpoints])
         parts = contents.parts(old.offsets if old else {})
-        file = old if old and old.suits(parts, contents.token_bytes) else None
+        file = old if old and old.suits(parts, sum(contents.layer_bytes)) else None
         if parts and not file:
             # List the parts again for the new file. Parts of the old file may have tokens that the archive
             # has deleted since, and these tokens cannot be written to a new file
@@ -358,11 +358,6 @@ class _Contents:
         self._archive = archive
         self._checkpoints = checkpoints
         self.layer_bytes = archive.layer_bytes if archive else []
-
-    @property
-    def token_bytes(self) -> int:
-        """Size of an archived token in all layers, in bytes."""
-        return sum(self.layer_bytes)
 
     def parts(self, offsets: Mapping[Part, int]) -> list[Part]:
         """List all parts. Tokens that are not in the file yet are divided into parts of a few MiB.
