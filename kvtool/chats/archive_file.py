@@ -1,8 +1,7 @@
 """The second file of a session, FILE.archive. Its parts are written once and never changed.
 
 A session lists the parts with their offsets and hashes. A turn appends new parts, such as newly archived
-tokens, and then replaces the session file. If the process dies in between, the old session still lists the
-old parts, and the next turn overwrites the unlisted end of the file.
+tokens, and then replaces the session file.
 
 There are three kinds of parts: keys and values of archived tokens, clusters of these tokens, and checkpoints.
 Clusters are saved so that a restored archive need not be clustered again. Tokens are clustered in blocks of
@@ -10,10 +9,8 @@ consecutive tokens. A block is far if its tokens are more than `n_near` tokens b
 block becomes far, it is clustered again, because all tokens of a far block are treated as equally distant.
 The session then lists the new clusters instead of the old ones.
 
-The first line of FILE.archive holds the format number and the file's id. The session stores the same id. A
-turn writes a new file, FILE.archive.next, if another session shares the old file or if less than half of the
-old file would be in use. FILE.archive.next is renamed to FILE.archive after the new session is in place. A
-reader tries both names and uses the file whose id the session stores.
+The first line of FILE.archive holds the format number and the file's id. The session stores the same id. The
+docstring of `kvtool.chats` explains in which order the files are written, and why there are two names.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -35,12 +32,7 @@ import numpy as np
 
 from kvtool.errors import SessionError
 from kvtool.llama.segment import (
-    CHECKPOINT_DIGESTS,
-    CHECKPOINTS,
-    CLUSTER_DIGESTS,
-    CLUSTERS,
-    DIGESTS,
-    SEGMENTS,
+    LISTS,
     TABLE,
     Clusters,
     Part,
@@ -50,8 +42,6 @@ from kvtool.llama.segment import (
     clusters_name,
     layer_name,
     listed,
-    listed_checkpoints,
-    listed_clusters,
     listed_parts,
     listing,
     span,
@@ -121,7 +111,7 @@ class ArchiveFile:
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continue with the archive that a loaded session lists. saved: the session's arrays."""
         self.close()
-        names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS, CHECKPOINTS, CHECKPOINT_DIGESTS]
+        names = [ID, LAYERS, *chain.from_iterable(LISTS.values())]
         # copies, because views would keep the session's file open
         self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
@@ -137,7 +127,7 @@ class ArchiveFile:
         self._set_other_aside()
         old, contents = self._file, _Contents(archive, [*checkpoints])
         parts = contents.parts(old.offsets if old else {})
-        file = old if old and old.suits(parts, contents.token_bytes) else None
+        file = old if old and old.suits(parts, sum(contents.layer_bytes)) else None
         if parts and not file:
             # List the parts again for the new file. Parts of the old file may have tokens that the archive
             # has deleted since, and these tokens cannot be written to a new file
@@ -369,11 +359,6 @@ class _Contents:
         self._checkpoints = checkpoints
         self.layer_bytes = archive.layer_bytes if archive else []
 
-    @property
-    def token_bytes(self) -> int:
-        """Size of an archived token in all layers, in bytes."""
-        return sum(self.layer_bytes)
-
     def parts(self, offsets: Mapping[Part, int]) -> list[Part]:
         """List all parts. Tokens that are not in the file yet are divided into parts of a few MiB.
 
@@ -525,13 +510,13 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
 
     def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
         self._arrays = arrays
-        self._segments = listed(arrays)
+        self._segments = listed(arrays, Segment)
         self._parts = listed_parts(arrays)
         self._layers = arrays[LAYERS].tolist()
         self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
         self._others: dict[str, Part] = {
-            **{clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))},
-            **{checkpoint_name(i): part for i, part in enumerate(listed_checkpoints(arrays))},
+            **{clusters_name(i): part for i, part in enumerate(listed(arrays, Clusters))},
+            **{checkpoint_name(i): part for i, part in enumerate(listed(arrays, SavedCheckpoint))},
         }
         # a session without the array TABLE has no archived tokens: all its parts are checkpoints
         self._begin, end = span(arrays) if TABLE in arrays else (0, 0)

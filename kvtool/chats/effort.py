@@ -31,7 +31,7 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
 
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 
-NAMES = frozenset(["reasoning_effort", *(name for name, *_ in _SWITCHES), *_LEVEL_NAMES])
+NAMES = frozenset([*(name for name, *_ in _SWITCHES), *_LEVEL_NAMES])
 """Variables that switch thinking, or set its level or its budget."""
 
 _BUDGET = "thinking_budget"

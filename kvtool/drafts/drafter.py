@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtool.drafts.draft_length import DraftLength
+from kvtool.drafts.lookup import Lookup
 from kvtool.llama.constraint import Constraint
 
 MOST = 15
@@ -31,16 +32,6 @@ class Source(Protocol):
         """Return at most n draft tokens i32[n]."""
 
 
-class Searched(Source, Protocol):
-    """Source that finds draft tokens by a fast search. It can return any requested number of tokens."""
-
-    def look(self) -> int:
-        """Find an earlier place that matches the end of the stream. Return how many tokens match, or 0.
-
-        `guess` then returns the tokens that follow this place.
-        """
-
-
 class Drafter:
     """Draft tokens for a stream.
 
@@ -53,7 +44,7 @@ class Drafter:
         Number of draft tokens so far, and number of draft tokens that were accepted.
     """
 
-    def __init__(self, lookup: Searched, model: Source | None = None) -> None:
+    def __init__(self, lookup: Lookup, model: Source | None = None) -> None:
         self._lookup, self._model = lookup, model
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
@@ -85,21 +76,24 @@ class Drafter:
         these are the draft tokens. Draft tokens from other sources end before the first token that violates
         the constraint.
         """
-        found = np.array(constraint.forced()[:most] if constraint and most > 0 else [], np.int32)
-        self._support = self._lookup.look() if most > 0 and not len(found) else 0
-        if len(found):
-            pass
-        elif self._support and (n := self._pace.choose(self._support, most)):
-            found = self._lookup.guess(n)
-        elif self._model and most > 0:
-            self._support = 0
-            found = self._model.guess(most)
+        self._support = 0
+        found = self._find(most, constraint) if most > 0 else np.empty(0, np.int32)
         if constraint and len(found):
             found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
         # if `most` is 0, do not measure the step, because it may also decode tokens of other streams
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
+
+    def _find(self, most: int, constraint: Constraint | None) -> np.ndarray:
+        """Return draft tokens from the first source that has any. Sets `_support`."""
+        if constraint and (forced := constraint.forced()[:most]):
+            return np.array(forced, np.int32)
+        support = self._lookup.look()
+        if support and (n := self._pace.choose(support, most)):
+            self._support = support
+            return self._lookup.guess(n)
+        return self._model.guess(most) if self._model else np.empty(0, np.int32)
 
     def stepped(self) -> None:
         """Record the time of the step that decoded the last draft tokens."""

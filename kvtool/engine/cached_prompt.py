@@ -19,8 +19,6 @@ from kvtool.policy import ReconstructionPass, SignalRequest, signals_where
 _OF_CACHE = signals_where(lambda spec: spec.scope == "cache")
 _OF_LAST = signals_where(lambda spec: spec.scope in ("newest", "n_query"))
 _OF_N_QUERY = signals_where(lambda spec: spec.scope == "n_query")
-_USE_T = signals_where(lambda spec: spec.uses_t)
-
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
 """Key of `CachedPrompt.reconstructed`.
@@ -122,5 +120,5 @@ class CachedPrompt:
         if wanted & ~read.signals:
             return False
         same_queries = not wanted & _OF_N_QUERY or asked.n_query == read.n_query
-        same_t = not wanted & _USE_T or asked.t == read.t
+        same_t = not asked.needs_t or asked.t == read.t
         return not wanted or (asked.group == read.group and same_queries and same_t)

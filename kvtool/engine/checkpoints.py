@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine import snapshot
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import SessionError, UsageError
-from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed_checkpoints
+from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed
 from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.memory import free_bytes
 
@@ -79,9 +79,8 @@ class Checkpoints:
     cache
         The cache of the stream.
     max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: room for eight checkpoints, but at
-        most a quarter of the free memory. Checkpoints of sliding and recurrent layers get a 16th of the free
-        memory if that is more.
+        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: see `_N_ROOM` and
+        `_LEAST_OF_MEMORY`.
 
     Attributes
     ----------
@@ -185,7 +184,7 @@ class Checkpoints:
         n_most = self._most_bytes
         while self._all and self.n_bytes + n_most > self.max_bytes:
             # make room before the copy is made, so that all checkpoints together never exceed the limit
-            self._drop_one()
+            del self._all[_least_useful(self._all, rows.n_past)]
         data = self._copy()
         base = rows.n_past - rows.next_rot
         part = SavedCheckpoint(rows.n_past, rows.n_kv, base, cache.n_restart, data.nbytes)
@@ -212,10 +211,6 @@ class Checkpoints:
         snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)
         cache.n_pinned, cache.n_held = n_pinned, n_held
         cache.context.forget_logits()
-
-    def _drop_one(self) -> None:
-        """Drop the checkpoint that is least useful for later rewinds. See `_least_useful`."""
-        del self._all[_least_useful(self._all, self._cache.rows.n_past)]
 
     def to_save(self) -> list[Checkpoint]:
         """Return the checkpoints to save in FILE.archive, oldest first.
@@ -264,7 +259,7 @@ class Checkpoints:
         self.cut(0)
         if not self.max_bytes:
             return
-        for i, part in enumerate(listed_checkpoints(saved)):
+        for i, part in enumerate(listed(saved, SavedCheckpoint)):
             if 0 < part.n_past <= self._cache.rows.n_past:
                 # a copy, because a view would keep the session's file open
                 data = np.array(saved[checkpoint_name(i)])

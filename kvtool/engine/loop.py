@@ -19,9 +19,7 @@ from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.residents import Residents
-from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
-from kvtool.engine.signals import Signals
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
@@ -55,12 +53,8 @@ class Engine:
         The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.on`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
-    n_ctx
-        Context length: keys are rotated to positions below it.
-    n_cell
-        Maximum number of tokens in the cache before an eviction.
-    n_batch
-        Maximum number of tokens of a step while there are archived tokens.
+    n_ctx, n_cell, n_batch
+        See `Sizes`.
     context
         The cache in llama.cpp, and the logits of the last step.
     rows
@@ -102,11 +96,9 @@ class Engine:
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         self.context = open_context(model, policy, self._request, settings, sizes)
-        self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
-        self.signals = Signals(policy.reads, self.context, self.rows)
         in_cache = settings.positions == "in-cache"
-        parts = self.context, self.rows, self.signals
-        self.cache = PolicyCache(policy, *parts, self.n_ctx, in_cache=in_cache)
+        self.cache = PolicyCache(policy, self.context, self.n_ctx, in_cache=in_cache)
+        self.rows, self.signals = self.cache.rows, self.cache.signals
         self.whole_reader = WholeReader(self.cache, settings)
         self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
         self.residents = Residents(self.cache, settings)

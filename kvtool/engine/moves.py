@@ -25,8 +25,9 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
     dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
     if dead is not None:
         pos[dead] = _LAST
+    # rank of each cell by position: 0 for the oldest token
     rank = np.empty_like(pos)
-    rank_by_pos(pos, rank)
+    np.put_along_axis(rank, np.argsort(pos, axis=1), np.arange(pos.shape[1], dtype=np.int32)[None], axis=1)
     delta: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
     if dead is not None:
         delta[dead] = 0
@@ -78,13 +79,3 @@ def fill_holes(keep, n_keep, source):
                 tail += 1
             source[row, cell] = tail
             tail += 1
-
-
-@kernel("void(i4[:,::1], i4[:,::1])")
-def rank_by_pos(pos, rank):
-    """Rank each row's cells by position, 0 for the oldest token: pos i32[row, n] -> rank i32[row, n]."""
-    n_row, n = pos.shape
-    for row in range(n_row):
-        order = np.argsort(pos[row], kind="mergesort")
-        for i in range(n):
-            rank[row, order[i]] = i

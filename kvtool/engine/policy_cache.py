@@ -57,13 +57,11 @@ class PolicyCache:
     plan_s: float
     edit_s: float
 
-    def __init__(
-        self, policy: Policy, context: Cache, rows: Rows, signals: Signals, n_ctx: int, *, in_cache: bool
-    ) -> None:
+    def __init__(self, policy: Policy, context: Cache, n_ctx: int, *, in_cache: bool) -> None:
         self.policy = policy
         self.context = context
-        self.rows = rows
-        self.signals = signals
+        self.rows = Rows(context.row_layers, context.n_cell, ragged=policy.ragged)
+        self.signals = Signals(policy.reads, context, self.rows)
         self.n_ctx = n_ctx
         self.in_cache = in_cache
         self.layer_cells = context.layer_cells
@@ -144,7 +142,7 @@ class PolicyCache:
         drops tokens whose position becomes negative. To keep them, the position is at least n_swa. But it is
         raised to at most n_ctx // 2, and to at most n_ctx - n, because n more tokens need positions.
         """
-        return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+        return max(n_kv, min(self.context.model.layers.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     @property
     def keeps_all(self) -> bool:
@@ -279,7 +277,10 @@ class PolicyCache:
         delta = deltas(rows, source, n_keep, next_rot) if close or self.in_cache else None
         moves = moves_of(source, delta)
         if self.context.archive and not plan.keep[0].all():
-            self._archive(np.flatnonzero(~plan.keep[0]))
+            # all rows evict the same tokens
+            cells = np.flatnonzero(~plan.keep[0])
+            pos = rows.pos[0, cells]
+            self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))
         self.edit(n_keep, next_rot, moves, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
@@ -321,12 +322,6 @@ class PolicyCache:
         self.context.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep_row, n_hidden=n_hidden)
         self.edit_s += time.perf_counter() - start
         self.signals.begin()
-
-    def _archive(self, cells: np.ndarray) -> None:
-        """Archive tokens. cells: i32[n], which every row evicts."""
-        assert self.context.archive
-        pos = self.rows.pos[0, cells]
-        self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))
 
     def hide(self) -> None:
         """Hide the live cells from later queries. This clears the signals."""

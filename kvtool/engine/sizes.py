@@ -120,14 +120,12 @@ def open_context(
             # the policy gets signals only from the reconstruction pass, which turns them on
             context.watch(on=False)
         return context
-    needs = None
-    if is_patched():
-        pass
-    elif policy.needs_patch():
+    needs = ""
+    if policy.needs_patch():
         needs = f"the policy {type(policy).__name__}"
     elif (settings.prefill or policy.prefill) == "whole":
         needs = "reading a prompt whole, without --prefill stream,"
-    if needs:
+    if needs and not is_patched():
         raise LibraryError(f"{UNPATCHED}, which {needs} needs; {HOW_TO_BUILD}")
     # imported here, because most chats do not need this module
     from kvtool.llama.sequence import SequenceContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -11,20 +12,20 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import LibraryError, SessionError, StreamEnd
 
 _COUNTERS = (
-    ("rows", "n_past"),
-    ("rows", "n_kv"),
-    ("cache", "n_pinned"),
-    ("cache", "n_held"),
-    ("cache", "n_restart"),
-    ("rows", "next_rot"),
-    ("cache", "n_planned"),
-    ("signals", "since"),
-    ("cache", "n_evicted"),
+    "rows.n_past",
+    "rows.n_kv",
+    "n_pinned",
+    "n_held",
+    "n_restart",
+    "rows.next_rot",
+    "n_planned",
+    "signals.since",
+    "n_evicted",
 )
-"""An engine's counters, in their order in the array "engine"."""
+"""Counters of a `PolicyCache` and of its parts, in their order in the array "engine"."""
 
-Counters: TypeAlias = "dict[tuple[str, str], int]"
-"""Values of the counters. A key has the names of a part of the engine and of an attribute of this part."""
+Counters: TypeAlias = "dict[str, int]"
+"""Values of the counters by name."""
 
 _MISFIT = "what was saved does not fit this model, policy or cache"
 
@@ -53,8 +54,7 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
     """
     context, rows = cache.context, cache.rows
     n = rows.n_kv
-    parts = _parts(cache)
-    yield "engine", np.array([getattr(parts[part], name) for part, name in _COUNTERS], np.int64)
+    yield "engine", np.array(attrgetter(*_COUNTERS)(cache), np.int64)
     yield "live", rows.live
     yield "layer_cells", context.layer_cells
     yield "pos", rows.pos[:, :n]
@@ -120,7 +120,7 @@ def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counter
     """True if the arrays have the right types and sizes, and the counters are possible."""
     context, rows, state = cache.context, cache.rows, cache.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
-    n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
+    n, n_past = counters["rows.n_kv"], counters["rows.n_past"]
     shape = len(rows.layer), n
     if not (
         all(array.dtype == np.int32 for array in tables)
@@ -136,9 +136,9 @@ def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counter
     expected = [(array.dtype, shape + array.shape[2:]) for array in state]
     return (
         min(counters.values()) >= 0
-        and all(counters[clock] <= n_past for clock in (("cache", "n_planned"), ("signals", "since")))
-        and all(counters["cache", name] < cache.policy.n_live for name in ("n_pinned", "n_held"))
-        and counters["rows", "next_rot"] <= cache.n_ctx
+        and all(counters[clock] <= n_past for clock in ("n_planned", "signals.since"))
+        and all(counters[name] < cache.policy.n_live for name in ("n_pinned", "n_held"))
+        and counters["rows.next_rot"] <= cache.n_ctx
         and all(
             ((array >= 0) & (array < end))[is_live].all()
             for array, end in ((pos, n_past), (rot, cache.n_ctx))
@@ -154,10 +154,6 @@ def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counter
     )
 
 
-def _parts(cache: PolicyCache) -> dict[str, object]:
-    return {"rows": cache.rows, "cache": cache, "signals": cache.signals}
-
-
 def _states(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     return [saved[f"state.{i}"] for i in range(len(cache.state))]
 
@@ -167,8 +163,9 @@ def _put(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters
     cache.reset()
     if rows.ragged:
         cache.resize(saved["layer_cells"])
-    for (part, name), value in counters.items():
-        setattr(_parts(cache)[part], name, value)
+    for name, value in counters.items():
+        part, _, attribute = name.rpartition(".")
+        setattr(getattr(cache, part) if part else cache, attribute, value)
     rows.put(saved["live"], saved["pos"], saved["rot"])
     for state, array in zip(cache.state, _states(cache, saved), strict=True):
         state[:, : rows.n_kv] = array
@@ -181,4 +178,4 @@ def _put(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters
     context.set_places(saved["rot"])
     if context.fixed_state:
         context.fixed_state.restore(*(saved[name] for name in _FIXED))
-    cache.signals.restore(saved, counters["signals", "since"])
+    cache.signals.restore(saved, counters["signals.since"])

@@ -273,12 +273,9 @@ class WholeReader:
 
 
 class Reconstruction:
-    """Reconstruction pass: a prompt is decoded a second time, as if the model had been asked to repeat it.
+    """Runs the reconstruction pass that a policy asks for. `ReconstructionPass` explains it.
 
-    The prompt is repeated chunk by chunk. Before each chunk come a request to repeat it and the reply header
-    (the held tokens), so that the chunk looks like the model's answer. Only the signals of the pass are used:
-    its tokens are removed from the cache. Pinned and held tokens are not repeated, because they are never
-    evicted.
+    The reply header before each chunk is the held tokens, if there are any.
 
     words: texts and sizes that the policy gives for the pass.
     """

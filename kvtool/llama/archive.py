@@ -13,14 +13,12 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, error_text, lib
 from kvtool.llama.segment import (
     CLUSTERS,
-    N_CLUSTERS,
     TABLE,
     Clusters,
     Segment,
     clusters_name,
     layer_name,
     listed,
-    listed_clusters,
     pieces,
 )
 from kvtool.system.files import free_disk_bytes
@@ -350,7 +348,7 @@ class Archive:
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
-        self.segments, self.clusters = list(listed(saved)), list(listed_clusters(saved))
+        self.segments, self.clusters = list(listed(saved, Segment)), list(listed(saved, Clusters))
 
     def _restore_clusters(self, saved: Mapping[str, np.ndarray], begin: int) -> None:
         """Load the saved clusters of the blocks from position `begin` on."""
@@ -426,7 +424,7 @@ def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_byt
     if CLUSTERS not in saved or not n_bytes:
         return True
     table = saved[CLUSTERS]
-    if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != N_CLUSTERS:
+    if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != len(Clusters._fields):
         return False
     return all(
         first % n_token == last % n_token == 0

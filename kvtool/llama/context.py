@@ -50,11 +50,8 @@ class Context(Decoder):
     n_near
         Distance limit in tokens. Archived tokens that are farther away are chosen and attended to as if they
         were at this distance.
-    n_archive, archive_bytes
-        Maximum tokens or bytes of the archive. Default: a quarter of the free memory, or half of the disk's
-        free space if the archive is in a file.
-    archive_file
-        Path at which to create a file for the archive. Default: the archive is in host memory.
+    n_archive, archive_bytes, archive_file
+        The arguments `n_max`, `max_bytes` and `file` of `Archive`.
     how
         Other arguments of `Decoder`.
 

@@ -95,7 +95,8 @@ class Decoder:
         params = api.llama_context_default_params()
         params.ctx_type = context_type
         # n_ctx also limits the cache of sliding layers, which needs room for the window and a step's tokens
-        params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
+        n_swa = model.layers.n_swa
+        params.n_ctx = max(n_cell, n_swa and n_swa + n_batch)
         params.swa_full = False
         params.offload_kqv = kv_offload
         params.n_batch = params.n_ubatch = n_batch

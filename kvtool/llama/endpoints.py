@@ -77,39 +77,39 @@ def reached(endpoints: Sequence[str]) -> Iterator[list[str]]:
                 raise UsageError(f"{endpoint} names a worker a second time; name each once")
             addresses.append(resolved)
         for endpoint, resolved in zip(endpoints, addresses, strict=True):
-            stack.enter_context(_greeted(endpoint, resolved))
+            _check_worker(stack.enter_context(_connected(endpoint, resolved)), endpoint)
         yield addresses
 
 
-def _greeted(endpoint: str, address: str) -> socket.socket:
+def _connected(endpoint: str, address: str) -> socket.socket:
     host, port = address.rsplit(":", 1)
     try:
-        connection = socket.create_connection((host, int(port)), timeout=ANSWER_S)
+        return socket.create_connection((host, int(port)), timeout=ANSWER_S)
     except OSError:
         raise LibraryError(
             f"no worker answers at {endpoint}; start one there: kvtool worker --host {host} --port {port}"
         ) from None
+
+
+def _check_worker(connection: socket.socket, endpoint: str) -> None:
+    """Raise LibraryError unless a worker of the same protocol answers."""
     try:
         version = _greet(connection)
     except TimeoutError:
-        connection.close()
         raise LibraryError(
             f"the worker at {endpoint} accepts connections and does not answer; "
             "it serves one client at a time, and may be serving another"
         ) from None
     except OSError:
-        connection.close()
         raise LibraryError(
             f"the program at {endpoint} is not a worker, or its llama.cpp has another version"
         ) from None
     if version[0] != PROTOCOL[0] or version[1] > PROTOCOL[1]:
-        connection.close()
         theirs, ours = (".".join(map(str, numbers)) for numbers in (version, PROTOCOL))
         raise LibraryError(
             f"the worker at {endpoint} speaks version {theirs} of ggml's RPC protocol, "
             f"this llama.cpp {ours}; run the same kvtool on both"
         )
-    return connection
 
 
 def _greet(connection: socket.socket) -> tuple[int, int]:

@@ -38,21 +38,10 @@ class Edit(ctypes.Structure):
 
 class EnableParams(ctypes.Structure):
     _fields_ = [
-        ("signals", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-        ("n_query", ctypes.c_int32),
-        ("n_future", ctypes.c_int32),
-        ("n_draft", ctypes.c_int32),
-        ("n_defer", ctypes.c_int32),
-        ("n_recall", ctypes.c_int32),
-        ("n_made", ctypes.c_int32),
-        ("n_exact", ctypes.c_int32),
-        ("n_near", ctypes.c_int32),
-        ("type_k", ctypes.c_int32),
-        ("type_v", ctypes.c_int32),
-        ("plain", ctypes.c_bool),
-        ("log_n", ctypes.c_bool),
-        ("ragged", ctypes.c_bool),
+        *((name, ctypes.c_uint32) for name in ("signals", "group")),
+        *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_draft", "n_defer", "n_recall")),
+        *((name, ctypes.c_int32) for name in ("n_made", "n_exact", "n_near", "type_k", "type_v")),
+        *((name, ctypes.c_bool) for name in ("plain", "log_n", "ragged")),
     ]
 
 

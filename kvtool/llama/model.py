@@ -238,11 +238,6 @@ class Model:
         """Markers that `tokenize` converts if `special` is set."""
         return Markers.of(self.vocab, self.n_vocab)
 
-    @property
-    def n_swa(self) -> int:
-        """Window of sliding layers in tokens, 0 if no layer slides."""
-        return self.layers.n_swa
-
     def close(self) -> None:
         """Free the model. A second call does nothing."""
         if self._model:

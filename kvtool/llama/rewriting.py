@@ -315,10 +315,9 @@ class _Writer:
         is_closed = new.get("additionalProperties") is False and "patternProperties" not in new
         n_needed = least - len(required)
         n_barred = len(names) - most if isinstance(most, int) else 0
-        for key, n in (("minProperties", n_needed), ("maxProperties", n_barred)):
+        for key, n, make in (("minProperties", n_needed, _required), ("maxProperties", n_barred, _barred)):
             if key in new and is_closed and (n <= 0 or comb(len(optional), n) <= _MOST_CHOICES):
                 del new[key]
-                make = {"minProperties": _required, "maxProperties": _barred}[key]
                 if n > 0:
                     choices = [make(choice) for choice in combinations(optional, n)]
                     new["allOf"] = [*listed(new, "allOf"), {"anyOf": choices}]

@@ -12,7 +12,6 @@ import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama import gbnf, schema
-from kvtool.llama.candidates import apply, candidates
 from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
 from kvtool.llama.decoder import Decoder, check_finite
 from kvtool.llama.library import api
@@ -35,6 +34,9 @@ _MANY = 0.75
 
 Below this share, it is faster to sample from a list of the allowed tokens.
 """
+
+_CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+"""A llama_token_data: a token that may be sampled."""
 
 _N_MIROSTAT = 100
 """Number of top tokens from which Mirostat 1 estimates how fast probabilities fall, as in its paper."""
@@ -216,7 +218,7 @@ class Sampler:
         if cache.has_own_logits and (fits is None or self._is_quick(fits)):
             token = self._sample_all(cache, fits)
         else:
-            token = self._sample_of(candidates(cache.next_logits, fits))
+            token = self._sample_of(cache.next_logits, fits)
             api.llama_sampler_accept(self._chain, token)
         if self.constraint and not self.constraint.accept(token):
             raise UsageError(_NOWHERE)
@@ -244,11 +246,19 @@ class Sampler:
             logits[excluded] = before
         return token
 
-    def _sample_of(self, records: np.ndarray) -> int:
-        index = apply(self._chain, records) if len(records) else -1
-        if index < 0 or records["logit"][index] == -np.inf:
+    def _sample_of(self, logits: np.ndarray, fits: np.ndarray | None) -> int:
+        """Sample from a list of the tokens that fit, with their logits. fits: None if all tokens fit."""
+        tokens = np.arange(len(logits)) if fits is None else np.flatnonzero(fits)
+        candidates = np.zeros(len(tokens), _CANDIDATE)
+        candidates["id"], candidates["logit"] = tokens, logits if fits is None else logits[tokens]
+        data = candidates.ctypes.data_as(api.llama_token_data_p)
+        array = api.llama_token_data_array(data, len(tokens), -1, False)
+        if len(tokens):
+            # this changes and sorts the candidates in place
+            api.llama_sampler_apply(self._chain, ctypes.byref(array))
+        if array.selected < 0 or candidates["logit"][array.selected] == -np.inf:
             raise UsageError(_NOWHERE)
-        return int(records["id"][index])
+        return int(candidates["id"][array.selected])
 
     def close(self) -> None:
         if self._chain:

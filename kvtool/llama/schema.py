@@ -66,7 +66,7 @@ def json_texts(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 
 
-def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
+def enforced_text(schema: str) -> Enforced:
     """Parse a schema and return the part of it that can be enforced, as `enforced` does."""
     try:
         parsed = json.loads(schema)
@@ -79,7 +79,7 @@ def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
         raise UsageError("the JSON schema has a number of too many digits") from None
     if not isinstance(parsed, dict):
         raise UsageError(f"the JSON schema must be an object {{...}}, got {schema.strip()[:40]}")
-    return enforced(parsed, strict=strict)
+    return enforced(parsed)
 
 
 def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,6 @@ SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
 
 CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
 """Names of two arrays of clusters: i64[n, 5] (begin, end, is far, bytes, offset), and SHA-256 u8[n, 32]."""
-
-N_CLUSTERS = 5
 
 CHECKPOINTS, CHECKPOINT_DIGESTS = "checkpoints", "checkpoints.sha256"
 """Names of two arrays for n checkpoints.
@@ -110,7 +108,16 @@ class SavedCheckpoint(NamedTuple):
 
 
 Part: TypeAlias = "Segment | Clusters | SavedCheckpoint"
-"""A part that FILE.archive stores separately."""
+"""A part that FILE.archive stores separately. Its last field is its digest."""
+
+_Kind = TypeVar("_Kind", Segment, Clusters, SavedCheckpoint)
+
+LISTS: dict[type[Part], tuple[str, str]] = {
+    Segment: (SEGMENTS, DIGESTS),
+    Clusters: (CLUSTERS, CLUSTER_DIGESTS),
+    SavedCheckpoint: (CHECKPOINTS, CHECKPOINT_DIGESTS),
+}
+"""Names of the two arrays that list the parts of each type: one with their digests, one with the rest."""
 
 
 def clusters_name(i: int) -> str:
@@ -144,62 +151,34 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
     return begin, end
 
 
-def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """Return listed segments, oldest first, with their offsets.
+def listed(saved: Mapping[str, np.ndarray], kind: type[_Kind]) -> dict[_Kind, int]:
+    """Return the listed parts of a type, oldest first, with their offsets.
 
-    Return {} if the tokens are not saved in segments, but in one array for each layer.
+    Return {} if the list is missing: sessions of earlier versions list no clusters and no checkpoints, and
+    `Archive.save` yields one array for each layer instead of segments.
     """
-    if SEGMENTS not in saved:
+    table, digests = LISTS[kind]
+    if digests not in saved:
         return {}
-    digests = map(bytes, saved[DIGESTS])
-    return {
-        Segment(begin, end, sha256): at
-        for (begin, end, at), sha256 in zip(saved[SEGMENTS].tolist(), digests, strict=True)
-    }
-
-
-def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
-    """Return listed clusters with their offsets; {} in sessions of earlier versions."""
-    if CLUSTER_DIGESTS not in saved:
-        return {}
-    digests = map(bytes, saved[CLUSTER_DIGESTS])
-    return {
-        Clusters(begin, end, bool(is_far), n_bytes, sha256): at
-        for (begin, end, is_far, n_bytes, at), sha256 in zip(saved[CLUSTERS].tolist(), digests, strict=True)
-    }
-
-
-def listed_checkpoints(saved: Mapping[str, np.ndarray]) -> dict[SavedCheckpoint, int]:
-    """Return listed checkpoints, oldest first, with their offsets; {} in sessions of earlier versions."""
-    if CHECKPOINTS not in saved:
-        return {}
-    digests = map(bytes, saved[CHECKPOINT_DIGESTS])
-    return {
-        SavedCheckpoint(n_past, n_kv, base, n_restart, n_bytes, sha256): at
-        for (n_past, n_kv, base, n_restart, n_bytes, at), sha256 in zip(
-            saved[CHECKPOINTS].tolist(), digests, strict=True
-        )
-    }
+    rows = zip(saved[table].tolist(), saved[digests], strict=True)
+    return {kind._make([*fields, bytes(digest)]): at for (*fields, at), digest in rows}
 
 
 def listed_parts(saved: Mapping[str, np.ndarray]) -> dict[Part, int]:
     """Return all listed parts with their offsets."""
-    lists = listed(saved), listed_clusters(saved), listed_checkpoints(saved)
+    lists = listed(saved, Segment), listed(saved, Clusters), listed(saved, SavedCheckpoint)
     return dict(chain.from_iterable(each.items() for each in lists))
 
 
 def listing(parts: Sequence[Part], at: Mapping[Part, int]) -> list[tuple[str, np.ndarray]]:
     """Return the named arrays that list saved parts. at: offset of each part in the file."""
-    segments = [part for part in parts if isinstance(part, Segment)]
-    table = [(segment.begin, segment.end, at[segment]) for segment in segments]
-    arrays = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]
-    for kind, names in (
-        (Clusters, (CLUSTERS, CLUSTER_DIGESTS)),
-        (SavedCheckpoint, (CHECKPOINTS, CHECKPOINT_DIGESTS)),
-    ):
-        if own := [part for part in parts if isinstance(part, kind)]:
+    arrays = []
+    for kind, (table, digests) in LISTS.items():
+        own = [part for part in parts if isinstance(part, kind)]
+        if own or kind is Segment:
+            # the number of columns must be given, because the list of segments may be empty
             fields = np.array([(*part[:-1], at[part]) for part in own], np.int64)
-            arrays += [(names[0], fields), (names[1], _digests(own))]
+            arrays += [(table, fields.reshape(-1, len(kind._fields))), (digests, _digests(own))]
     return arrays
 
 

@@ -131,12 +131,10 @@ class BumbleBee(Policy):
             move_pairs(np.ascontiguousarray(source, np.int32), _bits(state))
 
     def compress(self, view: View) -> Plan:
-        # positions in a row are distinct, so the sort need not be stable
-        order = np.argsort(view.pos, axis=1)
         stochastic = self.greedy == "stochastic"
         keep = np.empty(view.pos.shape, np.bool_)
-        seed = seeds(self.seed, view.next, len(order))
-        summarize(view.pos, order, view.keys, view.attn, *self._goal(view), stochastic, seed, keep)
+        seed = seeds(self.seed, view.next, len(view.pos))
+        summarize(view.pos, view.order, view.keys, view.attn, *self._goal(view), stochastic, seed, keep)
         return Plan(keep)
 
     def _goal(self, view: View) -> tuple[int, int, int, float, bool, int]:

@@ -179,11 +179,9 @@ class BUZZ(Policy):
     def _sampled(self, view: View, state: State) -> Plan:
         mass, old = state
         keep = np.ones(view.pos.shape, np.bool_)
-        # positions in a row are distinct, so the sort need not be stable
-        order = np.argsort(view.pos, axis=1)
         first = max(self.sinks, view.pinned)
         sizes = (first, max(self.window, view.held), self._n_most, *self._strides, self.local_max, self.kept)
-        _sample(order, view.pos, mass, *sizes, old, keep)
+        _sample(view.order, view.pos, mass, *sizes, old, keep)
         return Plan(keep)
 
     @property

@@ -81,7 +81,7 @@ class CaM(Policy):
     def plan(self, view: View, state: State) -> Plan:
         # all rows hold the same tokens, because the choice depends only on positions; but a token's cell may
         # differ from row to row
-        order = np.argsort(view.pos, axis=1)
+        order = view.order
         begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - self.n_keep, 0)
         keep = np.ones(view.pos.shape, np.bool_)

@@ -96,15 +96,13 @@ class Expected(Ranked):
         return self.sinks
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # positions in a row are distinct, so the sort need not be stable
-        order = np.argsort(view.pos, axis=1)
         norms, epsilon = view.value_norms, self.epsilon
         if not self.lengths:
             norms, epsilon = np.ones(view.pos.shape, np.float32), 0.0
         score = np.zeros(view.pos.shape, np.float32)
         spread = 0.5 if self.covariance else 0.0
         logits = view.future_mean, view.future_variance, spread
-        _expect(order, view.pos, view.n_head, *logits, norms, self.sinks, epsilon, score)
+        _expect(view.order, view.pos, view.n_head, *logits, norms, self.sinks, epsilon, score)
         return score
 
 

@@ -98,8 +98,7 @@ class RKV(Ranked):
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
-        # positions in a row are distinct, so the sort need not be stable
-        order = np.argsort(view.pos, axis=1)
+        order = view.order
         # dead cells of a ragged row come first
         dead = (view.pos < 0).sum(axis=1)
         likeness = np.zeros(view.pos.shape, np.float64)

@@ -65,10 +65,8 @@ class SnapKV(Ranked):
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
-        # positions in a row are distinct, so the sort need not be stable
-        order = np.argsort(view.pos, axis=1)
         pooled = np.zeros(view.pos.shape, np.float32)
-        _pool(order, view.pos, view.recent, recent, self.kernel // 2, self.pool == "max", pooled)
+        _pool(view.order, view.pos, view.recent, recent, self.kernel // 2, self.pool == "max", pooled)
         return pooled
 
 

@@ -1,7 +1,6 @@
-"""Checks of parameters, and of arrays before they are passed to a kernel."""
+"""Checks of parameters, and of scores before they are passed to a kernel."""
 
 from operator import index
-from typing import Any
 
 import numpy as np
 
@@ -30,13 +29,6 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
         )
 
 
-def check_numbers(name: str, array: np.ndarray, pos: np.ndarray) -> None:
-    """Raise ValueError if the array f32[row, cell] is NaN for a live cell. pos: as in `View`."""
-    # a NaN anywhere makes the maximum NaN, and finding the maximum is fast
-    if array.size and np.isnan(array.max()) and np.isnan(array[pos >= 0]).any():
-        raise ValueError(f"{name} has a value that is not a number")
-
-
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
@@ -53,18 +45,22 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
         raise error(f"{name} must be a whole number, got {value!r}") from None
 
 
-def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise TypeError or ValueError unless a kernel can use the array.
+def check_score(score: object, pos: np.ndarray) -> None:
+    """Raise TypeError or ValueError unless a kernel can use the score f32[row, n_kv or more].
 
-    The array must have this type and shape, and be C-contiguous and writeable. It may have more columns.
-    Kernels do not check their arguments, and with too few columns they would read out of bounds.
+    It must be C-contiguous and writeable, and no live cell may be NaN. Kernels do not check their arguments,
+    and with too few columns they would read out of bounds. pos: as in `View`.
     """
-    n_row, n_cell = shape
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
-    if array.dtype != dtype:
-        raise TypeError(f"{name} must be of type {dtype}, got {array.dtype}; convert it with astype")
-    if array.ndim != 2 or array.shape[0] != n_row or array.shape[1] < n_cell:
-        raise ValueError(f"{name} must be of shape [{n_row}, {n_cell} or more], got {list(array.shape)}")
-    if not array.flags.carray:
-        raise ValueError(f"{name} must be C-contiguous and writeable; copy it with np.array")
+    n_row, n_kv = pos.shape
+    if not isinstance(score, np.ndarray):
+        raise TypeError(f"the score must be a NumPy array, got {type(score).__name__}")
+    if score.dtype != np.float32:
+        raise TypeError(f"the score must be of type float32, got {score.dtype}; convert it with astype")
+    if score.ndim != 2 or score.shape[0] != n_row or score.shape[1] < n_kv:
+        raise ValueError(f"the score must be of shape [{n_row}, {n_kv} or more], got {list(score.shape)}")
+    if not score.flags.carray:
+        raise ValueError("the score must be C-contiguous and writeable; copy it with np.array")
+    score = score[:, :n_kv]
+    # a NaN anywhere makes the maximum NaN, and finding the maximum is fast
+    if score.size and np.isnan(score.max()) and np.isnan(score[pos >= 0]).any():
+        raise ValueError("the score has a value that is not a number")

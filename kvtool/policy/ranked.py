@@ -24,7 +24,7 @@ import numpy as np
 
 from kvtool.kernels.selection import keep_highest, keep_shared, layer_entropy
 from kvtool.policy.base import Policy, State, split_budget
-from kvtool.policy.checks import check_cells, check_choice, check_kept, check_numbers, check_whole
+from kvtool.policy.checks import check_choice, check_kept, check_score, check_whole
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 FLOOR = 0.2
 """Default of `floor`. A row that shares its budget keeps at least this fraction of an equal share."""
-
-_F32 = np.dtype(np.float32)
 
 _MOST = 2
 """Maximum cells of a row that shares its budget, as a multiple of an equal share."""
@@ -121,7 +119,7 @@ class Ranked(Policy):
         """Return b1[row, n_kv]: True for the cells that stay if tokens are ranked by these scores."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
-        _check_score(view, scores)
+        check_score(scores, view.pos)
         first, recent = protected(view, self.n_keep, *self.exempt)
         n_keep = self._shares(view, scores, first, recent)
         floor = self.floor if self.heads == "adaptive" else 1.0
@@ -178,17 +176,11 @@ def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: 
     Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more]. Among equal scores the
     newer token stays. Raises TypeError or ValueError if the score has another type or shape.
     """
-    _check_score(view, score)
+    check_score(score, view.pos)
     first, recent = protected(view, n_keep, sinks, window)
     keep = np.empty(view.pos.shape, np.bool_)
     keep_highest(view.pos, score, first, recent, n_keep, keep)
     return keep
-
-
-def _check_score(view: View, score: np.ndarray) -> None:
-    """Raise TypeError or ValueError unless the score is f32[row, n_kv or more], and no live cell is NaN."""
-    check_cells("the score", score, view.pos.shape, _F32)
-    check_numbers("the score", score[:, : view.n_kv], view.pos)
 
 
 def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
@@ -199,7 +191,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     shape.
     """
     check_choice("per", per, ("row", "layer", "all"))
-    check_cells("the score", score, view.pos.shape, _F32)
+    check_score(score, view.pos)
     if per == "row":
         return score
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
@@ -207,8 +199,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
         # usual case: the rows hold the same tokens in the same cells, so no sort is needed
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
-    # positions in a row are distinct, so the sort need not be stable
-    order = np.argsort(view.pos, axis=1)
+    order = view.order
     total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
     summed = np.empty(view.pos.shape, np.float32)
     np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)

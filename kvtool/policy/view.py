@@ -181,23 +181,10 @@ class SignalRequest:
     ----------
     signals
         Signals that the engine reads after a step.
-    n_query
-        Number of newest queries that `Signal.RECENT` and `Signal.FUTURE` cover. For RECENT, llama.cpp stores
-        this many floats for each row and cell. For FUTURE, it stores the queries.
-    group
-        Reduction of attention over a group's query heads: "sum", "max" or "first".
-    t
-        Meaning of the number t in `Signal.HITS`, `Signal.IMPORTANT` and `log_n`: "stream" for the tokens of
-        the stream, or "cells" for live cells.
     log_n
         True to multiply attention logits by log_512(t).
-    recall
-        Settings of recall; None without recall.
-    n_future
-        Number of later positions that `Signal.FUTURE` averages over.
-    n_skip
-        Number of first tokens whose queries `Signal.FUTURE` leaves out. If the stream has only these tokens,
-        the newest query is used.
+    n_query, group, t, recall, n_future, n_skip
+        The attributes of `Policy` with these names.
 
     Raises ValueError or TypeError for a field out of its range.
     """
@@ -298,6 +285,13 @@ class View:
     def n_kv(self) -> int:
         """Number of live cells of a row; if rows are ragged, of the longest row."""
         return int(self.pos.shape[1])
+
+    @property
+    def order(self) -> np.ndarray:
+        """i64[row, n_kv]: cells of each row, oldest token first, after the empty cells of a ragged row."""
+        # positions in a row are distinct, so the sort need not be stable
+        order: np.ndarray = np.argsort(self.pos, axis=1)
+        return order
 
     @property
     def new_cells(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from kvtool.chats import archive_file, session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.engine import checkpoints
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CHECKPOINTS, listed_checkpoints
+from kvtool.llama.segment import CHECKPOINTS, SavedCheckpoint, listed
 from tests.engine.running import open_engine, text
 
 SPACING = 60
@@ -70,19 +70,19 @@ def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
     with opened(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
         engine.read(text(150))
         save(path, engine, file)
-        first, listed = archive_path(path).read_bytes(), listed_checkpoints(session.read(path)[1])
-        assert len(listed) == 2
+        first, before = archive_path(path).read_bytes(), listed(session.read(path)[1], SavedCheckpoint)
+        assert len(before) == 2
         engine.read(text(100, seed=2))
         save(path, engine, file)
         assert archive_path(path).read_bytes().startswith(first)
-        now = listed_checkpoints(session.read(path)[1])
+        now = listed(session.read(path)[1], SavedCheckpoint)
         assert len(now) == 3
-        assert now.items() >= listed.items()
+        assert now.items() >= before.items()
         # after a rewind, other checkpoints follow the first two
         engine.rewind(140)
         engine.read(text(120, seed=3))
         save(path, engine, file)
-        assert listed_checkpoints(session.read(path)[1]).keys() & now.keys() == listed.keys()
+        assert listed(session.read(path)[1], SavedCheckpoint).keys() & now.keys() == before.keys()
 
 
 def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path):
@@ -203,7 +203,7 @@ def test_a_session_has_few_copies_of_a_large_cache(tiny_model, path, monkeypatch
             engine.read(text(50))
             engine.checkpoints.take()
             save(path, engine, file)
-            parts = [*listed_checkpoints(session.read(path)[1])]
+            parts = [*listed(session.read(path)[1], SavedCheckpoint)]
             # the newest checkpoint is not listed, because the session itself has that state
             assert len(parts) == min(n, 3)
             assert n < 1 or parts[-1].n_past == engine.n_past - 50
@@ -224,7 +224,7 @@ def test_a_session_has_all_copies_of_a_small_cache(tiny_model, path):
             engine.read(text(50))
             engine.checkpoints.take()
         save(path, engine)
-        saved = [part.n_past for part in listed_checkpoints(session.read(path)[1])]
+        saved = [part.n_past for part in listed(session.read(path)[1], SavedCheckpoint)]
         # the newest checkpoint is not listed, because the session itself has that state
         assert saved == [each.n_past for each in engine.checkpoints][:-1]
         assert len(saved) == 6

@@ -13,7 +13,7 @@ from kvtool.chats import session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.cli import progress
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, listed_clusters
+from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
 from kvtool.measure import perplexity
 from tests.engine.running import open_engine, text
 
@@ -175,13 +175,13 @@ def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_p
             file, meta, [each for each in arrays.items() if each[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
         )
         saved = session.read(file)[1]
-        assert not listed_clusters(saved)
+        assert not listed(saved, Clusters)
         engine.restore(saved)
         assert clusters(engine) == clusters(other)
         with closing(ArchiveFile(file)) as store:
             store.adopt(saved)
             write(file, engine, store)
-        assert {each.is_far for each in listed_clusters(session.read(file)[1])} == {True, False}
+        assert {each.is_far for each in listed(session.read(file)[1], Clusters)} == {True, False}
         is_the_same(engine, other, seed=2)
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvtool.chats import archive_file, session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, listed, listed_clusters, pieces
+from kvtool.llama.segment import CLUSTERS, TABLE, Clusters, Segment, clusters_name, listed, pieces
 from kvtool.system import files
 from tests.tools.test_files import full_after
 
@@ -66,8 +66,8 @@ class Archive:
         return data[begin // self.n_token : end // self.n_token].reshape(-1)
 
     def restore(self, saved):
-        self.segments = list(listed(saved))
-        self.clusters = list(listed_clusters(saved))
+        self.segments = list(listed(saved, Segment))
+        self.clusters = list(listed(saved, Clusters))
         return self
 
 

@@ -177,7 +177,7 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
 
 def test_a_context_without_a_window_is_made_as_it_was(tiny_model):
     model = Model(tiny_model())
-    assert model.n_swa == 0
+    assert model.layers.n_swa == 0
     context = Context(model, 256, 512)
     assert context.n_cell == 256
     context.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.engine.moves import fill_holes, rank_by_pos
+from kvtool.engine.moves import deltas, fill_holes
 from kvtool.engine.rows import Rows
 
 
@@ -128,10 +128,13 @@ def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_rank_is_the_number_of_older_tokens_in_the_row(seed):
+def test_without_gaps_a_key_is_at_the_number_of_older_tokens_in_the_row(seed):
     rng = np.random.default_rng(200 + seed)
-    n = int(rng.integers(0, 50))
-    pos = np.stack([rng.permutation(1000)[:n] for _ in range(4)]).astype(np.int32)
-    rank = np.full_like(pos, -1)
-    rank_by_pos(pos, rank)
-    assert (rank == (pos[:, None, :] < pos[:, :, None]).sum(axis=2)).all()
+    n = int(rng.integers(1, 50))
+    pos, rot = (np.stack([rng.permutation(1000)[:n] for _ in range(4)]).astype(np.int32) for _ in range(2))
+    rows = Rows(np.zeros(4, np.int32), n, ragged=False)
+    rows.n_kv = n
+    rows.put(np.full(4, n, np.int32), pos, rot)
+    cells = np.tile(np.arange(n, dtype=np.int32), (4, 1))
+    n_older = (pos[:, None, :] < pos[:, :, None]).sum(axis=2)
+    assert (rot + deltas(rows, cells, rows.live, 100) == 100 - n + n_older).all()

@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.chats import archive_file, session
 from kvtool.llama.model import Model
-from kvtool.llama.segment import listed_checkpoints
+from kvtool.llama.segment import SavedCheckpoint, listed
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
 from tests.serve.crowd_serve import message
@@ -70,7 +70,7 @@ def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path,
     with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
         ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
-        assert len(listed_checkpoints(session.read(path)[1])) == n
+        assert len(listed(session.read(path)[1], SavedCheckpoint)) == n
 
 
 @pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o")], ids=["recall", "h2o"])

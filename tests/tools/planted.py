@@ -411,7 +411,7 @@ PLANTED = {
     "engine, snapshot": Fault(
         "a restored engine forgets which tokens its signals are of",
         "kvtool/engine/snapshot.py",
-        'cache.signals.restore(saved, counters["signals", "since"])',
+        'cache.signals.restore(saved, counters["signals.since"])',
         "cache.signals.restore(saved, cache.signals.since)",
         ("engine/test_session.py",),
     ),
