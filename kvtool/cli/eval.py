@@ -179,9 +179,8 @@ def evaluate(
     spec = check(run)
     info = find_model(run.model, locate)
     path = info.path
-    n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = notes.batch_size(run, n_ctx)
-    say([note, batch_note])
+    run, n_ctx, limits = notes.within_context(run, info.n_ctx_train)
+    say(limits)
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items

@@ -131,7 +131,7 @@ def serve(
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
     from kvtool.config.model import find_model
-    from kvtool.config.notes import batch_size, context_length
+    from kvtool.config.notes import within_context
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
@@ -149,9 +149,8 @@ def serve(
     # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
     info = find_model(run.model, locate)
-    n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = batch_size(run, n_ctx)
-    say([note, batch_note])
+    run, n_ctx, limits = within_context(run, info.n_ctx_train)
+    say(limits)
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))

@@ -11,7 +11,7 @@ from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
 from kvtool.config.model import Find, find_model, opened_on_model
-from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, resident_note
+from kvtool.config.notes import gpu_note, patch_note, resident_note, within_context
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
@@ -87,8 +87,7 @@ def open_run(
     """
     spec = check(run)
     info = find_model(run.model, find)
-    n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = batch_size(run, n_ctx)
+    run, n_ctx, limits = within_context(run, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
     # imported here, so that wrong options are reported before llama.cpp is loaded
@@ -124,7 +123,7 @@ def open_run(
         n_cell=n_cell,
         say=placed_notes.append,
     ) as (engine, own, own_notes):
-        notes = [context_note, batch_note, patch, gpu_note(run), *placed_notes, *own_notes]
+        notes = [*limits, patch, gpu_note(run), *placed_notes, *own_notes]
         try:
             yield Opened(engine, info, own, [note for note in notes if note])
         finally:

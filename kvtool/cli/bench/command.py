@@ -95,15 +95,15 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
 
     from kvtool.config import archive
     from kvtool.config.model import find_model, loaded_model
-    from kvtool.config.notes import batch_size
+    from kvtool.config.notes import within_context
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
     info = find_model(run.model, locate)
     path = info.path
-    run, note = batch_size(run, info.n_ctx_train)
-    say([note])
+    run, _, limits = within_context(run, info.n_ctx_train)
+    say(limits)
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine

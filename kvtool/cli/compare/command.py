@@ -113,7 +113,7 @@ def compare(
 
     from kvtool.config import archive
     from kvtool.config.model import find_model
-    from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, runnable
+    from kvtool.config.notes import gpu_note, patch_note, runnable, within_context
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -126,9 +126,8 @@ def compare(
     with closing(source(file)) as text:
         info = find_model(run.model, locate)
         model_path = info.path
-        n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-        run, batch_note = batch_size(run, n_ctx)
-        say([note, batch_note])
+        run, n_ctx, limits = within_context(run, info.n_ctx_train)
+        say(limits)
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:
