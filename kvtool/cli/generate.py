@@ -13,7 +13,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.progress import reading_progress
+from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
 from kvtool.cli.writing import open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
@@ -122,7 +122,7 @@ def generate(
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens), opened.info)
         started = time.monotonic()
-        with reading_progress() as writer.while_reading:
+        with line_progress("reading") as writer.while_reading:
             is_read = writer.read(tokens)
         writer.while_reading = lambda done, n: None
         if is_read:
