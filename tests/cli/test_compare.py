@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvtool.cli import output
 from kvtool.cli.compare import table as compare_table
 from kvtool.cli.compare.command import _run
+from kvtool.cli.console import table_console
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
@@ -381,7 +381,7 @@ ROWS = [
 
 def shown(rows=ROWS, width=110, **console):
     out = io.StringIO()
-    printer = Console(**({"file": out, "width": width, "_environ": {}} | console))
+    printer = table_console(**({"file": out, "width": width, "_environ": {}} | console))
     compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
     return out.getvalue()
 

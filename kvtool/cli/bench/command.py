@@ -11,7 +11,7 @@ import typer
 
 from kvtool import policies
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, say
+from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import stopping, tokens_progress
@@ -22,7 +22,6 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
-    from kvtool.measure.bench import Bench
     from kvtool.models.header import ModelInfo
 
 _POLICIES = "recall", "h2o"
@@ -120,7 +119,10 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
-        _measure(benchmark)
+        n_round = len(rows) * args.rounds
+        with tokens_progress("bench", n_round) as step, stopping(benchmark):
+            for n_done, row in enumerate(benchmark.measure()):
+                step(n_done, f"depth {row.depth:,}: {row.config.name}")
     records = [about | row.record() for row in rows if row.write or row.why]
     if old is not None:
         records = [record | {"over_old": measure.over(record, old)} for record in records]
@@ -140,13 +142,6 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
         spec = policies.spec(name)
         budgets[name] = budget.fit(spec, run, budget.of_run(run, spec.kind, n, n), layers).n
     return budgets
-
-
-def _measure(benchmark: Bench) -> None:
-    n_run = len(benchmark.rows) * benchmark.rounds
-    with tokens_progress("bench", n_run) as step, stopping(benchmark):
-        for n_done, row in enumerate(benchmark.measure()):
-            step(n_done, f"depth {row.depth:,}: {row.config.name}")
 
 
 def _print(
@@ -169,4 +164,4 @@ def _print(
         else:
             from kvtool.cli.bench.table import show
 
-            show(plain_console(), records, about, has_device=has_device)
+            show(table_console(), records, about, has_device=has_device)

@@ -12,7 +12,7 @@ import typer
 
 from kvtool import policies
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, say
+from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
@@ -289,7 +289,7 @@ def _finish(
     else:
         from kvtool.cli.compare.table import show
 
-        show(plain_console(), rows, text, info.path.stem)
+        show(table_console(), rows, text, info.path.stem)
     if plot:
         from kvtool.cli.compare.plot import picture
 
