@@ -309,7 +309,7 @@ def _prefill(engine: Engine) -> str:
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             f"{'read once more, ' if engine.policy.reconstruction else ''}then compressed once"
         )
-    stream = f"in batches of up to {_batch(engine):,} tokens"
+    stream = f"in batches of up to {min(engine.n_batch, engine.n_cell):,} tokens"
     if engine.n_batch < engine.settings.n_batch:
         # `Sizes` has reduced the batch to the policy's chunk
         stream += " (recall's `chunk`) once tokens are archived"
@@ -321,7 +321,3 @@ def _prefill(engine: Engine) -> str:
             f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"
         )
     return f"stream: {stream}"
-
-
-def _batch(engine: Engine) -> int:
-    return min(engine.n_batch, engine.n_cell)
