@@ -168,7 +168,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_apart(("--records", records_path), ("--plot", args.plot))
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
 

@@ -495,7 +495,7 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
 
 
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):
-    output.check_picture("--plot", tmp_path / "out.png")
+    output.check_picture(tmp_path / "out.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install '.*\[plot\]'"):
-        output.check_picture("--plot", tmp_path / "out.png")
+        output.check_picture(tmp_path / "out.png")

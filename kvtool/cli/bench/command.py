@@ -90,7 +90,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     stops and prints the rows measured so far.
     """
     depths = args.n_tokens()
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import find_model, loaded_model

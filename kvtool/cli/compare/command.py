@@ -109,7 +109,7 @@ def compare(
     """
     path = output.records_path(args.records, args.resume)
     output.check_apart(("--records", path), ("--plot", args.plot))
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import find_model
