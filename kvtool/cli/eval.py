@@ -17,14 +17,14 @@ import typer
 from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
-from kvtool.cli.declared import JsonLines, Typed, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
-from kvtool.options import Options, option, redeclared, repeated
+from kvtool.options import Options, declared, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.files import spare_folder
 from kvtool.system.texts import is_stdin, json_text
@@ -138,7 +138,6 @@ def evaluate(
     eval_run: _EvalRun,
     sampler: _EvalSampling,
     as_json: JsonLines = False,
-    typed: Typed,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
@@ -148,8 +147,12 @@ def evaluate(
 
     run: RunOptions = eval_run
     if task is None:
-        if alone := [flag for name, flag in typed.items() if name != "as_json"]:
-            raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
+        for given in (args, eval_run, sampler):
+            for name, its in declared(type(given)).items():
+                if name in given.typed:
+                    # of --chat/--raw, the first
+                    flag = its.name.partition("/")[0]
+                    raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
         _list(as_json=as_json)
         return
     chosen = tasks.make(task, args.settings)
