@@ -64,26 +64,14 @@ def open_run(
 ) -> Iterator[Opened]:
     """Load the model, fit the policy to the budget, and make the engine. Close model and engine at the end.
 
-    All options that can be checked without the model are checked before the model is loaded.
+    All options that can be checked without the model are checked before the model is loaded. Raises
+    KvtoolError if the options cannot work.
 
-    Parameters
-    ----------
-    run
-        Options.
-    length
-        Takes the loaded model and returns the length of the text in tokens. If the policy never evicts, the
-        cache gets no more cells than this.
-    find
-        Finds the file of the model.
-    guarded
-        True if a crash of compiled code should end the process with one line. Only for command-line programs.
-    n_output
-        Maximum number of tokens of a step for which logits are computed. Ignored if all tokens are scored.
-
-    Raises
-    ------
-    KvtoolError
-        If the options cannot work.
+    length: function that takes the loaded model and returns the length of the text in tokens. If the policy
+    never evicts, the cache gets no more cells than this.
+    guarded: see `opened_on_model`. Only for command-line programs.
+    n_output: maximum number of tokens of a step for which logits are computed. Ignored if all tokens are
+    scored.
     """
     spec = check(run)
     info = find_model(run.model, find)

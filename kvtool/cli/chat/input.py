@@ -39,11 +39,8 @@ Words = Callable[[], Iterable[str]]
 class Prompt:
     """Asks the user for a turn or a command.
 
-    Parameters
-    ----------
-    commands
-        The slash commands. Each is mapped to a function that returns the words that may follow the command,
-        or to None if a path follows it.
+    commands: maps each slash command to a function that returns the words that may follow the command, or to
+    None if a path follows it.
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
