@@ -253,10 +253,7 @@ def _origin_of_model(ctx: Any, message: str) -> str | None:
 
 
 def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
-    """Raise UsageError if an option's path is empty, because click would read it as the current folder.
-
-    typed: the typed values by the names of their parameters.
-    """
+    """Raise UsageError if a typed path is empty, because click would read it as the current folder."""
     for param in command.params:
         is_path = param.param_type_name == "option" and param.type.name == "path"
         if is_path and typed.get(param.name) == "":

@@ -46,8 +46,7 @@ def before_text(
 
     Without --explain, write only if the text is too long or the budget is very small.
 
-    noun: kind of the text, such as "prompt". n: number of tokens of the text, or 0 if it is unknown. info:
-    header of the model if the model will answer the text, else None.
+    noun, info: see `Notice`. n: number of tokens of the text, or 0 if it is unknown.
     """
     if run.explain:
         explain_run(engine, run.policy, noun, n)

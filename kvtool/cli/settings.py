@@ -254,8 +254,7 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings that a table has for the given options, by parameter name.
 
-    Raises UsageError for a key that is not an option. The table of a command may contain only options of this
-    command. Other tables may contain options of any command.
+    Raises UsageError for a key that is not an option, or not of the command that owns the table.
     """
     result = {}
     for key, value in table.values.items():

@@ -145,8 +145,7 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """Replace the default policy, recall, if it does not work with the model or with --positions in-cache.
 
-    Returns the options and a note, which is None if the policy was not replaced. kind: the class of the
-    policy. layers: the layers of the loaded model.
+    Returns the options and a note, which is None if the policy was not replaced.
     """
     if not (run.instead and kind.recalls()):
         return run, None

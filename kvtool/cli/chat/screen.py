@@ -275,10 +275,7 @@ class Terminal:
         self.selects, self.edits = not again, again
 
     def _took_back(self, n_before: int) -> bool:
-        """After an error, undo the turn if it has no reply. Return True if the turn is no longer in the chat.
-
-        n_before: number of turns before this turn.
-        """
+        """After an error, undo a turn without a reply. Return True if the turn is no longer in the chat."""
         if self.conversation.n_turn == n_before:
             return True
         if self.thought or not self._is_empty:
@@ -290,11 +287,7 @@ class Terminal:
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _restore(self, replaced: UndoneTurn | None, last_typed: dict[str, str], thought: str) -> None:
-        """Restore the state before a turn that was taken back.
-
-        replaced: the turn that this turn had replaced, or None. last_typed, thought: values of the attributes
-        before this turn.
-        """
+        """Restore the state before a turn that was taken back. replaced: see `_replied`."""
         if replaced:
             self.conversation.put_back(replaced)
         self.last_typed, self.thought = last_typed, thought
