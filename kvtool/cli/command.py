@@ -146,7 +146,9 @@ class Group(_Shared, TyperGroup):
         first = args[0].partition("=")[0] if args else ""
         known = {name for param in self.get_params(ctx) for name in param.opts}
         if first.startswith("-") and first not in known and not ctx.resilient_parsing:
-            raise UsageError(near.no_command_yet(ctx, args))
+            path = ctx.command_path
+            before = f"name a command before its options: `{path} COMMAND {args[0]}`"
+            raise UsageError(f"{before}; `{path} -h` lists the commands")
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
