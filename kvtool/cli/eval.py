@@ -183,7 +183,7 @@ def evaluate(
     info = find_model(run.model, locate)
     path = info.path
     run, n_ctx, limits = notes.within_context(run, info.n_ctx_train)
-    say(limits)
+    say(*limits)
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
@@ -196,7 +196,7 @@ def evaluate(
         ExitStack() as stack,
     ):
         run, note = replace_recall(run, spec.kind, model.layers)
-        say([notes.gpu_note(run), *placed_notes, note])
+        say(notes.gpu_note(run), *placed_notes, note)
         run, spec = archive.with_type(run, info), check(run)
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
@@ -228,7 +228,7 @@ def evaluate(
                 nonlocal has_told
                 if not has_told and (line := _too_long(reader, n)):
                     has_told = True
-                    say([line])
+                    say(line)
                 step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
 
             reader.while_reading = reader.full.while_reading = reading
@@ -300,7 +300,7 @@ def _policy_for(
     share = (run.budget or "").strip()
     if not share.endswith("%"):
         fitted = budget.fit(spec, run, budget.parse(share, model.n_ctx_train), model.layers)
-        say([fitted.note])
+        say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = budget.percent(share)
     least = spec.smallest_budget(n_held, partial(on_model, model=model))

@@ -36,7 +36,7 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
         "positions": _positions(engine, noun, n_text),
         "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, noun, n_text)])),
     }
-    say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
+    say(*(f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
 def before_text(
@@ -89,10 +89,10 @@ class Notice:
         is_new = not self.is_long or _forgets(self.engine, n)
         if not is_explained and is_new and (text := long_text(self.engine, self.noun, n)):
             self.is_long = True
-            say([text])
+            say(text)
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
             self.is_much = True
-            say([text])
+            say(text)
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
@@ -195,7 +195,7 @@ def say_spare(engine: Engine) -> None:
     if not sys.stderr.isatty():
         return
     if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
-        say([f"a budget of {engine.policy.budget} takes {spare}"])
+        say(f"a budget of {engine.policy.budget} takes {spare}")
 
 
 def may_lose_system(conversation: Conversation) -> bool:

@@ -85,7 +85,7 @@ def generate(
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
     if file is None and os.path.isfile(prompt or ""):
-        say([f"{prompt} is a file; use -f {prompt} to read it"])
+        say(f"{prompt} is a file; use -f {prompt} to read it")
     system_prompt = system.text()
     text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
@@ -149,16 +149,16 @@ def generate(
                 sys.stdout.write("\n")
             if full:
                 raise full
-            if not "".join(pieces).strip() and (why := why_empty(writer, "answer")):
-                say([why])
+            if not "".join(pieces).strip():
+                say(why_empty(writer, "answer"))
             if writer.loop:
-                say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
+                say(generation.looped(writer.loop.n_block, writer.loop.n_times))
             elif writer.is_cut and (generation.grammar or generation.json_schema):
                 sys.stderr.write(
                     f"stopped after {format_tokens(n_written)} (-n): the text may be incomplete\n"
                 )
             elif writer.is_cut:
-                say([generation.cut(n_written)])
+                say(generation.cut(n_written))
             if run.verbose:
                 drafted = (
                     f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""

@@ -85,7 +85,7 @@ def perplexity(
         closing(source(file)) as text,
         open_run(run, length=length, find=locate, guarded=True) as opened,
     ):
-        say(opened.notes)
+        say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
         if args.windows is None:
             check_length(engine, len(tokens))

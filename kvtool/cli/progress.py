@@ -107,7 +107,7 @@ def stopping(worker: Any) -> Iterator[None]:
 
     The first Ctrl-C also prints a line at once, because the work stops only after the current step.
     """
-    with interrupt.notifying(lambda: say(["stopping after the current step ..."])):
+    with interrupt.notifying(lambda: say("stopping after the current step ...")):
         interrupt.stops(worker)
         try:
             yield

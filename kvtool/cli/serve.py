@@ -150,7 +150,7 @@ def serve(
     check(run)
     info = find_model(run.model, locate)
     run, n_ctx, limits = within_context(run, info.n_ctx_train)
-    say(limits)
+    say(*limits)
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
@@ -175,7 +175,7 @@ def serve(
             read_timeout=serving.read_timeout,
         ),
         has_metrics=serving.metrics,
-        log=(lambda line: say([line])) if run.verbose else None,
+        log=say if run.verbose else None,
     )
 
     def ready(pool: SlotPool) -> None:
@@ -184,12 +184,12 @@ def serve(
         if run.explain:
             explain_run(engine, site.policy, "chat")
         else:
-            say([archive_limit(engine, pool.n_max)])
+            say(archive_limit(engine, pool.n_max))
         if not endpoints.is_loopback(address) and not keys:
-            say(["there is no API key: whoever reaches the port can use the model"])
+            say("there is no API key: whoever reaches the port can use the model")
         elif "*" in serving.allow_origin and not keys:
-            say(["there is no API key: any web page that a browser here opens can use the model"])
-        say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
+            say("there is no API key: any web page that a browser here opens can use the model")
+        say(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
 
     with listening:
         opened = partial(_opened, site, run, generation, serving, prompt, most_bytes)
@@ -230,7 +230,7 @@ def _opened(
 
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))
-        say(opened.notes)
+        say(*opened.notes)
         engine, run = opened.engine, opened.run
         site.policy = run.policy
         path = stack.enter_context(lock_folder(serving.sessions))
@@ -238,7 +238,7 @@ def _opened(
         chats = stack.enter_context(closing(ChatStore(path, most_bytes, fixed)))
         if chats.n_others:
             others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
-            say([f"{others}, or of another model, policy or options; they stay as they are"])
+            say(f"{others}, or of another model, policy or options; they stay as they are")
         kept = run.session_values() | generation.session_values()
         template = None
         with suppress(ModelError):
@@ -263,7 +263,7 @@ def _opened(
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
-        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
+        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, say)))
 
         renderings = Renderings(engine.model, template) if template else None
 
@@ -288,7 +288,7 @@ def _opened(
             n_max = archive.share(n_max)
         if engine.settings.checkpoints is None:
             engine.checkpoints.share(n_max)
-        yield SlotPool(lock, slot(engine), more, n_max, lambda line: say([line]))
+        yield SlotPool(lock, slot(engine), more, n_max, say)
 
 
 def _connect(site: Site, pool: SlotPool) -> None:

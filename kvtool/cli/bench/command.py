@@ -102,7 +102,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     info = find_model(run.model, locate)
     path = info.path
     run, _, limits = within_context(run, info.n_ctx_train)
-    say(limits)
+    say(*limits)
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
@@ -110,7 +110,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    with loaded_model(run, path, guarded=True, say=lambda line: say([line])) as model:
+    with loaded_model(run, path, guarded=True, say=say) as model:
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
@@ -127,7 +127,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     if old is not None:
         records = [record | {"over_old": measure.over(record, old)} for record in records]
         if other := next((record for record in old if record.get("model") != path.stem), None):
-            say([f"{args.compare} has results of another model, {other.get('model')}"])
+            say(f"{args.compare} has results of another model, {other.get('model')}")
     _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
     if benchmark.stop:
         raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")

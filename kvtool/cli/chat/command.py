@@ -91,12 +91,12 @@ def chat(
         if args.transcript:
             files.transcript = stack.enter_context(closing(open_transcript(args.transcript)))
         if not (is_terminal or run.explain):
-            say([archive_limit(engine)])
+            say(archive_limit(engine))
         if not is_terminal:
-            say([base_model(engine.model.path)])
+            say(base_model(engine.model.path))
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
-            say([unpinned("the system prompt")])
+            say(unpinned("the system prompt"))
         writer.before_reading = Notice(engine, "turn", opened.info)
         if is_terminal:
             from kvtool.cli.chat import terminal
@@ -109,7 +109,7 @@ def chat(
                 drafted = (
                     f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
                 )
-                say([f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}"])
+                say(f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}")
     files.check()
 
 
@@ -142,11 +142,11 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
         if writer.stop:
             raise KeyboardInterrupt
         if writer.loop:
-            say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
+            say(generation.looped(writer.loop.n_block, writer.loop.n_times))
         elif is_empty and (why := why_empty(writer, "reply")):
-            say([why])
+            say(why)
         elif writer.is_cut:
-            say([generation.cut(writer.n_written)])
+            say(generation.cut(writer.n_written))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 
@@ -168,5 +168,5 @@ def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> boo
         raise
     files.keep()
     if files.moved_archive:
-        say([moved_line(files.moved_archive)])
+        say(moved_line(files.moved_archive))
     return is_empty

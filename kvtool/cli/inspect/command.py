@@ -86,7 +86,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         closing(source(file)) as text,
         open_run(run, length=length, find=locate, guarded=True) as opened,
     ):
-        say(opened.notes)
+        say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:
