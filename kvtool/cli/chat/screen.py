@@ -162,10 +162,10 @@ class Terminal:
             return
         for line in inserted:
             self.note(line)
-        n_before, writer = self.conversation.n_turn, self.conversation.writer
+        writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.hanging_up(writer) as hung_up:
-            if not self._replied(text, sent, replaced, n_before, hung_up):
+            if not self._replied(text, sent, replaced, hung_up):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -180,17 +180,17 @@ class Terminal:
             self.note(self.status())
 
     def _replied(
-        self, text: str, sent: str, replaced: UndoneTurn | None, n_before: int, hung_up: Callable[[], bool]
+        self, text: str, sent: str, replaced: UndoneTurn | None, hung_up: Callable[[], bool]
     ) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        replaced: the turn that this turn replaces, or None. n_before: number of turns before this turn.
-        hung_up: a function that returns True if the terminal was closed.
+        replaced: the turn that this turn replaces, or None. hung_up: a function that returns True if the
+        terminal was closed.
         """
-        conversation, again = self.conversation, replaced is not None
+        conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
         before = self.last_typed, self.thought
         self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
         self.console.print()
