@@ -24,7 +24,6 @@ from kvtool.units import FEW_BITS
 if TYPE_CHECKING:
     from io import FileIO
 
-    from kvtool.chats.archive_file import ArchiveFile
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.session import Arrays, Meta
 
@@ -58,6 +57,8 @@ class ChatFiles:
     def __init__(
         self, chat: Conversation, run: RunOptions, generation: GenerationOptions, path: Path | None = None
     ) -> None:
+        from kvtool.chats.archive_file import ArchiveFile
+
         self.chat = chat
         self.run = run
         self._generation = generation
@@ -71,6 +72,7 @@ class ChatFiles:
         self._saved_version: int | None = None
         # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
+        self._archive_file = ArchiveFile(path)
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
 
@@ -299,15 +301,8 @@ class ChatFiles:
                 return file, archive
         return None
 
-    @cached_property
-    def _archive_file(self) -> ArchiveFile:
-        from kvtool.chats.archive_file import ArchiveFile
-
-        return ArchiveFile(self.path)
-
     def close(self) -> None:
-        if "_archive_file" in vars(self):
-            self._archive_file.close()
+        self._archive_file.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
