@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.cli.chat.files import meta_of
 from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
@@ -213,6 +212,7 @@ def _opened(
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
+    from kvtool.cli.chat.files import meta_of
     from kvtool.config import drafting
     from kvtool.config.opening import open_run
     from kvtool.engine.loop import Engine

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kvtool.cli.chat.files import ChatFiles, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
@@ -27,6 +26,7 @@ from kvtool.system.texts import stdin_lines
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.cli.chat.files import ChatFiles
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def chat(
         saved = None
         if args.session:
             from kvtool.chats import session as sessions
+            from kvtool.cli.chat.files import resumed
 
             stack.enter_context(sessions.lock(args.session))
             if (saved := sessions.peek(args.session)) is not None:
@@ -75,6 +76,7 @@ def chat(
         from kvtool.chats import archive_file
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
+        from kvtool.cli.chat.files import ChatFiles, open_transcript
         from kvtool.config.report import archive_limit, line, report
 
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
@@ -167,6 +169,5 @@ def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> boo
         files.keep()
         raise
     files.keep()
-    if files.moved_archive:
-        say(moved_line(files.moved_archive))
+    say(files.moved_line())
     return is_empty

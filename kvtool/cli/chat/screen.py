@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.chat.files import ChatFiles, moved_line
+from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import why_empty
@@ -117,8 +117,8 @@ class Terminal:
             self.error(self.files.unsaved)
         if self.files.previous_path:
             self.note(f"the previous chat of {self.files.path} is now in {self.files.previous_path.name}")
-        if self.files.moved_archive:
-            self.note(moved_line(self.files.moved_archive))
+        if moved := self.files.moved_line():
+            self.note(moved)
         for spare in self.files.recovered:
             # if `spare` is FILE.1, its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
