@@ -9,9 +9,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool import policies
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
 from kvtool.config.run import RunOptions
+from kvtool.models.layers import PAD
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -171,7 +173,6 @@ def spare_line(engine: Engine) -> str | None:
     None if there are only the budget's cells, or if rows are ragged.
     """
     from kvtool.measure.run import budget_bytes, fixed_bytes
-    from kvtool.models.layers import PAD
 
     taken, fixed = budget_bytes(engine), fixed_bytes(engine)
     spare = engine.cache_bytes - taken - fixed
@@ -190,8 +191,6 @@ def say_spare(engine: Engine) -> None:
 
     Nothing is reported if stderr is not a terminal.
     """
-    from kvtool.models.layers import PAD
-
     if not sys.stderr.isatty():
         return
     if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
@@ -210,9 +209,7 @@ def unpinned(noun: str) -> str:
 
 def policy_line(engine: Engine, name: str) -> str:
     """Return a policy's name and parameters."""
-    from kvtool.policies import chosen
-
-    parameters = chosen(engine.policy)
+    parameters = policies.chosen(engine.policy)
     if engine.model.layers.has_values:
         # leave out `recalled`, because it can be set only for models without values (MLA)
         parameters.pop("recalled", None)

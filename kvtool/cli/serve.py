@@ -20,11 +20,13 @@ from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.options import SERVER, Options, option, redeclared
 from kvtool.system import interrupt
+from kvtool.system.memory import free_bytes
 from kvtool.system.paths import extra_command
 from kvtool.system.texts import read_text, shown
+from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
@@ -138,7 +140,6 @@ def serve(
     from kvtool.serve.api.requests import Defaults
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.queue import JobQueue
-    from kvtool.units import parse_bytes
 
     prompt, address = system.text(), endpoints.address(serving.host)
     most_bytes, keys = parse_bytes(serving.sessions_bytes), _keys(serving.api_key_file)
@@ -216,7 +217,6 @@ def _opened(
     from kvtool.config import drafting
     from kvtool.config.opening import open_run
     from kvtool.engine.loop import Engine
-    from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
     from kvtool.serve.api.thinking import ThinkingOptions
@@ -225,8 +225,6 @@ def _opened(
     from kvtool.serve.rendering import Renderings
     from kvtool.serve.slot import N_OUTPUT, Slot
     from kvtool.serve.store.chats import ChatStore, lock_folder
-    from kvtool.system.memory import free_bytes
-    from kvtool.units import format_bytes
 
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))

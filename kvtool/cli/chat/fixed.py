@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool import policies
 from kvtool.cli.progress import bytes_progress
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
@@ -45,9 +47,6 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 
     policy: the policy's name or file, as the user typed it.
     """
-    from dataclasses import asdict
-
-    from kvtool import policies
     from kvtool.llama.devices import library_info
     from kvtool.models.download import sha256
 

@@ -20,7 +20,7 @@ from kvtool.cli.console import plain_console
 from kvtool.cli.writing import why_empty
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
-from kvtool.units import format_tokens
+from kvtool.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,6 @@ class Terminal:
     def status(self) -> str:
         """Return a line about the chat: its length, where its tokens are, the cache size and the speed."""
         from kvtool.measure.holdings import n_forgotten
-        from kvtool.units import format_bytes
 
         engine = self.engine
         parts = [
