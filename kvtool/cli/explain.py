@@ -13,7 +13,6 @@ from kvtool import policies
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
 from kvtool.config.run import RunOptions
-from kvtool.models.layers import PAD
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -173,6 +172,7 @@ def spare_line(engine: Engine) -> str | None:
     None if there are only the budget's cells, or if rows are ragged.
     """
     from kvtool.measure.run import budget_bytes, fixed_bytes
+    from kvtool.models.layers import PAD
 
     taken, fixed = budget_bytes(engine), fixed_bytes(engine)
     spare = engine.cache_bytes - taken - fixed
@@ -191,6 +191,9 @@ def say_spare(engine: Engine) -> None:
 
     Nothing is reported if stderr is not a terminal.
     """
+    # imported here, because the import takes 10 ms, and --help needs none of it
+    from kvtool.models.layers import PAD
+
     if not sys.stderr.isatty():
         return
     if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
