@@ -165,7 +165,7 @@ def _end(exit_code: int, line: str) -> typer.Exit:
             # `say` wraps between words; a terminal would wrap inside words
             from kvtool.cli.console import say
 
-            say([f"kvtool: {shown}"])
+            say(f"kvtool: {shown}")
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -146,7 +146,9 @@ class Group(_Shared, TyperGroup):
         first = args[0].partition("=")[0] if args else ""
         known = {name for param in self.get_params(ctx) for name in param.opts}
         if first.startswith("-") and first not in known and not ctx.resilient_parsing:
-            raise UsageError(near.no_command_yet(ctx, args))
+            path = ctx.command_path
+            before = f"name a command before its options: `{path} COMMAND {args[0]}`"
+            raise UsageError(f"{before}; `{path} -h` lists the commands")
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -253,10 +255,7 @@ def _origin_of_model(ctx: Any, message: str) -> str | None:
 
 
 def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
-    """Raise UsageError if an option's path is empty, because click would read it as the current folder.
-
-    typed: the typed values by the names of their parameters.
-    """
+    """Raise UsageError if a typed path is empty, because click would read it as the current folder."""
     for param in command.params:
         is_path = param.param_type_name == "option" and param.type.name == "path"
         if is_path and typed.get(param.name) == "":

@@ -113,7 +113,7 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
         if not options:
             raise settings.unknown(table, key, params)
         for param in options:
-            _check(param, settings.checked(param, value, source).value, source)
+            _check(param, settings.checked(param, value, source), source)
         yield _row(table.words, options[0], value, source)
 
 

@@ -78,8 +78,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
     table_console().print(table(folding, rows, show_header=bool(columns)))
 
 
-def say(notes: Iterable[str | None], indent: int = 0) -> None:
-    """Write each note as a line to stderr. In a terminal, long lines are wrapped between words.
+def say(*notes: str | None, indent: int = 0) -> None:
+    """Write each note to stderr, as a line. In a terminal, long lines are wrapped between words.
 
     indent: number of spaces with which continuation lines begin.
     """

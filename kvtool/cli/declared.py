@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, NewType, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from kvtool.cli import completion
 from kvtool.cli.command import BadValue, source_of
-from kvtool.cli.listed import flag
 from kvtool.errors import UsageError
 from kvtool.options import OUTPUT, Option, Options, declared
-
-Typed = NewType("Typed", Mapping[str, str])
-"""The options that the user typed, as a mapping from names of parameters to flags."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 """The option --json of a command that prints a single JSON value."""
@@ -45,27 +41,24 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the function that Typer calls for a command.
 
     Parameters whose type is a subclass of `Options` are replaced: each field that the class does not hide
-    becomes an option, and the command gets an instance of the class. Parameters of the type `Typed` are not
-    options: the command gets the flags that the user typed.
+    becomes an option, and the command gets an instance of the class.
     """
     hints = get_type_hints(command, include_extras=True)
     classes = {name: hint for name, hint in hints.items() if _is_options(hint)}
-    typed_params = [name for name, hint in hints.items() if hint is Typed]
     params = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for each in inspect.signature(command).parameters.values():
         if each.name in classes:
             params += parameters(classes[each.name])
-        elif each.name not in typed_params:
+        else:
             params.append(each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(context: typer.Context, **values: Any) -> None:
         sources = {name: source_of(context, name) for name in values}
         typed = {name for name, source in sources.items() if source == "COMMANDLINE"}
         given = {name for name, source in sources.items() if source != "DEFAULT"}
-        flags = {str(param.name): flag(param) for param in context.command.params if param.name in typed}
         filled = {name: kind.from_values(values, typed, given) for name, kind in classes.items()}
         other = {name: value for name, value in values.items() if name in hints.keys() - classes.keys()}
-        command(**other, **filled, **{name: Typed(flags) for name in typed_params})
+        command(**other, **filled)
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}

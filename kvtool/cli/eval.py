@@ -17,14 +17,14 @@ import typer
 from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
-from kvtool.cli.declared import JsonLines, Typed, options
+from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
-from kvtool.options import Options, option, redeclared, repeated
+from kvtool.options import Options, declared, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.files import spare_folder
 from kvtool.system.texts import is_stdin, json_text
@@ -138,7 +138,6 @@ def evaluate(
     eval_run: _EvalRun,
     sampler: _EvalSampling,
     as_json: JsonLines = False,
-    typed: Typed,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
@@ -148,8 +147,12 @@ def evaluate(
 
     run: RunOptions = eval_run
     if task is None:
-        if alone := [flag for name, flag in typed.items() if name != "as_json"]:
-            raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
+        for given in (args, eval_run, sampler):
+            for name, its in declared(type(given)).items():
+                if name in given.typed:
+                    # of --chat/--raw, the first
+                    flag = its.name.partition("/")[0]
+                    raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
         _list(as_json=as_json)
         return
     chosen = tasks.make(task, args.settings)
@@ -168,7 +171,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_apart(("--records", records_path), ("--plot", args.plot))
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
@@ -179,9 +182,8 @@ def evaluate(
     spec = check(run)
     info = find_model(run.model, locate)
     path = info.path
-    n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = notes.batch_size(run, n_ctx)
-    say([note, batch_note])
+    run, n_ctx, limits = notes.within_context(run, info.n_ctx_train)
+    say(*limits)
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
@@ -194,7 +196,7 @@ def evaluate(
         ExitStack() as stack,
     ):
         run, note = replace_recall(run, spec.kind, model.layers)
-        say([notes.gpu_note(run), *placed_notes, note])
+        say(notes.gpu_note(run), *placed_notes, note)
         run, spec = archive.with_type(run, info), check(run)
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
@@ -226,7 +228,7 @@ def evaluate(
                 nonlocal has_told
                 if not has_told and (line := _too_long(reader, n)):
                     has_told = True
-                    say([line])
+                    say(line)
                 step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
 
             reader.while_reading = reader.full.while_reading = reading
@@ -298,7 +300,7 @@ def _policy_for(
     share = (run.budget or "").strip()
     if not share.endswith("%"):
         fitted = budget.fit(spec, run, budget.parse(share, model.n_ctx_train), model.layers)
-        say([fitted.note])
+        say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = budget.percent(share)
     least = spec.smallest_budget(n_held, partial(on_model, model=model))

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool import policies
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
 from kvtool.config.run import RunOptions
@@ -36,7 +37,7 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
         "positions": _positions(engine, noun, n_text),
         "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, noun, n_text)])),
     }
-    say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
+    say(*(f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
 def before_text(
@@ -46,8 +47,7 @@ def before_text(
 
     Without --explain, write only if the text is too long or the budget is very small.
 
-    noun: kind of the text, such as "prompt". n: number of tokens of the text, or 0 if it is unknown. info:
-    header of the model if the model will answer the text, else None.
+    noun, info: see `Notice`. n: number of tokens of the text, or 0 if it is unknown.
     """
     if run.explain:
         explain_run(engine, run.policy, noun, n)
@@ -90,10 +90,10 @@ class Notice:
         is_new = not self.is_long or _forgets(self.engine, n)
         if not is_explained and is_new and (text := long_text(self.engine, self.noun, n)):
             self.is_long = True
-            say([text])
+            say(text)
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
             self.is_much = True
-            say([text])
+            say(text)
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
@@ -191,12 +191,13 @@ def say_spare(engine: Engine) -> None:
 
     Nothing is reported if stderr is not a terminal.
     """
+    # imported here, because the import takes 10 ms, and --help needs none of it
     from kvtool.models.layers import PAD
 
     if not sys.stderr.isatty():
         return
     if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
-        say([f"a budget of {engine.policy.budget} takes {spare}"])
+        say(f"a budget of {engine.policy.budget} takes {spare}")
 
 
 def may_lose_system(conversation: Conversation) -> bool:
@@ -211,9 +212,7 @@ def unpinned(noun: str) -> str:
 
 def policy_line(engine: Engine, name: str) -> str:
     """Return a policy's name and parameters."""
-    from kvtool.policies import chosen
-
-    parameters = chosen(engine.policy)
+    parameters = policies.chosen(engine.policy)
     if engine.model.layers.has_values:
         # leave out `recalled`, because it can be set only for models without values (MLA)
         parameters.pop("recalled", None)
@@ -309,7 +308,7 @@ def _prefill(engine: Engine) -> str:
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             f"{'read once more, ' if engine.policy.reconstruction else ''}then compressed once"
         )
-    stream = f"in batches of up to {_batch(engine):,} tokens"
+    stream = f"in batches of up to {min(engine.n_batch, engine.n_cell):,} tokens"
     if engine.n_batch < engine.settings.n_batch:
         # `Sizes` has reduced the batch to the policy's chunk
         stream += " (recall's `chunk`) once tokens are archived"
@@ -321,7 +320,3 @@ def _prefill(engine: Engine) -> str:
             f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"
         )
     return f"stream: {stream}"
-
-
-def _batch(engine: Engine) -> int:
-    return min(engine.n_batch, engine.n_cell)

@@ -13,7 +13,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.progress import reading_progress
+from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
 from kvtool.cli.writing import open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
@@ -85,7 +85,7 @@ def generate(
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
     if file is None and os.path.isfile(prompt or ""):
-        say([f"{prompt} is a file; use -f {prompt} to read it"])
+        say(f"{prompt} is a file; use -f {prompt} to read it")
     system_prompt = system.text()
     text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
@@ -122,7 +122,7 @@ def generate(
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens), opened.info)
         started = time.monotonic()
-        with reading_progress() as writer.while_reading:
+        with line_progress("reading") as writer.while_reading:
             is_read = writer.read(tokens)
         writer.while_reading = lambda done, n: None
         if is_read:
@@ -149,16 +149,16 @@ def generate(
                 sys.stdout.write("\n")
             if full:
                 raise full
-            if not "".join(pieces).strip() and (why := why_empty(writer, "answer")):
-                say([why])
+            if not "".join(pieces).strip():
+                say(why_empty(writer, "answer"))
             if writer.loop:
-                say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
+                say(generation.looped(writer.loop.n_block, writer.loop.n_times))
             elif writer.is_cut and (generation.grammar or generation.json_schema):
                 sys.stderr.write(
                     f"stopped after {format_tokens(n_written)} (-n): the text may be incomplete\n"
                 )
             elif writer.is_cut:
-                say([generation.cut(n_written)])
+                say(generation.cut(n_written))
             if run.verbose:
                 drafted = (
                     f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""

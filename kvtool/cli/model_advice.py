@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from platformdirs import user_state_path
 
+from kvtool.cli import fits
 from kvtool.errors import KvtoolError
+from kvtool.models.catalogue import Entry, registry
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvtool.models.catalogue import Entry
     from kvtool.models.header import ModelInfo
 
 _LONG = 1000
@@ -31,8 +32,6 @@ _TOY_BYTES = 20_000_000
 
 def base_model(path: Path) -> str | None:
     """Return advice if models.txt marks this file as a base model, else None."""
-    from kvtool.models.catalogue import registry
-
     for entry in registry().values():
         if entry.file == path.name and (of_base := entry.of_base):
             return f"{entry.name} is {of_base}; `kvtool generate --raw` continues a text"
@@ -51,9 +50,6 @@ def better_model() -> str | None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except (OSError, RuntimeError):
         return None
-    from kvtool.cli import fits
-    from kvtool.models.catalogue import registry
-
     if not (entry := fits.best(registry().values(), fits.room())):
         return None
     return f"a better model fits here: kvtool chat -m {entry.name}{_download(entry)}"
@@ -73,9 +69,6 @@ def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
         reason = f"{name} was trained for {info.n_ctx_train:,} tokens, not for {n_all:,}: it may miss facts"
     else:
         reason = f"{name} is too small for questions about long texts"
-    from kvtool.cli import fits
-    from kvtool.models.catalogue import registry
-
     with suppress(KvtoolError):
         larger = (entry for entry in registry().values() if (entry.about_bytes or 0) > info.size)
         if better := fits.best(larger, fits.room(), n_all):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
     from kvtool.models.stored import Stored
-    from kvtool.models.weights import PlacedWeights
 
 app = typer.Typer(help=COMMANDS["models"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -199,7 +198,11 @@ def show(
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes = _sizes(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
-    placed = _placed(info, types, n_device) if n_device is not None else None
+    placed = None
+    if n_device is not None:
+        # with the default cache
+        n_cell = RunOptions.default_recall + RunOptions.default_n_batch
+        placed = fitted_weights(info, n_cell, n_device, 1, types.type_k, types.type_v)
     if as_json:
         record = {
             "path": str(path.absolute()),
@@ -223,31 +226,26 @@ def show(
         }
         typer.echo(json_text(record, indent=2))
         return
-    print_table(
-        [],
-        [
-            ["path", str(path)],
-            ["sha256", digest],
-            ["size", format_bytes(info.size) + (f" in {info.n_part} files" if info.n_part > 1 else "")],
-            ["architecture", info.architecture],
-            ["name", info.name],
-            ["quantization", info.quantization],
-            ["layers", str(info.n_layer)],
-            ["heads", _per_layer(info.n_head)],
-            ["KV heads", _per_layer(info.n_head_kv)],
-            ["head size", f"K {info.head_size_k}, V {info.head_size_v}"],
-            ["trained context", f"{info.n_ctx_train:,} tokens"],
-            ["tokenizer", "yes" if info.tokenizer else "no"],
-            ["chat template", "yes" if info.chat_template else "no"],
-            *(_lines(sizes) if sizes else []),
-            *(
-                [[f"a GPU of {format_bytes(n_device)}", in_words(placed, info)]]
-                if placed and n_device
-                else []
-            ),
-            ["supported", reason or "yes"],
-        ],
-    )
+    rows = [
+        ["path", str(path)],
+        ["sha256", digest],
+        ["size", format_bytes(info.size) + (f" in {info.n_part} files" if info.n_part > 1 else "")],
+        ["architecture", info.architecture],
+        ["name", info.name],
+        ["quantization", info.quantization],
+        ["layers", str(info.n_layer)],
+        ["heads", _per_layer(info.n_head)],
+        ["KV heads", _per_layer(info.n_head_kv)],
+        ["head size", f"K {info.head_size_k}, V {info.head_size_v}"],
+        ["trained context", f"{info.n_ctx_train:,} tokens"],
+        ["tokenizer", "yes" if info.tokenizer else "no"],
+        ["chat template", "yes" if info.chat_template else "no"],
+    ]
+    if sizes:
+        rows += _lines(sizes)
+    if placed and n_device:
+        rows.append([f"a GPU of {format_bytes(n_device)}", in_words(placed, info)])
+    print_table([], [*rows, ["supported", reason or "yes"]])
 
 
 def _device_bytes(text: str) -> int:
@@ -258,12 +256,6 @@ def _device_bytes(text: str) -> int:
     if n_bytes < _LEAST_DEVICE:
         raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
     return n_bytes
-
-
-def _placed(info: ModelInfo, types: _CacheTypes, n_bytes: int) -> PlacedWeights:
-    """Return which weights fit on a GPU together with the default cache."""
-    n_cell = RunOptions.default_recall + RunOptions.default_n_batch
-    return fitted_weights(info, n_cell, n_bytes, 1, types.type_k, types.type_v)
 
 
 def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:

@@ -148,12 +148,6 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
     return f"{line}; `{path} -h` lists them"
 
 
-def no_command_yet(context: Any, args: Sequence[str]) -> str:
-    """Return the message for a command line in which an option comes before the command."""
-    path = context.command_path
-    return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
-
-
 def ours(name: str) -> str:
     """Return kvtool's flag for an option.
 

@@ -121,11 +121,11 @@ def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
 
 
-def check_picture(flag: str, path: Path | None) -> None:
-    """Raise UsageError if a picture cannot be drawn or written. flag: the option that names the picture."""
+def check_picture(path: Path | None) -> None:
+    """Raise UsageError if the picture of --plot cannot be drawn or written."""
     check_writable(path)
     if path:
-        check_packages(flag, ("matplotlib",), "plot")
+        check_packages("--plot", ("matplotlib",), "plot")
 
 
 def check_packages(name: str, packages: Sequence[str], extra: str) -> None:

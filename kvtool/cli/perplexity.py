@@ -49,10 +49,6 @@ class _PerplexityOptions(Options):
     )
 
 
-class _Stop(Exception):
-    """Ends a measurement after Ctrl-C."""
-
-
 @options
 def perplexity(
     *, file: File = None, args: _PerplexityOptions, run: _PerplexityRun, as_json: Json = False
@@ -89,7 +85,7 @@ def perplexity(
         closing(source(file)) as text,
         open_run(run, length=length, find=locate, guarded=True) as opened,
     ):
-        say(opened.notes)
+        say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
         if args.windows is None:
             check_length(engine, len(tokens))
@@ -98,15 +94,15 @@ def perplexity(
         n_all = _n_scored(len(tokens), args.windows, args.stride)
         started, total, n_done = time.monotonic(), 0.0, 0
         work = SimpleNamespace(stop=False)
-        with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(_Stop):
+        with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(KeyboardInterrupt):
 
             def scored(nll: np.ndarray) -> None:
-                """Show the current perplexity next to the bar. Raises _Stop after Ctrl-C."""
+                """Show the current perplexity next to the bar. Raises KeyboardInterrupt after Ctrl-C."""
                 nonlocal total, n_done
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
                 step(n_done, f"perplexity {perplexity_of(total / n_done):.3f}" if n_done else "perplexity")
                 if work.stop:
-                    raise _Stop
+                    raise KeyboardInterrupt
 
             if args.windows is None:
                 measure.stream(engine, tokens, scored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,20 +107,12 @@ def stopping(worker: Any) -> Iterator[None]:
 
     The first Ctrl-C also prints a line at once, because the work stops only after the current step.
     """
-    with interrupt.notifying(lambda: say(["stopping after the current step ..."])):
+    with interrupt.notifying(lambda: say("stopping after the current step ...")):
         interrupt.stops(worker)
         try:
             yield
         finally:
             interrupt.ends()
-
-
-def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback that takes the number of tokens that were read and the number of all tokens.
-
-    It draws a progress line if reading takes long.
-    """
-    return _line_progress("reading", "tokens")
 
 
 @contextmanager
@@ -129,7 +121,7 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
     if not archive:
         yield
         return
-    with _line_progress("opening the archive:", "rows") as step:
+    with line_progress("opening the archive:", "rows") as step:
         before, archive.while_sealing = archive.while_sealing, step
         try:
             yield
@@ -138,7 +130,11 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
 
 
 @contextmanager
-def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+def line_progress(label: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback that takes the number of finished units and the number of all units.
+
+    It draws a line if stderr is a terminal and the work takes long. label, unit: see `ProgressLine`.
+    """
     progress, status = ProgressLine(label, unit), None
 
     def step(done: int, n: int) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.cli.chat.files import meta_of
 from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
@@ -21,11 +20,13 @@ from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.options import SERVER, Options, option, redeclared
 from kvtool.system import interrupt
+from kvtool.system.memory import free_bytes
 from kvtool.system.paths import extra_command
 from kvtool.system.texts import read_text, shown
+from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
@@ -131,7 +132,7 @@ def serve(
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
     from kvtool.config.model import find_model
-    from kvtool.config.notes import batch_size, context_length
+    from kvtool.config.notes import within_context
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
@@ -139,7 +140,6 @@ def serve(
     from kvtool.serve.api.requests import Defaults
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.queue import JobQueue
-    from kvtool.units import parse_bytes
 
     prompt, address = system.text(), endpoints.address(serving.host)
     most_bytes, keys = parse_bytes(serving.sessions_bytes), _keys(serving.api_key_file)
@@ -149,9 +149,8 @@ def serve(
     # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
     info = find_model(run.model, locate)
-    n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = batch_size(run, n_ctx)
-    say([note, batch_note])
+    run, n_ctx, limits = within_context(run, info.n_ctx_train)
+    say(*limits)
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
@@ -176,7 +175,7 @@ def serve(
             read_timeout=serving.read_timeout,
         ),
         has_metrics=serving.metrics,
-        log=(lambda line: say([line])) if run.verbose else None,
+        log=say if run.verbose else None,
     )
 
     def ready(pool: SlotPool) -> None:
@@ -185,12 +184,12 @@ def serve(
         if run.explain:
             explain_run(engine, site.policy, "chat")
         else:
-            say([archive_limit(engine, pool.n_max)])
+            say(archive_limit(engine, pool.n_max))
         if not endpoints.is_loopback(address) and not keys:
-            say(["there is no API key: whoever reaches the port can use the model"])
+            say("there is no API key: whoever reaches the port can use the model")
         elif "*" in serving.allow_origin and not keys:
-            say(["there is no API key: any web page that a browser here opens can use the model"])
-        say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
+            say("there is no API key: any web page that a browser here opens can use the model")
+        say(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
 
     with listening:
         opened = partial(_opened, site, run, generation, serving, prompt, most_bytes)
@@ -214,10 +213,10 @@ def _opened(
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
+    from kvtool.cli.chat.files import meta_of
     from kvtool.config import drafting
     from kvtool.config.opening import open_run
     from kvtool.engine.loop import Engine
-    from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
     from kvtool.serve.api.thinking import ThinkingOptions
@@ -226,12 +225,10 @@ def _opened(
     from kvtool.serve.rendering import Renderings
     from kvtool.serve.slot import N_OUTPUT, Slot
     from kvtool.serve.store.chats import ChatStore, lock_folder
-    from kvtool.system.memory import free_bytes
-    from kvtool.units import format_bytes
 
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))
-        say(opened.notes)
+        say(*opened.notes)
         engine, run = opened.engine, opened.run
         site.policy = run.policy
         path = stack.enter_context(lock_folder(serving.sessions))
@@ -239,7 +236,7 @@ def _opened(
         chats = stack.enter_context(closing(ChatStore(path, most_bytes, fixed)))
         if chats.n_others:
             others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
-            say([f"{others}, or of another model, policy or options; they stay as they are"])
+            say(f"{others}, or of another model, policy or options; they stay as they are")
         kept = run.session_values() | generation.session_values()
         template = None
         with suppress(ModelError):
@@ -264,7 +261,7 @@ def _opened(
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
-        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
+        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, say)))
 
         renderings = Renderings(engine.model, template) if template else None
 
@@ -289,7 +286,7 @@ def _opened(
             n_max = archive.share(n_max)
         if engine.settings.checkpoints is None:
             engine.checkpoints.share(n_max)
-        yield SlotPool(lock, slot(engine), more, n_max, lambda line: say([line]))
+        yield SlotPool(lock, slot(engine), more, n_max, say)
 
 
 def _connect(site: Site, pool: SlotPool) -> None:

@@ -14,6 +14,7 @@ from kvtool.cli.declared import Json
 from kvtool.cli.listed import COMMANDS
 from kvtool.errors import SessionError
 from kvtool.system.texts import json_text, shown
+from kvtool.units import format_bytes
 
 app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -69,7 +70,6 @@ def show(file: File, as_json: Json = False) -> None:
 def _print(info: dict[str, Any], has_archive: bool) -> None:
     """Print the values as a table, except the problem, which is printed as an error."""
     from kvtool.cli.console import print_table
-    from kvtool.units import format_bytes
 
     parameters = dict(info["parameters"])
     budget, slack = parameters.pop("budget"), parameters.pop("slack")

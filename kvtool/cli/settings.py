@@ -186,17 +186,17 @@ def _variable(name: str, words: Iterable[str] = ()) -> str:
     return VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper()
 
 
-def checked(param: Any, value: Any, source: str) -> Setting:
+def checked(param: Any, value: Any, source: str) -> Any:
     """Convert a value from the file to the form that the parser takes.
 
     Raises UsageError if the value has the wrong type.
     """
     if param.multiple:
         values = value if isinstance(value, list) else [value]
-        return Setting(tuple(_scalar("text", each, source) for each in values), source)
+        return tuple(_scalar("text", each, source) for each in values)
     if getattr(param, "count", False):
-        return Setting(int(value) if isinstance(value, bool) else _scalar("int", value, source), source)
-    return Setting(_scalar(param.type.name.split()[0], value, source), source)
+        return int(value) if isinstance(value, bool) else _scalar("int", value, source)
+    return _scalar(param.type.name.split()[0], value, source)
 
 
 def check_takes_model(command: Any, words: Words, table: Table) -> None:
@@ -254,14 +254,14 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings that a table has for the given options, by parameter name.
 
-    Raises UsageError for a key that is not an option. The table of a command may contain only options of this
-    command. Other tables may contain options of any command.
+    Raises UsageError for a key that is not an option, or not of the command that owns the table.
     """
     result = {}
     for key, value in table.values.items():
         options = named(key, params)
+        source = f"{table.title} {key}"
         for param in options:
-            result[param.name] = checked(param, value, f"{table.title} {key}")
+            result[param.name] = Setting(checked(param, value, source), source)
         if not options and (table.is_own or not _is_known(key, root)):
             raise unknown(table, key, params if table.is_own else all_options(root))
     return result

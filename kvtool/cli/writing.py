@@ -52,7 +52,7 @@ def with_thinking(generation: GenerationOptions, think: Callable[[str | None, in
     except UsageError as error:
         if generation.think is None or "think" in generation.typed:
             raise
-        say([f"{error}; it is left out"])
+        say(f"{error}; it is left out")
         return think(None, generation.think_budget)
 
 
@@ -65,7 +65,7 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
         from kvtool.llama import schema
 
         if names := schema.enforced_text(generation.json_schema).not_held:
-            say([f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that"])
+            say(f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that")
     return generation.sampling()
 
 
@@ -95,7 +95,7 @@ def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tupl
     from kvtool.config.opening import open_run
 
     with open_run(run, find=locate, guarded=True) as opened:
-        say(opened.notes)
+        say(*opened.notes)
 
         from kvtool.chats.writer import Writer
         from kvtool.config import drafting

@@ -18,25 +18,19 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RunOptions)
 
 
-def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None]:
-    """Return the context length, and a note if n_ctx (--ctx-size) exceeds the trained length."""
-    if n_ctx and n_ctx > n_ctx_train:
-        return (
-            n_ctx_train,
-            f"--ctx-size {n_ctx:,} is above the model's trained length; {n_ctx_train:,} is used",
-        )
-    return n_ctx or n_ctx_train, None
+def within_context(run: R, n_ctx_train: int) -> tuple[R, int, list[str]]:
+    """Limit the context length to the trained length, and --batch-size to the context length.
 
-
-def batch_size(run: R, n_ctx: int) -> tuple[R, str | None]:
-    """Reduce --batch-size to the context length. Return the options, and a note if it was reduced.
-
-    A longer batch cannot be decoded, but llama.cpp would allocate memory for it.
+    Returns the options, the context length, and a note for each option that was too large. A batch longer
+    than the context cannot be decoded, but llama.cpp would allocate memory for it.
     """
-    if run.n_batch is None or run.n_batch <= n_ctx:
-        return run, None
-    note = f"--batch-size {run.n_batch:,} is above the context length; {n_ctx:,} is used"
-    return replace(run, n_batch=n_ctx), note
+    notes, n_ctx = [], min(run.n_ctx or n_ctx_train, n_ctx_train)
+    if run.n_ctx and run.n_ctx > n_ctx:
+        notes.append(f"--ctx-size {run.n_ctx:,} is above the model's trained length; {n_ctx:,} is used")
+    if run.n_batch and run.n_batch > n_ctx:
+        notes.append(f"--batch-size {run.n_batch:,} is above the context length; {n_ctx:,} is used")
+        run = replace(run, n_batch=n_ctx)
+    return run, n_ctx, notes
 
 
 def gpu_note(run: RunOptions) -> str | None:

@@ -11,7 +11,7 @@ from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
 from kvtool.config.model import Find, find_model, opened_on_model
-from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, resident_note
+from kvtool.config.notes import gpu_note, patch_note, resident_note, within_context
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
@@ -64,31 +64,18 @@ def open_run(
 ) -> Iterator[Opened]:
     """Load the model, fit the policy to the budget, and make the engine. Close model and engine at the end.
 
-    All options that can be checked without the model are checked before the model is loaded.
+    All options that can be checked without the model are checked before the model is loaded. Raises
+    KvtoolError if the options cannot work.
 
-    Parameters
-    ----------
-    run
-        Options.
-    length
-        Takes the loaded model and returns the length of the text in tokens. If the policy never evicts, the
-        cache gets no more cells than this.
-    find
-        Finds the file of the model.
-    guarded
-        True if a crash of compiled code should end the process with one line. Only for command-line programs.
-    n_output
-        Maximum number of tokens of a step for which logits are computed. Ignored if all tokens are scored.
-
-    Raises
-    ------
-    KvtoolError
-        If the options cannot work.
+    length: function that takes the loaded model and returns the length of the text in tokens. If the policy
+    never evicts, the cache gets no more cells than this.
+    guarded: see `opened_on_model`. Only for command-line programs.
+    n_output: maximum number of tokens of a step for which logits are computed. Ignored if all tokens are
+    scored.
     """
     spec = check(run)
     info = find_model(run.model, find)
-    n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
-    run, batch_note = batch_size(run, n_ctx)
+    run, n_ctx, limits = within_context(run, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
     # imported here, so that wrong options are reported before llama.cpp is loaded
@@ -124,7 +111,7 @@ def open_run(
         n_cell=n_cell,
         say=placed_notes.append,
     ) as (engine, own, own_notes):
-        notes = [context_note, batch_note, patch, gpu_note(run), *placed_notes, *own_notes]
+        notes = [*limits, patch, gpu_note(run), *placed_notes, *own_notes]
         try:
             yield Opened(engine, info, own, [note for note in notes if note])
         finally:
@@ -158,8 +145,7 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """Replace the default policy, recall, if it does not work with the model or with --positions in-cache.
 
-    Returns the options and a note, which is None if the policy was not replaced. kind: the class of the
-    policy. layers: the layers of the loaded model.
+    Returns the options and a note, which is None if the policy was not replaced.
     """
     if not (run.instead and kind.recalls()):
         return run, None

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
-from kvtool.units import format_bytes
+from kvtool.units import format_bytes, format_tokens
 
 
 def report(engine: Engine, policy: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
     if not archive:
         return None
     place = f"on disk ({archive.file}) and, for clusters, in" if archive.file else "in"
-    tokens = "" if brief else f" ({archive.n_max:,} token{'s' * (archive.n_max != 1)})"
+    tokens = "" if brief else f" ({format_tokens(archive.n_max)})"
     slots = f" for each of {n_slot} parallel requests" if n_slot > 1 else ""
     most = f"{format_bytes(archive.max_bytes)}{tokens}{slots}"
     line = f"text that leaves the cache is kept {place} host memory and still used: up to {most}"

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvtool.cli import output
 from kvtool.cli.compare import table as compare_table
 from kvtool.cli.compare.command import _run
+from kvtool.cli.console import table_console
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
@@ -372,7 +372,7 @@ ROWS = [
 
 def shown(rows=ROWS, width=110, **console):
     out = io.StringIO()
-    printer = Console(**({"file": out, "width": width, "_environ": {}} | console))
+    printer = table_console(**({"file": out, "width": width, "_environ": {}} | console))
     compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
     return out.getvalue()
 
@@ -482,7 +482,7 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
 
 
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):
-    output.check_picture("--plot", tmp_path / "out.png")
+    output.check_picture(tmp_path / "out.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install '.*\[plot\]'"):
-        output.check_picture("--plot", tmp_path / "out.png")
+        output.check_picture(tmp_path / "out.png")

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvtool.cli.chat import files
-from kvtool.cli.declared import Typed, options, parameters
+from kvtool.cli.declared import options, parameters
 from kvtool.config import report
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.opening import open_run
@@ -79,15 +79,15 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """Call a command with these arguments. Return the values that it gets: (options, flag, typed options).
+    """Call a command with these arguments. Return the values that it gets: (options, flag).
 
     Return Typer's result if Typer refuses the arguments.
     """
     got = []
 
     @options
-    def command(*, tide: Tide, loud: bool = False, typed: Typed) -> None:
-        got.append((tide, loud, dict(typed)))
+    def command(*, tide: Tide, loud: bool = False) -> None:
+        got.append((tide, loud))
 
     app = typer.Typer()
     app.command()(command)
@@ -96,10 +96,9 @@ def called(*arguments):
 
 
 def test_a_command_gets_its_options_filled_and_what_was_typed():
-    tide, loud, typed = called("--moon", "new", "-h2", "4", "--name", "a", "--name", "b", "--loud")
+    tide, loud = called("--moon", "new", "-h2", "4", "--name", "a", "--name", "b", "--loud")
     assert (tide.moon, tide.height, tide.names, tide.share, loud) == ("new", 4, ("a", "b"), 0.5, True)
     assert tide.typed == tide.given == {"moon", "height", "names"}
-    assert typed == {"moon": "--moon", "height": "--height", "names": "--name", "loud": "--loud"}
     # Typer refuses this value before the command runs
     assert called("-h2", "0").exit_code == 2
 

@@ -479,7 +479,7 @@ def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
     # lines that are printed next to the progress bar
     written = []
     monkeypatch.setattr("kvtool.cli.eval.tokens_progress", progress)
-    monkeypatch.setattr("kvtool.cli.eval.say", lambda lines: written.extend(filter(None, lines)))
+    monkeypatch.setattr("kvtool.cli.eval.say", lambda *lines: written.extend(filter(None, lines)))
     options = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
     evaluate(tiny_chat, "qa", *options)
     assert written == ["a prompt does not fit in 300 tokens (--max-prompt): its middle is cut out"]

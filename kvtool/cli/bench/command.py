@@ -11,7 +11,7 @@ import typer
 
 from kvtool import policies
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, say
+from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import stopping, tokens_progress
@@ -22,7 +22,6 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
-    from kvtool.measure.bench import Bench
     from kvtool.models.header import ModelInfo
 
 _POLICIES = "recall", "h2o"
@@ -91,19 +90,19 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     stops and prints the rows measured so far.
     """
     depths = args.n_tokens()
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import find_model, loaded_model
-    from kvtool.config.notes import batch_size
+    from kvtool.config.notes import within_context
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
     info = find_model(run.model, locate)
     path = info.path
-    run, note = batch_size(run, info.n_ctx_train)
-    say([note])
+    run, _, limits = within_context(run, info.n_ctx_train)
+    say(*limits)
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
@@ -111,7 +110,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    with loaded_model(run, path, guarded=True, say=lambda line: say([line])) as model:
+    with loaded_model(run, path, guarded=True, say=say) as model:
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
@@ -120,12 +119,15 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
-        _measure(benchmark)
+        n_round = len(rows) * args.rounds
+        with tokens_progress("bench", n_round) as step, stopping(benchmark):
+            for n_done, row in enumerate(benchmark.measure()):
+                step(n_done, f"depth {row.depth:,}: {row.config.name}")
     records = [about | row.record() for row in rows if row.write or row.why]
     if old is not None:
         records = [record | {"over_old": measure.over(record, old)} for record in records]
         if other := next((record for record in old if record.get("model") != path.stem), None):
-            say([f"{args.compare} has results of another model, {other.get('model')}"])
+            say(f"{args.compare} has results of another model, {other.get('model')}")
     _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
     if benchmark.stop:
         raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
@@ -140,13 +142,6 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
         spec = policies.spec(name)
         budgets[name] = budget.fit(spec, run, budget.of_run(run, spec.kind, n, n), layers).n
     return budgets
-
-
-def _measure(benchmark: Bench) -> None:
-    n_run = len(benchmark.rows) * benchmark.rounds
-    with tokens_progress("bench", n_run) as step, stopping(benchmark):
-        for n_done, row in enumerate(benchmark.measure()):
-            step(n_done, f"depth {row.depth:,}: {row.config.name}")
 
 
 def _print(
@@ -169,4 +164,4 @@ def _print(
         else:
             from kvtool.cli.bench.table import show
 
-            show(plain_console(), records, about, has_device=has_device)
+            show(table_console(), records, about, has_device=has_device)

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kvtool.cli.console import table_console
 from kvtool.measure.machine import line
 from kvtool.units import format_bytes
 
@@ -29,14 +28,7 @@ OLD = "; /old: the median over that of the earlier run"
 
 
 def show(console: Console, records: Sequence[Record], about: Record, *, has_device: bool) -> None:
-    """Print a line about the machine, and then one line per record.
-
-    If the output is a pipe or a file, all columns are printed and no text is cut.
-
-    about: the model and the machine.
-    """
-    if not console.is_terminal:
-        console = table_console(file=console.file, color_system=None)
+    """Print a line about the machine, and then one line per record. about: the model and the machine."""
     wide, compares = console.width >= WIDE, any("over_old" in record for record in records)
     speeds = ("read, tokens/s", "write, tokens/s", "first, ms") if wide else ("read", "write", "first")
     names = [name for speed in speeds for name in (speed, *["/old"] * compares)]

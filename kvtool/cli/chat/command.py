@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kvtool.cli.chat.files import ChatFiles, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
@@ -27,6 +26,7 @@ from kvtool.system.texts import stdin_lines
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.cli.chat.files import ChatFiles
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def chat(
         saved = None
         if args.session:
             from kvtool.chats import session as sessions
+            from kvtool.cli.chat.files import resumed
 
             stack.enter_context(sessions.lock(args.session))
             if (saved := sessions.peek(args.session)) is not None:
@@ -75,6 +76,7 @@ def chat(
         from kvtool.chats import archive_file
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
+        from kvtool.cli.chat.files import ChatFiles, open_transcript
         from kvtool.config.report import archive_limit, line, report
 
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
@@ -91,12 +93,12 @@ def chat(
         if args.transcript:
             files.transcript = stack.enter_context(closing(open_transcript(args.transcript)))
         if not (is_terminal or run.explain):
-            say([archive_limit(engine)])
+            say(archive_limit(engine))
         if not is_terminal:
-            say([base_model(engine.model.path)])
+            say(base_model(engine.model.path))
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
-            say([unpinned("the system prompt")])
+            say(unpinned("the system prompt"))
         writer.before_reading = Notice(engine, "turn", opened.info)
         if is_terminal:
             from kvtool.cli.chat import terminal
@@ -109,7 +111,7 @@ def chat(
                 drafted = (
                     f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
                 )
-                say([f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}"])
+                say(f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}")
     files.check()
 
 
@@ -142,11 +144,11 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
         if writer.stop:
             raise KeyboardInterrupt
         if writer.loop:
-            say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
+            say(generation.looped(writer.loop.n_block, writer.loop.n_times))
         elif is_empty and (why := why_empty(writer, "reply")):
-            say([why])
+            say(why)
         elif writer.is_cut:
-            say([generation.cut(writer.n_written)])
+            say(generation.cut(writer.n_written))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 
@@ -167,6 +169,5 @@ def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> boo
         files.keep()
         raise
     files.keep()
-    if files.moved_archive:
-        say([moved_line(files.moved_archive)])
+    say(files.moved_line())
     return is_empty

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvtool
+from kvtool import policies
+from kvtool.chats import archive_file, session
+from kvtool.chats.session import Arrays, Meta
 from kvtool.cli.chat.fixed import difference, fixed_of
 from kvtool.cli.progress import restoring_progress
 from kvtool.cli.writing import sampling_of
@@ -24,9 +27,7 @@ from kvtool.units import FEW_BITS
 if TYPE_CHECKING:
     from io import FileIO
 
-    from kvtool.chats.archive_file import ArchiveFile
     from kvtool.chats.conversation import Conversation
-    from kvtool.chats.session import Arrays, Meta
 
 
 class ChatFiles:
@@ -71,6 +72,7 @@ class ChatFiles:
         self._saved_version: int | None = None
         # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
+        self._archive_file = archive_file.ArchiveFile(path)
         self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
 
@@ -102,8 +104,6 @@ class ChatFiles:
 
         typed: names of the options that the user could leave out to continue the session.
         """
-        from kvtool.chats import session
-
         meta, arrays = session.read(path)
         session.check_chat(path, meta)
         model = self.chat.writer.engine.model.path
@@ -137,8 +137,6 @@ class ChatFiles:
 
         Raises SessionError if the file is not a session, is in use, or cannot be written.
         """
-        from kvtool.chats import session
-
         if self._is_own(path):
             self.keep_session()
             self.check()
@@ -186,6 +184,14 @@ class ChatFiles:
                 self._saved_version = self.chat.version
                 self._saved = self._comparable()
 
+    def moved_line(self) -> str | None:
+        """Return the message that the last save renamed another chat's archive, or None if it did not."""
+        if not (spare := self.moved_archive):
+            return None
+        # if `spare` is FILE.1.archive, the archive's path was FILE.archive
+        name = spare.with_suffix("").stem + spare.suffix
+        return f"{name} belonged to another chat; it is now {spare.name}"
+
     def check(self) -> None:
         """Raise the error of the last save, if there was one."""
         if self.unsaved:
@@ -201,8 +207,6 @@ class ChatFiles:
             )
 
     def _replace_own(self, path: Path, undone: bool) -> None:
-        from kvtool.chats import session
-
         aside = None
         is_undone = undone and self._saved is not None and self._saved["id"] == self.chat.id
         if self.has_previous and not is_undone and path.exists():
@@ -234,8 +238,6 @@ class ChatFiles:
 
     def _recovered(self) -> Iterator[Path]:
         """Yield the files among FILE.1, FILE.2, ... whose turns are all in the chat again."""
-        from kvtool.chats import session
-
         for spare in list(self._set_aside):
             with suppress(OSError, SessionError):
                 if not self._would_lose(session.read_meta(spare)):
@@ -243,8 +245,6 @@ class ChatFiles:
 
     def _drop_recovered(self) -> None:
         """Delete the files among FILE.1, FILE.2, ... whose turns are all in the session again."""
-        from kvtool.chats import session
-
         for spare in self._recovered():
             self._set_aside.remove(spare)
             with suppress(OSError, SessionError):
@@ -257,8 +257,6 @@ class ChatFiles:
 
     def _write(self, path: Path) -> None:
         """Write the chat to a session. Raises SessionError."""
-        from kvtool.chats import archive_file, session
-
         is_own = self._is_own(path)
         archive = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
         try:
@@ -299,15 +297,8 @@ class ChatFiles:
                 return file, archive
         return None
 
-    @cached_property
-    def _archive_file(self) -> ArchiveFile:
-        from kvtool.chats.archive_file import ArchiveFile
-
-        return ArchiveFile(self.path)
-
     def close(self) -> None:
-        if "_archive_file" in vars(self):
-            self._archive_file.close()
+        self._archive_file.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
@@ -344,8 +335,6 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     user typed -o, the session's values of these parameters and of the adjustable parameters are not used.
     A chat need not continue with the same adjustable parameters.
     """
-    from kvtool import policies
-
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and kind.recalls():
@@ -365,15 +354,6 @@ def open_transcript(path: Path) -> Log:
         return Log(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def moved_line(spare: Path) -> str:
-    """Return the message that the archive of another chat was renamed.
-
-    spare: the new path of that archive, such as FILE.1.archive.
-    """
-    name = spare.with_suffix("").stem + spare.suffix
-    return f"{name} belonged to another chat; it is now {spare.name}"
 
 
 def turns(n: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool import policies
 from kvtool.cli.progress import bytes_progress
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
@@ -16,25 +18,6 @@ if TYPE_CHECKING:
 
 _ROTATED = "rotated "
 """A session's archive type has this prefix if the archive's numbers are multiplied by a Hadamard matrix."""
-
-_TEXTS = {
-    "lora": "--lora {}",
-    "policy": "--policy {}",
-    "policy_package": "a policy of the package {}",
-    "budget": "--budget {}",
-    "slack": "--evict-every {}",
-    "positions": "--positions {}",
-    "context": "--ctx-size {}",
-    "key_type": "--cache-type-k {}",
-    "archive_type": "--archive-type {}",
-    "value_type": "--cache-type-v {}",
-    "llama_cpp": "llama.cpp {}",
-}
-"""Texts with which messages show the values that `fixed_of` returns. The value replaces {}.
-
-A name that is not listed here is the model or a parameter of a policy. Messages show a parameter as
-`-o name=value`.
-"""
 
 _FIELDS = {
     "model_sha256": "model",
@@ -50,7 +33,13 @@ _FIELDS = {
     "archive_type": "archive_type",
     "llama_cpp": "",
 }
-"""Fields of `RunOptions` that set the values that `fixed_of` returns. "options" sets all other values."""
+"""Fields of `RunOptions` that set the values that `fixed_of` returns.
+
+All other values are parameters of the policy, which "options" sets.
+"""
+
+_NAMES = {"policy_package": "a policy of the package", "llama_cpp": "llama.cpp"}
+"""Names of values in messages. Other values are named after the option that sets them."""
 
 
 def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
@@ -58,9 +47,6 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 
     policy: the policy's name or file, as the user typed it.
     """
-    from dataclasses import asdict
-
-    from kvtool import policies
     from kvtool.llama.devices import library_info
     from kvtool.models.download import sha256
 
@@ -100,9 +86,10 @@ def difference(
     theirs, ours: results of `fixed_of` for the session and for the chat. their_model, model: files of the
     models. typed: names of the options that the user could leave out to continue the session.
     """
+    # put the policy's parameters among the other values
+    theirs, ours = ({**fixed["parameters"], **fixed} for fixed in (theirs, ours))
     if not (names := _differing(theirs, ours)):
         return None
-    theirs, ours = _values(theirs), _values(ours)
     models = their_model.name, model.name
     same = models[0] == models[1]
     before = " ".join(_typed(name, theirs.get(name), models[0], is_ambiguous=same) for name in names)
@@ -121,20 +108,12 @@ def _flag(field: str) -> str:
     return option.flags[0] if field in ("model", "options") else option.name
 
 
-def _values(fixed: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of `fixed_of` with the policy's parameters among the other values."""
-    return {**fixed["parameters"], **fixed}
-
-
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Return the names of the values that differ between a session and the present chat.
 
     If the models differ, only "model_sha256" is returned. The same is true for adapters, policies and
     budgets, in this order. If all four are the same, all other differences are returned.
-
-    theirs, ours: results of `fixed_of` for the session and for the chat.
     """
-    theirs, ours = _values(theirs), _values(ours)
     # a chat without adapters has no value "lora"
     every = dict.fromkeys([*ours, "lora"])
     names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
@@ -153,4 +132,6 @@ def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
     if isinstance(value, list):
         # show the first 12 digits of each adapter's SHA-256, and its scale
         text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
-    return _TEXTS.get(name, f"-o {name}={{}}").format(text)
+    if name not in _FIELDS:
+        return f"-o {name}={text}"
+    return f"{_NAMES.get(name) or declared(RunOptions)[_FIELDS[name]].name} {text}"

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -39,11 +38,8 @@ Words = Callable[[], Iterable[str]]
 class Prompt:
     """Asks the user for a turn or a command.
 
-    Parameters
-    ----------
-    commands
-        The slash commands. Each is mapped to a function that returns the words that may follow the command,
-        or to None if a path follows it.
+    commands: maps each slash command to a function that returns the words that may follow the command, or to
+    None if a path follows it.
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
@@ -96,32 +92,25 @@ def confirmed(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-class Meant(NamedTuple):
-    """A command or a turn, from which `meant` has removed the quotes and the backslashes at line ends."""
-
-    text: str
-    is_command: bool
-
-
-def meant(typed: str) -> Meant:
+def meant(typed: str) -> tuple[str, bool]:
     '''Remove the quotes around a text of several lines and the backslashes at line ends.
 
-    Also decide whether the text is a command. A line that starts with a slash is a command. Several lines
+    Returns the text, and True if it is a command. A line that starts with a slash is a command. Several lines
     that start with a slash are a command only if this command takes a text. A text in `"""` is always a turn.
     A line that starts with `//` is a turn: only its first slash is removed.
     '''
     text = typed.strip()
     if text.startswith(BLOCK):
-        return Meant(text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False)
+        return text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False
     # remove only backslashes at line ends; all other backslashes belong to the text
     text = re.sub(r"\\\n", "\n", text)
     is_line = "\n" not in text
     if not text.startswith("/"):
-        return Meant(text, False)
+        return text, False
     if is_line and text.startswith("//"):
-        return Meant(text[1:], False)
+        return text[1:], False
     name, *_ = text.split(maxsplit=1)
-    return Meant(text, is_line or name in _OF_LINES)
+    return text, is_line or name in _OF_LINES
 
 
 def typed_as(text: str) -> str:

@@ -27,13 +27,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ReplyStream:
-    """Prints pieces of Markdown, word by word.
-
-    Parameters
-    ----------
-    plain
-        True to print without colours and without wrapping lines.
-    """
+    """Prints pieces of Markdown, word by word. plain: True for no colours and no wrapped lines."""
 
     def __init__(self, console: Console, *, plain: bool = False) -> None:
         self._console = console

@@ -24,25 +24,15 @@ _MOST_LINES = 8
 class ReplyView:
     """Prints the pieces of one reply.
 
-    Parameters
-    ----------
-    splitter
-        Separates the thought from the answer.
-    plain
-        True to show the text exactly as the model writes it.
-    hide
-        True to show only that the model is thinking, and not the thought.
-
-    Attributes
-    ----------
-    thought
-        The reply's thought so far.
+    splitter: separates the thought from the answer. plain: True to show the text exactly as the model writes
+    it. hide: True to show only that the model is thinking, and not the thought.
     """
 
     def __init__(
         self, console: Console, splitter: Splitter, *, plain: bool = False, hide: bool = False
     ) -> None:
         self.thought = ""
+        """The reply's thought so far."""
         self._console = console
         self._splitter = splitter
         self._is_plain = plain

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.chat.files import ChatFiles, moved_line
+from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import why_empty
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
-from kvtool.units import format_tokens
+from kvtool.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,6 @@ class Terminal:
     def status(self) -> str:
         """Return a line about the chat: its length, where its tokens are, the cache size and the speed."""
         from kvtool.measure.holdings import n_forgotten
-        from kvtool.units import format_bytes
 
         engine = self.engine
         parts = [
@@ -117,8 +116,8 @@ class Terminal:
             self.error(self.files.unsaved)
         if self.files.previous_path:
             self.note(f"the previous chat of {self.files.path} is now in {self.files.previous_path.name}")
-        if self.files.moved_archive:
-            self.note(moved_line(self.files.moved_archive))
+        if moved := self.files.moved_line():
+            self.note(moved)
         for spare in self.files.recovered:
             # if `spare` is FILE.1, its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
@@ -162,10 +161,10 @@ class Terminal:
             return
         for line in inserted:
             self.note(line)
-        n_before, writer = self.conversation.n_turn, self.conversation.writer
+        writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.hanging_up(writer) as hung_up:
-            if not self._replied(text, sent, replaced, n_before, hung_up):
+            if not self._replied(text, sent, replaced, hung_up):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -180,17 +179,17 @@ class Terminal:
             self.note(self.status())
 
     def _replied(
-        self, text: str, sent: str, replaced: UndoneTurn | None, n_before: int, hung_up: Callable[[], bool]
+        self, text: str, sent: str, replaced: UndoneTurn | None, hung_up: Callable[[], bool]
     ) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        replaced: the turn that this turn replaces, or None. n_before: number of turns before this turn.
-        hung_up: a function that returns True if the terminal was closed.
+        replaced: the turn that this turn replaces, or None. hung_up: a function that returns True if the
+        terminal was closed.
         """
-        conversation, again = self.conversation, replaced is not None
+        conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
         before = self.last_typed, self.thought
         self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
         self.console.print()
@@ -275,10 +274,7 @@ class Terminal:
         self.selects, self.edits = not again, again
 
     def _took_back(self, n_before: int) -> bool:
-        """After an error, undo the turn if it has no reply. Return True if the turn is no longer in the chat.
-
-        n_before: number of turns before this turn.
-        """
+        """After an error, undo a turn without a reply. Return True if the turn is no longer in the chat."""
         if self.conversation.n_turn == n_before:
             return True
         if self.thought or not self._is_empty:
@@ -290,11 +286,7 @@ class Terminal:
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _restore(self, replaced: UndoneTurn | None, last_typed: dict[str, str], thought: str) -> None:
-        """Restore the state before a turn that was taken back.
-
-        replaced: the turn that this turn had replaced, or None. last_typed, thought: values of the attributes
-        before this turn.
-        """
+        """Restore the state before a turn that was taken back. replaced: see `_replied`."""
         if replaced:
             self.conversation.put_back(replaced)
         self.last_typed, self.thought = last_typed, thought

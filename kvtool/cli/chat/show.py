@@ -12,6 +12,8 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.report import archive_line, report
 from kvtool.errors import UsageError
 from kvtool.options import declared
+from kvtool.system.memory import rss_bytes
+from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from kvtool.cli.chat.screen import Terminal
@@ -53,8 +55,6 @@ def stats(terminal: Terminal) -> None:
     Some lines also name the option that changes a value.
     """
     from kvtool.measure.holdings import n_forgotten
-    from kvtool.system.memory import rss_bytes
-    from kvtool.units import format_bytes
 
     engine, copies = terminal.engine, terminal.conversation.undo_stack
     n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()

@@ -62,7 +62,7 @@ class Commands:
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """Map each command to a function that returns the words that may follow it, or to None for a path."""
-        words: dict[str, Callable[[], Iterable[str]] | None] = {
+        return {
             **dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple),
             "/save": None,
             "/load": None,
@@ -71,7 +71,6 @@ class Commands:
             "/help": lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain)),
             "/think": lambda: (*EFFORTS, _DEFAULT),
         }
-        return words
 
     def run(self, line: str) -> bool:
         """Run the command in a line. Return False if the user leaves the chat."""

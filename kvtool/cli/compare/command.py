@@ -12,7 +12,7 @@ import typer
 
 from kvtool import policies
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, say
+from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
@@ -109,11 +109,11 @@ def compare(
     """
     path = output.records_path(args.records, args.resume)
     output.check_apart(("--records", path), ("--plot", args.plot))
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import find_model
-    from kvtool.config.notes import batch_size, context_length, gpu_note, patch_note, runnable
+    from kvtool.config.notes import gpu_note, patch_note, runnable, within_context
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -126,9 +126,8 @@ def compare(
     with closing(source(file)) as text:
         info = find_model(run.model, locate)
         model_path = info.path
-        n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
-        run, batch_note = batch_size(run, n_ctx)
-        say([note, batch_note])
+        run, n_ctx, limits = within_context(run, info.n_ctx_train)
+        say(*limits)
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:
@@ -167,7 +166,7 @@ def compare(
         kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
         # if the model has no values (MLA), also leave out policies that merge values
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
-    say([patch_note(kinds), None if run.rpc else gpu_note(run)])
+    say(patch_note(kinds), None if run.rpc else gpu_note(run))
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)
@@ -180,8 +179,8 @@ def compare(
     if path:
         results.add(records.read(path))
         if results.has_other_text():
-            say([f"{path} also has results of another text that is called {name}; they are not used"])
-    say([why_not])
+            say(f"{path} also has results of another text that is called {name}; they are not used")
+    say(why_not)
     _run(results, tokens, not why_not, args.jobs, path)
     _finish(results, info, path, args.plot, as_json=as_json)
 
@@ -230,10 +229,10 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         return
     common = results.common
     if len(missing) < len(results.grid):
-        say([f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already"])
+        say(f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already")
     elif len(missing) > 1:
         less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
-        say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
+        say(f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}")
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
         # do the run of `full` first, even if its result is not missing: it writes the reference for all other
@@ -260,7 +259,7 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
                 if first:
                     record = watched(started.run([first], against=reference, writes=True))
                     if record and "error" in record:
-                        say(["the full cache failed, so KL, top-1 and differences to it are missing"])
+                        say("the full cache failed, so KL, top-1 and differences to it are missing")
                         reference, missing = None, results.missing()
                     missing = [run for run in missing if run is not first]
                 watched(started.run(missing, jobs=jobs, against=reference))
@@ -290,7 +289,7 @@ def _finish(
     else:
         from kvtool.cli.compare.table import show
 
-        show(plain_console(), rows, text, info.path.stem)
+        show(table_console(), rows, text, info.path.stem)
     if plot:
         from kvtool.cli.compare.plot import picture
 

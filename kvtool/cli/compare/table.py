@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from kvtool.cli.console import table, table_console
+from kvtool.cli.console import table
 from kvtool.measure.grid import Run
 from kvtool.units import format_bytes
 
@@ -34,12 +34,7 @@ BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps o
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
-    """Print a line per run, grouped by budget.
-
-    If the output is a pipe or a file, all columns are printed and no text is cut.
-    """
-    if not console.is_terminal:
-        console = table_console(file=console.file, color_system=None)
+    """Print a line per run, grouped by budget."""
     wide, widest = console.width >= WIDE, console.width >= WIDEST
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
     names = (

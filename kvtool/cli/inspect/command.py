@@ -66,7 +66,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
     """Stream a text through the cache and show which of its tokens the rows still hold."""
     output.check_apart(("--html", args.html), ("--plot", args.plot))
     output.check_writable(args.html)
-    output.check_picture("--plot", args.plot)
+    output.check_picture(args.plot)
 
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
@@ -86,7 +86,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         closing(source(file)) as text,
         open_run(run, length=length, find=locate, guarded=True) as opened,
     ):
-        say(opened.notes)
+        say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:
