@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from kvtool.chats import session
+from kvtool.errors import SessionError
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
-from tests import tiny
 from tests.serve.crowd_serve import message, request
 from tests.serve.serving import serving
-from tests.serve.test_serve_tools import tool
 
 SYSTEM = message("system", "Be kind. " * 4)
 
@@ -25,18 +24,9 @@ SYSTEM = message("system", "Be kind. " * 4)
 @pytest.fixture(scope="module")
 def url(chat_model, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
-    keys.write_text("first-key\n")
+    keys.write_text("first-key\nsecond-key\n")
     options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
     with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def open_url(tmp_path_factory):
-    """URL of a server that needs no key and whose budget has room for tools."""
-    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
-    tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
         yield server.url
 
 
@@ -83,6 +73,7 @@ def test_an_edit_goes_back_to_the_turn_before_it(url):
         assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
     reply, _, n_cached, _ = ask(url, messages[:4])
     assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
+    assert ask(url, [SYSTEM, message("user", "No other.")])[2] == 0
 
 
 def test_the_system_prompt_stays_whatever_comes(url):
@@ -107,27 +98,13 @@ def test_an_answer_ends_before_a_stop_string(url):
     assert ask(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
 
 
-def test_a_call_that_is_demanded_comes(open_url):
-    reply = ask(
-        open_url, [message("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
-    )[0]
-    (call,) = reply["tool_calls"]
-    assert call["function"] == {"name": "now", "arguments": "{}"}
-
-
 def test_who_has_no_whole_key_is_refused(url):
     body = {"messages": [message("user", "x")], "max_tokens": 1}
     for key in ("", "f", "first-ke", "first-key2", "second"):
         assert request(url, body, {"Authorization": f"Bearer {key}"})[0] == 401
     assert request(url, body)[0] == 401
-    assert request(url, body, {"x-api-key": "first-key"})[0] == 200
-
-
-def test_who_gives_another_name_for_this_machine_is_refused(open_url):
-    body = {"messages": [message("user", "x")], "max_tokens": 1}
-    for host in ("evil.example", "localhost.evil.example"):
-        assert request(open_url, body, {"Host": host})[0] == 403
-    assert request(open_url, body, {"Host": "localhost:1"})[0] == 200
+    for headers in (KEY, {"x-api-key": "second-key"}):
+        assert request(url, body, headers)[0] == 200
 
 
 def test_an_answer_that_nobody_reads_ends(url):
@@ -212,3 +189,9 @@ def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatc
         with lock_folder(None) as current:
             assert current.parent == tmp_path
             assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)
+
+
+def test_two_servers_cannot_use_one_folder(tmp_path):
+    refused = pytest.raises(SessionError, match="is in use by another server; name another folder")
+    with lock_folder(tmp_path), refused, lock_folder(tmp_path):
+        pass

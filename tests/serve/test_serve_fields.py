@@ -82,6 +82,7 @@ def test_no_field_is_in_two_tables():
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
+    assert chat(**{name: 3}).n_max == 3
     assert chat(**{name: -1}).n_max is None
     assert chat(Defaults(n_max=7), **{name: None}).n_max == 7
     assert chat(Defaults(n_max=None)).n_max is None
@@ -110,6 +111,22 @@ def test_names_of_other_servers_mean_the_same():
         ({"stop_token_ids": [None]}, "stop_token_ids[0]", "must be a whole number, got null"),
         ({"stop": ["a", 5]}, "stop[1]", "must be a string, got a number"),
         ({"messages": None}, "messages", "is missing"),
+        ({"messages": []}, "messages", "must have at least one message"),
+        (
+            {"messages": [message("king", "x")]},
+            "messages[0].role",
+            "must be one of system, developer, user, assistant, tool, got king",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            {"messages": [message("user", [{"type": "image_url", "image_url": {"url": "x"}}])]},
+            "messages[0].content[0]",
+            "is of type image_url; kvtool reads texts only",
+        ),
+        ({"n": 2}, "n", "must be 1: kvtool writes one answer a request"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
+        ({"kvtool": 5}, "kvtool", "must be an object, got a number"),
+        ({"kvtool": {"shore": 5}}, "shore", "is not supported; remove it"),
         ({"top_p": 2}, "top_p", "must be in 0..1, got 2"),
         ({"temperature": -1}, "temperature", "must be in 0..10000, got -1; 0 picks the most likely token"),
         ({"mirostat": 3}, "mirostat", "must be 0, 1 or 2, got 3"),
@@ -190,7 +207,6 @@ PARAMETERS = {"type": "object", "properties": 5}
             "tools[0].tools[0].name",
         ),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
-        ({"previous_response_id": "x"}, "previous_response_id"),
     ],
     ids=str,
 )
@@ -297,8 +313,9 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
     allowed = tokens[0], third
     held, _ = ask(allowed_token_ids=list(allowed))
     assert {each["id"] for each in held["logprobs"]["content"]} <= set(allowed)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
+    unknown = {"stop_token_ids": [10**9], "allowed_token_ids": [10**9], "logit_bias": {str(10**9): 1}}
+    for name, value in unknown.items():
+        refused = server.ask("/v1/chat/completions", {"messages": HI, name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
@@ -309,6 +326,13 @@ def test_a_text_without_tokens_is_refused(server):
     error = server.ask("/tokenize", {"add_special": True}).json()["error"]
     assert (error["param"], error["message"]) == ("content", "content is missing")
     assert server.ask("/tokenize", {"content": ""}).json() == {"tokens": []}
+
+
+def test_tokens_are_listed_with_their_texts_and_markers_may_be_text(server):
+    body = {"content": "a</s>"}
+    whole = server.ask("/tokenize", body | {"with_pieces": True}).json()["tokens"]
+    assert [each["piece"] for each in whole] == ["a", "</s>"]
+    assert len(server.ask("/tokenize", body | {"parse_special": False}).json()["tokens"]) > 3
 
 
 def test_a_model_is_as_old_as_its_file(server, talker):

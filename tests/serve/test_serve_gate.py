@@ -95,6 +95,22 @@ def test_a_body_that_cannot_be_decoded_is_refused_with_the_reason():
         assert post(data, encoding)[:2] == (400, words)
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{{", "the body is not JSON"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+    ],
+    ids=["broken", "not UTF-8", "digits", "deep"],
+)
+def test_a_body_that_cannot_be_parsed_is_refused_with_the_reason(body, words):
+    status, said, _ = post(body)
+    assert status == 400
+    assert words in said
+
+
 def test_a_small_body_does_not_become_a_large_one():
     limits = Limits(most_bytes=10_000)
     for data, encoding in ((gzip.compress(b" " * 10**6), "gzip"), (zlib.compress(b" " * 10**6), "deflate")):
@@ -190,6 +206,7 @@ def test_a_slash_at_the_end_changes_nothing():
         ((), OBSIDIAN, False),
         ((), "https://example.com", False),
         ((), "null", False),
+        ((), "https://localhost.evil.example", False),
         ((), "http://localhost:3000", True),
         ((OBSIDIAN,), OBSIDIAN, True),
         ((OBSIDIAN,), "app://obsidian.md.evil", False),
