@@ -9,18 +9,17 @@ must have the whole turn. Every answer must be the same as the answer of a serve
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests import tiny
-from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import RECALL, message, reply_to
+from tests.held import until
+from tests.serve.asking import connected, message
+from tests.serve.crowd_serve import RECALL, reply_to
 from tests.serve.gone import events, response
 from tests.serve.serving import serving
 
@@ -34,9 +33,8 @@ def options_of(policy):
 
 def streamed(url, messages, n_max):
     """Yield the events of an answer to these messages. Raises an error of GONE if the stream is cut."""
-    where = urlsplit(url)
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
-    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
+    with connected(url) as link:
         link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
         yield from events(response(link))
 

@@ -15,7 +15,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
-from tests.serve.crowd_serve import message, request
+from tests.serve import asking
+from tests.serve.asking import message, request
 from tests.serve.serving import serving
 
 SYSTEM = message("system", "Be kind. " * 4)
@@ -33,69 +34,61 @@ def url(chat_model, tmp_path_factory):
 KEY = {"Authorization": "Bearer first-key"}
 
 
-def ask(url, messages, headers=(), **more):
-    """Return (reply, usage, number of cached tokens, the answer's `kvtool` part)."""
-    body = {"messages": messages, "max_tokens": 8, **more}
-    status, answer = request(url, body, {**KEY, **dict(headers)})
-    assert status == 200, answer
-    usage = answer["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"], usage, n_cached, answer["kvtool"]
+def ask(url, messages, headers=(), n_max=8, **more):
+    return asking.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
 
 
 def test_what_is_cached_is_all_that_the_chat_had(url):
     messages, n_all = [SYSTEM, message("user", "One.")], 0
     for n in range(3):
-        reply, usage, n_cached, _ = ask(url, messages)
-        assert n_cached == n_all
-        n_all = usage["total_tokens"]
-        messages += [reply, message("user", f"And {n}.")]
+        answer = ask(url, messages)
+        assert answer.n_cached == n_all
+        n_all = answer.n_all
+        messages += [answer.reply, message("user", f"And {n}.")]
 
 
 def test_a_name_keeps_a_chat_from_all_others(url):
     messages = [SYSTEM, message("user", "Two.")]
-    reply, usage, _, _ = ask(url, messages, {"X-Session-Id": "one"})
-    messages += [reply, message("user", "And?")]
-    assert ask(url, messages, {"X-Session-Id": "two"})[2] == 0
-    assert ask(url, messages)[2] == 0
-    assert ask(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
+    answer = ask(url, messages, {"X-Session-Id": "one"})
+    messages += [answer.reply, message("user", "And?")]
+    assert ask(url, messages, {"X-Session-Id": "two"}).n_cached == 0
+    assert ask(url, messages).n_cached == 0
+    assert ask(url, messages, prompt_cache_key="one").n_cached == answer.n_all
 
 
 def test_an_edit_goes_back_to_the_turn_before_it(url):
-    messages, n_all, replies = [SYSTEM, message("user", "Three.")], [], []
+    messages, answers = [SYSTEM, message("user", "Three.")], []
     for n in range(3):
-        reply, usage, _, _ = ask(url, messages)
-        n_all.append(usage["total_tokens"])
-        replies.append(reply)
-        messages += [reply, message("user", f"More {n}.")]
+        answers.append(ask(url, messages))
+        messages += [answers[n].reply, message("user", f"More {n}.")]
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
-        assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
-    reply, _, n_cached, _ = ask(url, messages[:4])
-    assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
-    assert ask(url, [SYSTEM, message("user", "No other.")])[2] == 0
+        assert ask(url, [*edited, message("user", f"Other {n}.")]).n_cached == answers[n].n_all
+    again = ask(url, messages[:4])
+    assert (again.text, again.n_cached) == (answers[1].text, answers[0].n_all)
+    assert ask(url, [SYSTEM, message("user", "No other.")]).n_cached == 0
 
 
 def test_the_system_prompt_stays_whatever_comes(url):
     messages = [SYSTEM]
     for n in range(3):
         messages.append(message("user", f"{n}: the river is long. " * 4))
-        reply, usage, _, stats = ask(url, messages, kvtool={"share": 10**6})
-        messages.append(reply)
-    assert stats["forgotten"] > 0
+        answer = ask(url, messages, kvtool={"share": 10**6})
+        messages.append(answer.reply)
+    assert answer.stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
-    assert len(stats["share"]["held"]) == usage["total_tokens"]
-    text = "".join(stats["share"]["text"])
-    n = next(n for n in range(len(text)) if "".join(stats["share"]["text"][:n]).endswith("kind. Be kind"))
+    held, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
+    assert len(held) == answer.n_all
+    n = next(n for n in range(len(texts)) if "".join(texts[:n]).endswith("kind. Be kind"))
     assert n > n_system / 4
-    assert min(stats["share"]["held"][:n]) == 1
+    assert min(held[:n]) == 1
 
 
 def test_an_answer_ends_before_a_stop_string(url):
     messages = [message("user", "Stop.")]
-    whole = ask(url, messages, max_tokens=24)[0]["content"]
+    whole = ask(url, messages, n_max=24).text
     stop = whole[8:11]
-    assert ask(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
+    assert ask(url, messages, n_max=24, stop=stop).text == whole[: whole.index(stop)]
 
 
 def test_who_has_no_whole_key_is_refused(url):

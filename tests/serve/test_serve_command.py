@@ -15,7 +15,7 @@ from tests import forked, tiny
 from tests.cli.called import called
 from tests.forked import ROOT
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import message, request
 from tests.serve.late import openai
 from tests.serve.serving import ONE_THREAD, serving
 

@@ -10,7 +10,6 @@ import threading
 import zlib
 from contextlib import suppress
 
-import httpx2 as httpx
 import pytest
 
 from kvtool.serve.api.errors import ApiError
@@ -19,28 +18,11 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
 from tests.cli.called import called
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
+from tests.serve.here import send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
-
-
-def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
-    """Return the answer to a request. engine: function that answers the job; None if no job is expected."""
-    waiting = JobQueue(1)
-    asgi_app = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
-
-    async def answering():
-        if engine:
-            engine(await asyncio.to_thread(waiting.get))
-
-    async def answered():
-        way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
-        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
-            sent = client.request(method, path, content=content, headers=dict(headers))
-            return (await asyncio.gather(sent, answering()))[0]
-
-    return asyncio.run(answered())
 
 
 def post(content, encoding=None, **site):
