@@ -14,6 +14,7 @@ import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from tests import tiny
@@ -60,6 +61,21 @@ class Life:
         n_delta = [chat.n_delta for chat in self._chats]
         if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
             self.server.kill()
+
+
+def kill_amid(server, talks, is_time=lambda: False):
+    """Call the functions `talks` at once. Kill the server once is_time() is true or one of them has ended.
+
+    Raises the errors of the functions.
+    """
+    with ThreadPoolExecutor(len(talks)) as pool:
+        threads = [pool.submit(talk) for talk in talks]
+        try:
+            until(lambda: is_time() or any(thread.done() for thread in threads))
+        finally:
+            server.kill()
+    for thread in threads:
+        thread.result()
 
 
 class KilledChat:
@@ -128,18 +144,9 @@ def run(model, policy, folder, n_kill, seed=0):
     n_left = n_kill
     while n_left:
         n_cut = sum(chat.n_cut for chat in chats)
-        with (
-            serving(model, *options, "--sessions", str(folder)) as server,
-            ThreadPoolExecutor(len(chats)) as pool,
-        ):
+        with serving(model, *options, "--sessions", str(folder)) as server:
             life = Life(server, chats, rng)
-            threads = [pool.submit(chat.live, life) for chat in chats]
-            try:
-                until(lambda threads=threads: any(thread.done() for thread in threads))
-            finally:
-                server.kill()
-        for thread in threads:
-            thread.result()
+            kill_amid(server, [partial(chat.live, life) for chat in chats])
         # Only kills that cut a stream are counted. If clients are slow, both streams may have ended before
         # the kill.
         n_left -= sum(chat.n_cut for chat in chats) > n_cut

@@ -180,6 +180,7 @@ def test_models_props_and_tokens(server, client):
         for host in ("evil.example", "localhost.evil.example", "[bad"):
             assert http.get("/props", headers={"Host": host}).status_code == 403
         assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
+        assert http.get("/props", headers={"Origin": "https://evil.example"}).status_code == 403
         metrics = http.get("/metrics").text
         assert re.search(r"^kvtool_requests_answered_total \d+$", metrics, re.M)
         assert float(re.search(r"^kvtool_stored_bytes (\S+)$", metrics, re.M)[1]) > 1e5

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from tests.serve import asking, crowd_serve, killed_streams
 from tests.serve.asking import message, request
 from tests.serve.crowd_serve import RECALL, reply_to
 from tests.serve.gone import GONE
-from tests.serve.killed_streams import options_of
+from tests.serve.killed_streams import kill_amid, options_of
 from tests.serve.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
@@ -109,17 +108,8 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
-        with (
-            serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server,
-            ThreadPoolExecutor(len(chats)) as pool,
-        ):
-            threads = [pool.submit(talk, server, i) for i in range(len(chats))]
-            try:
-                until(lambda n=n, threads=threads: have_turns(n) or any(each.done() for each in threads))
-            finally:
-                server.kill()
-        for thread in threads:
-            thread.result()
+        with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+            kill_amid(server, [partial(talk, server, i) for i in range(len(chats))], partial(have_turns, n))
         assert have_turns(n)
     with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
         answers = [ask(server.url, [*chat, message("user", "And?")]) if chat else None for chat in chats]
