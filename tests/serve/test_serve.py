@@ -183,7 +183,8 @@ def test_models_props_and_tokens(server, client):
         assert http.get("/props", headers={"Origin": "https://evil.example"}).status_code == 403
         metrics = http.get("/metrics").text
         assert re.search(r"^kvtool_requests_answered_total \d+$", metrics, re.M)
-        assert float(re.search(r"^kvtool_stored_bytes (\S+)$", metrics, re.M)[1]) > 1e5
+        n_bytes = sum(path.stat().st_size for path in server.folder.iterdir())
+        assert int(re.search(r"^kvtool_stored_bytes (\d+)$", metrics, re.M)[1]) == n_bytes
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
