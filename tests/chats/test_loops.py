@@ -14,7 +14,7 @@ from kvtool.chats.loops import LEAST_SIGNS, LEAST_TIMES, LEAST_TOKENS, MOST_BLOC
 from kvtool.llama.model import Model
 from tests.cli.called import called
 from tests.cli.terminal import terminals
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import message, request
 from tests.serve.serving import serving
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from kvtool.serve.rendering import Rendering
 from tests import tiny
 from tests.cli.called import called
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import message, request
 from tests.serve.serving import serving
 
 ROLES = ("system", "user", "assistant", "tool")

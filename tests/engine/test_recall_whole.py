@@ -20,7 +20,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import TOLERANCE, open_engine, text
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
 from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40

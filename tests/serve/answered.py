@@ -21,6 +21,15 @@ from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 
 
+def checked(body, api="chat", defaults=None):
+    """Check the body of a request. `api` is "chat", "messages" or "responses"."""
+    defaults = defaults or Defaults()
+    if api == "chat":
+        return requests.chat(body, defaults)
+    body, places = {"messages": anthropic, "responses": responses}[api].as_chat(body)
+    return requests.chat(body, defaults, places=places)
+
+
 class Answering:
     """A slot of `kvtool serve` whose replies a test dictates.
 
@@ -52,19 +61,12 @@ class Answering:
 
         sampler.sample = sample
 
-    def request(self, body, api="chat"):
-        """Parse the body of a request. `api` is "chat", "messages" or "responses"."""
-        if api == "chat":
-            return requests.chat(body, self.defaults)
-        as_chat = {"messages": anthropic, "responses": responses}[api].as_chat
-        return requests.chat(*_apart(as_chat(body), self.defaults))
-
     def __call__(self, messages, said=None, api="chat", **more):
         """Ask, and return the last event. said: the dictated reply, or None to let the model write it."""
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
         self.dictated = [] if said is None else [said]
-        return asyncio.run(self._answered(self.request(body | more, api)))
+        return asyncio.run(self._answered(checked(body | more, api, self.defaults)))
 
     async def _answered(self, request):
         job = Job(request, "test")
@@ -85,11 +87,6 @@ class Answering:
         writer = self.slot.writer
         pieces = (self.slot.model.piece(token, special=True) for token in writer.tokens.tolist())
         return b"".join(pieces).decode()
-
-
-def _apart(translated, defaults):
-    body, places = translated
-    return body, defaults, None, places
 
 
 @contextmanager

@@ -11,19 +11,15 @@ message is gone.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests import tiny
-from tests.held import PATIENCE_S
-from tests.serve.gone import events, response
+from tests.serve.asking import message, request
 from tests.serve.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
@@ -38,42 +34,6 @@ If a client changes an earlier message, the server divides the prompt differentl
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts. The last one is long: the server stores it separately. It needs a budget of 512."""
-
-
-def message(role, content):
-    return {"role": role, "content": content}
-
-
-@contextmanager
-def streaming(url, body, timeout=PATIENCE_S):
-    """Ask for a streamed answer. Yield the connection, and close it at the end of the block."""
-    where = urlsplit(url)
-    link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
-    with closing(link):
-        link.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}))
-        yield link
-
-
-def request(url, body, headers=(), n_events=None, timeout=PATIENCE_S):
-    """Post a chat request. Return (status, JSON of the answer). For a stream, return (status, text).
-
-    n_events: disconnect after this number of events of a stream, and return (None, None).
-    Raises OSError or HTTPException if the connection ends before the answer is complete.
-    """
-    where = urlsplit(url)
-    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)) as link:
-        sent = {"Content-Type": "application/json", **dict(headers)}
-        link.request("POST", "/v1/chat/completions", json.dumps(body), sent)
-        answer = response(link)
-        if not body.get("stream") or answer.status != 200:
-            return answer.status, json.loads(answer.read())
-        text = ""
-        for n, event in enumerate(events(answer), 1):
-            assert "error" not in event, event
-            text += "".join(choice["delta"].get("content", "") for choice in event["choices"])
-            if n == n_events:
-                return None, None
-        return answer.status, text
 
 
 def reply_to(url, messages, **how):

@@ -1,4 +1,4 @@
-"""kvtool serve in the test's own process and without a socket. It starts in a fraction of a second."""
+"""kvtool serve in the test's own process and without a socket, with or without an engine."""
 
 from __future__ import annotations
 
@@ -56,9 +56,46 @@ class Here:
         return body["choices"][0]["message"], body["usage"]
 
 
+def send(
+    path,
+    method="GET",
+    *,
+    body=None,
+    content=None,
+    headers=(),
+    engine=None,
+    n_waiting=1,
+    is_loaded=True,
+    **site,
+):
+    """Return the answer to one request to a server without a model.
+
+    body, content: the request's body, as an object that becomes JSON, or as bytes.
+    engine: function that answers the job, in a thread of its own. None if no job is expected.
+    n_waiting: number of jobs for which the queue has room.
+    is_loaded: False if the model is still being loaded.
+    site: further fields of `Site`.
+    """
+    waiting = JobQueue(n_waiting)
+    asgi_app = app.make(Site("m", "h2o", waiting, props={} if is_loaded else None, **site))
+
+    async def answered():
+        way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            sent = client.request(method, path, json=body, content=content, headers=dict(headers))
+            if not engine:
+                return await sent
+            answering = asyncio.to_thread(lambda: engine(waiting.get()))
+            return (await asyncio.gather(sent, answering))[0]
+
+    return asyncio.run(answered())
+
+
 @contextmanager
 def here(model, **options):
-    """Serve a model. Requests without a temperature are answered greedily.
+    """Serve a model. It starts in a fraction of a second.
+
+    Requests without a temperature are answered greedily.
 
     options: fields of `WriteOptions`.
     """

@@ -9,18 +9,18 @@ must have the whole turn. Every answer must be the same as the answer of a serve
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests import tiny
-from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import RECALL, message, reply_to
+from tests.held import until
+from tests.serve.asking import connected, message
+from tests.serve.crowd_serve import RECALL, reply_to
 from tests.serve.gone import events, response
 from tests.serve.serving import serving
 
@@ -34,9 +34,8 @@ def options_of(policy):
 
 def streamed(url, messages, n_max):
     """Yield the events of an answer to these messages. Raises an error of GONE if the stream is cut."""
-    where = urlsplit(url)
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
-    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
+    with connected(url) as link:
         link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
         yield from events(response(link))
 
@@ -62,6 +61,21 @@ class Life:
         n_delta = [chat.n_delta for chat in self._chats]
         if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
             self.server.kill()
+
+
+def kill_amid(server, talks, is_time=lambda: False):
+    """Call the functions `talks` at once. Kill the server once is_time() is true or one of them has ended.
+
+    Raises the errors of the functions.
+    """
+    with ThreadPoolExecutor(len(talks)) as pool:
+        threads = [pool.submit(talk) for talk in talks]
+        try:
+            until(lambda: is_time() or any(thread.done() for thread in threads))
+        finally:
+            server.kill()
+    for thread in threads:
+        thread.result()
 
 
 class KilledChat:
@@ -130,18 +144,9 @@ def run(model, policy, folder, n_kill, seed=0):
     n_left = n_kill
     while n_left:
         n_cut = sum(chat.n_cut for chat in chats)
-        with (
-            serving(model, *options, "--sessions", str(folder)) as server,
-            ThreadPoolExecutor(len(chats)) as pool,
-        ):
+        with serving(model, *options, "--sessions", str(folder)) as server:
             life = Life(server, chats, rng)
-            threads = [pool.submit(chat.live, life) for chat in chats]
-            try:
-                until(lambda threads=threads: any(thread.done() for thread in threads))
-            finally:
-                server.kill()
-        for thread in threads:
-            thread.result()
+            kill_amid(server, [partial(chat.live, life) for chat in chats])
         # Only kills that cut a stream are counted. If clients are slow, both streams may have ended before
         # the kill.
         n_left -= sum(chat.n_cut for chat in chats) > n_cut

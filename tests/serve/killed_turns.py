@@ -33,7 +33,7 @@ from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9

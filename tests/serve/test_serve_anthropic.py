@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+import time
+from functools import partial
 
-import httpx2 as httpx
 import pytest
 
 from kvtool.serve.api import anthropic, messages
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
-from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
-from kvtool.serve.queue import JobQueue
-from tests.serve.crowd_serve import message
-from tests.serve.test_serve_messages import events_of
+from tests.serve.asking import events_of, message
+from tests.serve.here import send
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 ASKED = {"model": "m", "max_tokens": 5, "messages": [message("user", "Hi.")]}
@@ -217,68 +214,57 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         if path.endswith("count_tokens") and ("max_tokens is" in words or "must not end" in words):
             continue
-        status, body = send(path, ASKED | changes, props={}, count=lambda request: 5)
+        status, body = sent(path, ASKED | changes, count=lambda request: 5)
         assert status == 400
         assert body["error"]["type"] == "invalid_request_error"
         assert body["error"]["message"].startswith(words)
         assert body["error"]["message"].isprintable()
 
 
-def send(path, body=None, *, method="POST", headers=(), **site):
-    """Send a request to a server without an engine. Return (status, body) of the answer."""
-
-    async def answered():
-        transport = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
-        transport = httpx.ASGITransport(transport, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, json=body, headers=dict(headers))
-
-    answer = asyncio.run(answered())
+def sent(path, body=None, method="POST", **how):
+    """Return (status, body) of the answer to a request. The server has no engine, and its queue no room."""
+    answer = send(path, method, body=body, n_waiting=0, **how)
     if answer.status_code != 200:
         assert answer.headers["request-id"] == answer.json()["request_id"]
     return answer.status_code, answer.json()
 
 
-def broken(request):
-    raise RuntimeError("a mistake")
-
-
-TOO_LONG = {"code": "context_length_exceeded", "more": {"n_prompt_tokens": 900, "n_ctx": 512}}
-
-
 def test_errors_have_anthropics_form_and_status(capsys):
-    count, ready = "/v1/messages/count_tokens", {"props": {}}
+    count = "/v1/messages/count_tokens"
+
+    evil = {"Host": "evil.example"}
 
     def too_long(request):
-        raise ApiError("the request has 900 tokens", **TOO_LONG)
+        more = {"n_prompt_tokens": 900, "n_ctx": 512}
+        raise ApiError("the request has 900 tokens", code="context_length_exceeded", more=more)
+
+    def broken(request):
+        raise RuntimeError("a mistake")
 
     for status, kind, path, how in (
-        (400, "invalid_request_error", count, ready | {"count": too_long}),
-        (401, "authentication_error", "/v1/messages", ready | {"limits": Limits(("key",))}),
-        (403, "permission_error", "/v1/messages", ready | {"limits": Limits(local_only=True)}),
-        (404, "not_found_error", "/v1/messages/batches", ready),
-        (405, "invalid_request_error", "/v1/messages", ready | {"method": "GET"}),
-        (413, "request_too_large", "/v1/messages", ready | {"limits": Limits(most_bytes=9)}),
-        (429, "rate_limit_error", "/v1/messages", ready),
-        (500, "api_error", count, ready | {"count": broken}),
-        (529, "overloaded_error", "/v1/messages", {}),
+        (400, "invalid_request_error", count, {"count": too_long}),
+        (401, "authentication_error", "/v1/messages", {"limits": Limits(("key",))}),
+        (403, "permission_error", "/v1/messages", {"limits": Limits(local_only=True), "headers": evil}),
+        (404, "not_found_error", "/v1/messages/batches", {}),
+        (405, "invalid_request_error", "/v1/messages", {"method": "GET"}),
+        (413, "request_too_large", "/v1/messages", {"limits": Limits(most_bytes=9)}),
+        (429, "rate_limit_error", "/v1/messages", {}),
+        (500, "api_error", count, {"count": broken}),
+        (529, "overloaded_error", "/v1/messages", {"is_loaded": False}),
     ):
-        headers = {"Host": "evil.example"} if status == 403 else {}
-        actual, body = send(path, ASKED, headers=headers, **how)
+        actual, body = sent(path, ASKED, **how)
         assert (actual, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["error"]["message"].isprintable()
     assert "a mistake" in capsys.readouterr().err
-    _, body = send(count, ASKED, **ready, count=too_long)
+    _, body = sent(count, ASKED, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
     # counting tokens does not use the queue, which has no room here
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
-        assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (
-            200,
-            {"input_tokens": 5},
-        )
-    listed, _ = send("/v1/models", method="GET", headers={"anthropic-version": "x"}, limits=Limits(("key",)))
-    assert listed == 401
+        counted = sent(count, ASKED, headers=headers, limits=Limits(("key",)), count=lambda _: 5)
+        assert counted == (200, {"input_tokens": 5})
+    version = {"anthropic-version": "x"}
+    assert sent("/v1/models", method="GET", headers=version, limits=Limits(("key",)))[0] == 401
 
 
 def test_a_stream_has_its_events_in_order(monkeypatch):
@@ -289,39 +275,33 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
     deltas = [{"reasoning_content": "Hm."}, {"content": "So"}, {"content": ":"}]
     deltas += [{"tool_calls": [begun]}, {"tool_calls": [arguments]}, {"content": "!"}]
 
-    async def a_while(meanwhile=lambda: None):
+    def a_while(meanwhile=lambda: None):
         # several short waits, so that other tasks can run on a busy machine
         for _ in range(8):
             meanwhile()
-            await asyncio.sleep(0.03)
+            time.sleep(0.03)
 
-    async def engine(waiting, *, fails):
-        job = await asyncio.to_thread(waiting.get)
-        await a_while()
+    def engine(job, fails=False):
+        a_while()
         job.counts = counts
-        await a_while()
+        a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
         # pieces without deltas send no event to the client, so the server must send pings in this time
-        await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
+        a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))
         else:
             end = {"finish": "tool_calls", "stopped_by": "", "held": {}, "read_s": 1, "write_s": 1}
             job.emit("end", message={}, n_written=7, **end, **counts)
 
-    async def streamed(fails):
-        waiting = JobQueue(1)
-        transport = httpx.ASGITransport(app.make(Site("m", "h2o", waiting, props={})))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            body = ASKED | {"stream": True, "system": [text("Be.")]}
-            answer, _ = await asyncio.gather(
-                client.post("/v1/messages", json=body), engine(waiting, fails=fails)
-            )
+    def streamed(engine):
+        body = ASKED | {"stream": True, "system": [text("Be.")]}
+        answer = send("/v1/messages", "POST", body=body, engine=engine)
         assert answer.status_code == 200
         return answer.text
 
-    stream = asyncio.run(streamed(False))
+    stream = streamed(engine)
     # before the first event there are only pings, which are comments in SSE
     assert stream.startswith(": ping\n\n")
     assert stream.index("event: ") == stream.index("event: message_start")
@@ -348,17 +328,12 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
     assert kinds[0]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert kinds[0]["usage"] == usage | {"output_tokens": 7}
     assert [each["type"] for each in kinds] == ["message_delta", "message_stop"]
-    last = events_of(asyncio.run(streamed(True)))[-1]
+    last = events_of(streamed(partial(engine, fails=True)))[-1]
     assert last["type"] == "error"
     assert last["error"] == {"type": "overloaded_error", "message": "stopped"}
 
 
 def test_embeddings_are_refused_with_the_reason():
-    async def answered():
-        transport = httpx.ASGITransport(app.make(Site("m", "h2o", JobQueue(1), props={})))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.post("/v1/embeddings", json={"input": "x"})
-
-    answer = asyncio.run(answered())
+    answer = send("/v1/embeddings", "POST", body={"input": "x"})
     assert answer.status_code == 404
-    assert "gives no useful embeddings" in json.loads(answer.text)["error"]["message"]
+    assert "gives no useful embeddings" in answer.json()["error"]["message"]

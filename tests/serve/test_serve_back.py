@@ -10,7 +10,7 @@ from kvtool.chats import session
 from kvtool.chats.undo import Mark, turn_label
 from kvtool.llama.model import Model
 from tests import tiny
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import ask, message
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
 
@@ -34,26 +34,15 @@ def url(talker, options):
         yield server.url
 
 
-def ask(url, messages, **more):
-    """Return (reply, number of the chat's tokens, number of tokens read, the answer's `kvtool` part).
-
-    The chat's tokens include the reply.
-    """
-    status, answer = request(url, {"messages": messages, "max_tokens": 12, **more})
-    assert status == 200, answer
-    usage = answer["usage"]
-    n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"], usage["total_tokens"], n_read, answer["kvtool"]
-
-
 def talked(url, **more):
     """Return the messages of a chat of three turns, and the number of its tokens after each turn."""
     messages, n_all = [SYSTEM], []
     for text in ASKED:
         messages.append(message("user", text))
-        reply, n, _, stats = ask(url, messages, **more)
-        messages.append(reply)
-        n_all.append(n)
+        answer = ask(url, messages, **more)
+        messages.append(answer.reply)
+        n_all.append(answer.n_all)
+    stats = answer.stats
     assert stats["archived"] > 100 or stats["held"] == stats["tokens"]
     assert stats["held"] + stats["archived"] + stats["forgotten"] == stats["tokens"]
     return messages, n_all
@@ -63,32 +52,31 @@ def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
     # Each letter is one token. The server reads the changed last letter, and the template's tokens after it.
-    _, _, n_tail, _ = ask(url, [*before, message("user", text[:-1] + "!")])
+    n_tail = ask(url, [*before, message("user", text[:-1] + "!")]).n_read
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
         edited = text[:n_same] + "X" * 20
-        assert ask(url, [*before, message("user", edited)])[2] == n_tail - 1 + 20
+        assert ask(url, [*before, message("user", edited)]).n_read == n_tail - 1 + 20
     # if a request is repeated, only the prompt's last token is read
-    assert ask(url, messages[:4])[2] == 1
-    assert ask(url, messages[:2])[2] == 1
+    assert ask(url, messages[:4]).n_read == 1
+    assert ask(url, messages[:2]).n_read == 1
 
 
 def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, options):
     messages, _ = talked(url)
     edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
-    replies = [ask(url, edited)[0], ask(url, [*messages[:3], messages[3]])[0]]
+    reply = ask(url, edited).reply
+    assert ask(url, messages[:4]).reply == messages[4]
     with serving(talker, *options) as fresh:
-        assert [ask(fresh.url, edited)[0]] == replies[:1]
-    assert replies[1] == messages[4]
+        assert ask(fresh.url, edited).reply == reply
 
 
 def test_a_short_chat_is_continued_after_another_chat(url):
     short, other = [message("user", "Name a river. " * 12)], [message("user", "A title, please.")]
-    n_prompt = ask(url, short)[2]
-    assert n_prompt < 256
-    assert ask(url, short)[2] == 1
+    assert ask(url, short).n_read < 256
+    assert ask(url, short).n_read == 1
     ask(url, other)
-    assert ask(url, short)[2] == 1
+    assert ask(url, short).n_read == 1
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
@@ -111,9 +99,9 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
     with serving(talker, *arguments) as server:
-        reply, _, n_read, _ = ask(server.url, messages[:4])
-        assert (reply, n_read) == (messages[4], 1)
-        assert ask(server.url, [*messages, message("user", "And?")])[2] < 20
+        answer = ask(server.url, messages[:4])
+        assert (answer.reply, answer.n_read) == (messages[4], 1)
+        assert ask(server.url, [*messages, message("user", "And?")]).n_read < 20
 
 
 def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
@@ -137,10 +125,10 @@ def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
 
 def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
     messages, n_all = talked(url)
-    reply, n, n_read, _ = ask(url, [SYSTEM, message("user", ASKED[0])], prompt_cache_key="one")
-    assert (reply, n, n_read) == (messages[2], n_all[0], 1)
+    answer = ask(url, messages[:2], prompt_cache_key="one")
+    assert (answer.reply, answer.n_all, answer.n_read) == (messages[2], n_all[0], 1)
     # the first chat is still stored
-    assert ask(url, [*messages, message("user", "And?")])[2] < 20
+    assert ask(url, [*messages, message("user", "And?")]).n_read < 20
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -151,9 +139,10 @@ def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
             talked(url)
             first = [message("system", other)] if other else []
             messages = [*first, message("user", ASKED[0])]
-            reply, n, n_read, _ = ask(url, messages)
-            assert len(ASKED[0]) < n_read < n - 12
-            _, _, _, stats = ask(url, [*messages, reply, message("user", "x" * 200)], kvtool={"share": 10**6})
+            answer = ask(url, messages)
+            assert len(ASKED[0]) < answer.n_read < answer.n_prompt
+            messages += [answer.reply, message("user", "x" * 200)]
+            stats = ask(url, messages, kvtool={"share": 10**6}).stats
             n_pinned = len(f"[s]{other}") if other and pins else 0
             # the policy always keeps its 4 sinks, even if fewer tokens are pinned
             assert stats["share"]["held"].index(0) == max(4, n_pinned)
@@ -167,12 +156,12 @@ TOOLS = [
 
 def test_a_tool_more_is_read_from_where_it_begins(url):
     messages = [SYSTEM, message("user", ASKED[0])]
-    _, n, _, _ = ask(url, messages, tools=TOOLS[:2])
-    _, n_more, n_read, _ = ask(url, messages, tools=TOOLS)
+    n_prompt = ask(url, messages, tools=TOOLS[:2]).n_prompt
+    more = ask(url, messages, tools=TOOLS)
     # the server reads the third tool, the messages and the reply header
-    assert 0 < n_more - n < n_read < n_more - 12 - 300
+    assert 0 < more.n_prompt - n_prompt < more.n_read < more.n_prompt - 300
     # the chat without the third tool is still stored
-    assert ask(url, messages, tools=TOOLS[:2])[2] == 1
+    assert ask(url, messages, tools=TOOLS[:2]).n_read == 1
 
 
 def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
@@ -186,10 +175,10 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
         with serving(talker, *arguments, *pin) as server:
             for key in ("2", "3"):
                 for system in systems:
-                    _, _, n_read, _ = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
+                    answer = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
                     # the stored question "Why?" shares the tokens "Wh" with "Who?", so the server reads
                     # only "o?" and the reply header
-                    assert n_read <= 8, (pin, key)
+                    assert answer.n_read <= 8, (pin, key)
 
 
 def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
@@ -204,7 +193,8 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
-        n_read = [ask(server.url, [system, message("user", text)])[2] for text in ("Why?", "Who?", "How?")]
+        chats = [[system, message("user", text)] for text in ("Why?", "Who?", "How?")]
+        n_read = [ask(server.url, chat).n_read for chat in chats]
         # the server stores a system prompt only up to its last full batch, which is 512 tokens here
         assert n_read[1:] == [n_read[0] - 512] * 2
 
@@ -214,8 +204,7 @@ def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
         messages = [SYSTEM]
         for text in (*ASKED, *ASKED):
             messages.append(message("user", text))
-            reply, *_, stats = ask(server.url, messages)
-            messages.append(reply)
-        assert stats["forgotten"] > 100
-        _, n, n_read, _ = ask(server.url, [*messages[:3], message("user", "Other.")])
-        assert n_read == n - 12
+            answer = ask(server.url, messages)
+            messages.append(answer.reply)
+        assert answer.stats["forgotten"] > 100
+        assert ask(server.url, [*messages[:3], message("user", "Other.")]).n_cached == 0

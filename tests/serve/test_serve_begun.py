@@ -11,13 +11,11 @@ from kvtool.chats.header import Header
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.errors import ModelError
-from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.requests import Defaults
 from tests.chats import published
 from tests.chats.published import needs_published
-from tests.serve.answered import answering
-from tests.serve.crowd_serve import message
+from tests.serve.answered import answering, checked
+from tests.serve.asking import message, pieces_of
 from tests.serve.here import here
 from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
 
@@ -29,7 +27,7 @@ BEGUN = message("assistant", "The answer")
 
 
 def chat(messages, **fields):
-    return requests.chat({"messages": messages, **fields}, Defaults())
+    return checked({"messages": messages, **fields})
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,7 @@ def test_another_last_message_is_answered():
     # an empty message is dropped
     assert chat([HI, message("assistant", "")]).messages == [HI]
     assert chat([HI, message("assistant", None)]).messages == [HI]
-    body = {"input": [HI, {"type": "message", **BEGUN}]}
-    assert requests.chat(responses.as_chat(body)[0], Defaults()).begun == ""
+    assert checked({"input": [HI, {"type": "message", **BEGUN}]}, "responses").begun == ""
 
 
 @pytest.mark.parametrize(
@@ -97,8 +94,7 @@ def test_what_cannot_be_continued_is_named(messages, fields, param):
 
 def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
     def request_of(*messages):
-        body, places = anthropic.as_chat({"max_tokens": 5, "system": "Be.", "messages": list(messages)})
-        return requests.chat(body, Defaults(), places=places)
+        return checked({"max_tokens": 5, "system": "Be.", "messages": list(messages)}, "messages")
 
     assert request_of(HI, message("assistant", [{"type": "text", "text": "So"}])).begun == "So"
     with pytest.raises(ApiError, match=r"messages\[1\] must not end with white space") as caught:
@@ -250,11 +246,9 @@ def test_both_interfaces_continue_over_http(talker):
         sent = {"max_tokens": 6, "messages": begun}
         answer = server.ask("/v1/messages", sent).json()
         assert [block["text"] for block in answer["content"]] == [reply["content"]]
-        streamed = server.ask("/v1/chat/completions", sent | {"stream": True}).text
-        pieces = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: {")]
-        assert (
-            "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces) == reply["content"]
-        )
+        pieces = pieces_of(server.ask("/v1/chat/completions", sent | {"stream": True}).text)
+        deltas = [piece["choices"][0]["delta"] for piece in pieces]
+        assert "".join(delta.get("content", "") for delta in deltas) == reply["content"]
         count = server.ask("/v1/messages/count_tokens", {"messages": begun}).json()
         assert count["input_tokens"] == usage["prompt_tokens"]
         later = [HI, message("assistant", "ab" + reply["content"]), message("user", "And?")]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from kvtool.chats import session
+from kvtool.errors import SessionError
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
-from tests import tiny
-from tests.serve.crowd_serve import message, request
+from tests.serve import asking
+from tests.serve.asking import message, request
 from tests.serve.serving import serving
-from tests.serve.test_serve_tools import tool
 
 SYSTEM = message("system", "Be kind. " * 4)
 
@@ -25,94 +25,70 @@ SYSTEM = message("system", "Be kind. " * 4)
 @pytest.fixture(scope="module")
 def url(chat_model, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
-    keys.write_text("first-key\n")
+    keys.write_text("first-key\nsecond-key\n")
     options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
     with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def open_url(tmp_path_factory):
-    """URL of a server that needs no key and whose budget has room for tools."""
-    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
-    tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
         yield server.url
 
 
 KEY = {"Authorization": "Bearer first-key"}
 
 
-def ask(url, messages, headers=(), **more):
-    """Return (reply, usage, number of cached tokens, the answer's `kvtool` part)."""
-    body = {"messages": messages, "max_tokens": 8, **more}
-    status, answer = request(url, body, {**KEY, **dict(headers)})
-    assert status == 200, answer
-    usage = answer["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"], usage, n_cached, answer["kvtool"]
+def ask(url, messages, headers=(), n_max=8, **more):
+    return asking.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
 
 
 def test_what_is_cached_is_all_that_the_chat_had(url):
     messages, n_all = [SYSTEM, message("user", "One.")], 0
     for n in range(3):
-        reply, usage, n_cached, _ = ask(url, messages)
-        assert n_cached == n_all
-        n_all = usage["total_tokens"]
-        messages += [reply, message("user", f"And {n}.")]
+        answer = ask(url, messages)
+        assert answer.n_cached == n_all
+        n_all = answer.n_all
+        messages += [answer.reply, message("user", f"And {n}.")]
 
 
 def test_a_name_keeps_a_chat_from_all_others(url):
     messages = [SYSTEM, message("user", "Two.")]
-    reply, usage, _, _ = ask(url, messages, {"X-Session-Id": "one"})
-    messages += [reply, message("user", "And?")]
-    assert ask(url, messages, {"X-Session-Id": "two"})[2] == 0
-    assert ask(url, messages)[2] == 0
-    assert ask(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
+    answer = ask(url, messages, {"X-Session-Id": "one"})
+    messages += [answer.reply, message("user", "And?")]
+    assert ask(url, messages, {"X-Session-Id": "two"}).n_cached == 0
+    assert ask(url, messages).n_cached == 0
+    assert ask(url, messages, prompt_cache_key="one").n_cached == answer.n_all
 
 
 def test_an_edit_goes_back_to_the_turn_before_it(url):
-    messages, n_all, replies = [SYSTEM, message("user", "Three.")], [], []
+    messages, answers = [SYSTEM, message("user", "Three.")], []
     for n in range(3):
-        reply, usage, _, _ = ask(url, messages)
-        n_all.append(usage["total_tokens"])
-        replies.append(reply)
-        messages += [reply, message("user", f"More {n}.")]
+        answers.append(ask(url, messages))
+        messages += [answers[n].reply, message("user", f"More {n}.")]
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
-        assert ask(url, [*edited, message("user", f"Other {n}.")])[2] == n_all[n]
-    reply, _, n_cached, _ = ask(url, messages[:4])
-    assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
+        assert ask(url, [*edited, message("user", f"Other {n}.")]).n_cached == answers[n].n_all
+    again = ask(url, messages[:4])
+    assert (again.text, again.n_cached) == (answers[1].text, answers[0].n_all)
+    assert ask(url, [SYSTEM, message("user", "No other.")]).n_cached == 0
 
 
 def test_the_system_prompt_stays_whatever_comes(url):
     messages = [SYSTEM]
     for n in range(3):
         messages.append(message("user", f"{n}: the river is long. " * 4))
-        reply, usage, _, stats = ask(url, messages, kvtool={"share": 10**6})
-        messages.append(reply)
-    assert stats["forgotten"] > 0
+        answer = ask(url, messages, kvtool={"share": 10**6})
+        messages.append(answer.reply)
+    assert answer.stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
-    assert len(stats["share"]["held"]) == usage["total_tokens"]
-    text = "".join(stats["share"]["text"])
-    n = next(n for n in range(len(text)) if "".join(stats["share"]["text"][:n]).endswith("kind. Be kind"))
+    held, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
+    assert len(held) == answer.n_all
+    n = next(n for n in range(len(texts)) if "".join(texts[:n]).endswith("kind. Be kind"))
     assert n > n_system / 4
-    assert min(stats["share"]["held"][:n]) == 1
+    assert min(held[:n]) == 1
 
 
 def test_an_answer_ends_before_a_stop_string(url):
     messages = [message("user", "Stop.")]
-    whole = ask(url, messages, max_tokens=24)[0]["content"]
+    whole = ask(url, messages, n_max=24).text
     stop = whole[8:11]
-    assert ask(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
-
-
-def test_a_call_that_is_demanded_comes(open_url):
-    reply = ask(
-        open_url, [message("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
-    )[0]
-    (call,) = reply["tool_calls"]
-    assert call["function"] == {"name": "now", "arguments": "{}"}
+    assert ask(url, messages, n_max=24, stop=stop).text == whole[: whole.index(stop)]
 
 
 def test_who_has_no_whole_key_is_refused(url):
@@ -120,14 +96,8 @@ def test_who_has_no_whole_key_is_refused(url):
     for key in ("", "f", "first-ke", "first-key2", "second"):
         assert request(url, body, {"Authorization": f"Bearer {key}"})[0] == 401
     assert request(url, body)[0] == 401
-    assert request(url, body, {"x-api-key": "first-key"})[0] == 200
-
-
-def test_who_gives_another_name_for_this_machine_is_refused(open_url):
-    body = {"messages": [message("user", "x")], "max_tokens": 1}
-    for host in ("evil.example", "localhost.evil.example"):
-        assert request(open_url, body, {"Host": host})[0] == 403
-    assert request(open_url, body, {"Host": "localhost:1"})[0] == 200
+    for headers in (KEY, {"x-api-key": "second-key"}):
+        assert request(url, body, headers)[0] == 200
 
 
 def test_an_answer_that_nobody_reads_ends(url):
@@ -212,3 +182,9 @@ def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatc
         with lock_folder(None) as current:
             assert current.parent == tmp_path
             assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)
+
+
+def test_two_servers_cannot_use_one_folder(tmp_path):
+    refused = pytest.raises(SessionError, match="is in use by another server; name another folder")
+    with lock_folder(tmp_path), refused, lock_folder(tmp_path):
+        pass

@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.engine.checkpoints import SPACING
 from tests import tiny_kinds
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import ask, message
 from tests.serve.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -22,37 +22,28 @@ def options(request):
     return *request.param, "--temp", "0", "-b", str(N_BATCH)
 
 
-def ask(url, messages):
-    """Return (reply, number of the prompt's tokens, number of tokens that were read)."""
-    status, answer = request(url, {"messages": messages, "max_tokens": 12})
-    assert status == 200, answer
-    usage = answer["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"], usage["prompt_tokens"], usage["prompt_tokens"] - n_cached
-
-
 def talked(url):
     """Return the messages of a chat of two turns. The first turn is long."""
     messages = [message("system", "Be kind.")]
     for text in (LONG, "Who is it?"):
         messages.append(message("user", text))
-        messages.append(ask(url, messages)[0])
+        messages.append(ask(url, messages).reply)
     return messages
 
 
 def check_edits(url, messages):
     """Change a chat in several places, and check how many tokens are read."""
-    _, n, n_read = ask(url, messages[:4])
+    answer = ask(url, messages[:4])
     # a repeated request continues from a checkpoint, and reads at most the last question again
-    assert n_read < 30 < n
-    assert ask(url, [*messages[:3], message("user", "Who was it?")])[2] < 30
+    assert answer.n_read < 30 < answer.n_prompt
+    assert ask(url, [*messages[:3], message("user", "Who was it?")]).n_read < 30
     # the checkpoint is just before the reply header, so only the header is read
-    assert ask(url, messages[:2])[2] == len("[e][a]")
+    assert ask(url, messages[:2]).n_read == len("[e][a]")
     for share in (0.9, 0.5):
         at = int(len(LONG) * share)
-        _, n, n_read = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
-        n_changed = n * (1 - share)
-        assert n_changed < n_read < n_changed + SPACING + N_BATCH
+        answer = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
+        n_changed = answer.n_prompt * (1 - share)
+        assert n_changed < answer.n_read < n_changed + SPACING + N_BATCH
 
 
 def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, options):
@@ -63,17 +54,17 @@ def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, optio
 def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         chat = [message("user", "Who is it?")]
-        _, n_prompt, _ = ask(server.url, chat)
-        _, n, n_read = ask(server.url, [*chat, message("assistant", "Nobody."), message("user", "Why?")])
-        assert n_read == n - n_prompt
+        n_prompt = ask(server.url, chat).n_prompt
+        chat += [message("assistant", "Nobody."), message("user", "Why?")]
+        assert ask(server.url, chat).n_cached == n_prompt
 
 
 def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
     system = message("system", "Be kind. " * 40)
     with serving(hybrid_talker, *options) as server:
         ask(server.url, [system, message("user", "Who is it?")])
-        _, n, n_read = ask(server.url, [system, message("user", "Why?")])
-        assert n_read == len("[e][u]Why?[e][a]") < n % N_BATCH
+        answer = ask(server.url, [system, message("user", "Why?")])
+        assert answer.n_read == len("[e][u]Why?[e][a]") < answer.n_prompt % N_BATCH
 
 
 def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, options):
@@ -83,15 +74,14 @@ def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, o
     texts = [f"Is it {word}? " * 8 for word in ("cold", "late", "deep", "far", "high", "low")]
     chat = [message(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
     with serving(path, *options) as server:
-        n_all = ask(server.url, chat)[1]
+        n_prompt = ask(server.url, chat).n_prompt
         for i in (4, 1):
             changed = [*chat[:i], message(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
-            _, n, n_read = ask(server.url, changed)
-            assert n == n_all + len("No. ")
-            n_after = sum(len(f"_{each['role']}:{each['content']}") for each in changed[i:]) + len(
-                "_assistant:"
-            )
-            assert n_read <= n_after * 9 // 8
+            answer = ask(server.url, changed)
+            assert answer.n_prompt == n_prompt + len("No. ")
+            n_after = sum(len(f"_{each['role']}:{each['content']}") for each in changed[i:])
+            n_after += len("_assistant:")
+            assert answer.n_read <= n_after * 9 // 8
 
 
 def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
@@ -107,7 +97,7 @@ def test_an_edited_chat_gets_the_answer_of_a_new_one(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         messages = talked(server.url)
         edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
-        replies = ask(server.url, edited)[0], ask(server.url, messages[:4])[0]
+        reply = ask(server.url, edited).reply
+        assert ask(server.url, messages[:4]).reply == messages[4]
     with serving(hybrid_talker, *options) as fresh:
-        assert ask(fresh.url, edited)[0] == replies[0]
-    assert replies[1] == messages[4]
+        assert ask(fresh.url, edited).reply == reply

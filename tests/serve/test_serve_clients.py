@@ -21,15 +21,20 @@ import pytest
 from kvtool.serve.api import messages
 from kvtool.serve.store.history import History
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message
+from tests.serve.asking import events_of, message
 from tests.serve.serving import serving
-from tests.serve.test_serve_messages import events_of
 
 pytestmark = pytest.mark.engine
 
-_RECORDED = Path(__file__).parents[1] / "data/clients.jsonl"
-_ALL = [json.loads(line) for line in _RECORDED.read_text().splitlines()]
-LOGS = {client: list(lines) for client, lines in groupby(_ALL, lambda line: line["client"])}
+
+def recorded(name):
+    """Return the lines of a file in tests/data. The key is the program that sent them."""
+    text = (Path(__file__).parents[1] / "data" / name).read_text()
+    lines = map(json.loads, text.splitlines())
+    return {client: list(its) for client, its in groupby(lines, lambda line: line["client"])}
+
+
+LOGS = recorded("clients.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +147,7 @@ def read_chat(sent, body):
 
 def read_response(sent, body):
     """Check the form of an answer of /v1/responses, and return its content."""
-    lines = [each.split("\n") for each in sent.split("\n\n")[:-1] if not each.startswith(":")]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-    assert [kind for kind, _ in lines] == [f"event: {event['type']}" for event in events]
+    events = events_of(sent)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] in ("response.completed", "response.incomplete")
     whole = events[-1]["response"]

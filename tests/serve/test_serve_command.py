@@ -1,4 +1,4 @@
-"""Tests of kvtool serve: limits of answers, files of chats, refused requests, fields of llama-server."""
+"""Tests of kvtool serve: limits of answers, files of chats, refused requests, missing packages."""
 
 from __future__ import annotations
 
@@ -9,24 +9,17 @@ import signal
 import subprocess
 import sys
 
-import httpx2 as httpx
 import pytest
 
 from tests import forked, tiny
 from tests.cli.called import called
 from tests.forked import ROOT
 from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message, request
+from tests.serve.asking import message, request
 from tests.serve.late import openai
 from tests.serve.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def server(chat_model):
-    with serving(chat_model, "--budget", "64", "--temp", "0") as server:
-        yield server
 
 
 def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, connect):
@@ -48,6 +41,9 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
         assert answer.choices[0].text.startswith("Hello.")
         assert answer.usage.total_tokens == 96
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.completions.create(model="chat", prompt="Hello. " * 50)
+        assert raised.value.body["type"] == "exceed_context_size_error"
 
 
 def test_a_changed_chat_that_is_longer_than_the_context_is_refused(chat_model):
@@ -115,45 +111,6 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
     assert "the pinned text takes" in long.stderr
-
-
-def test_pages_of_others_may_not_ask(server):
-    body = {"messages": [message("user", "x")], "max_tokens": 1}
-    for origin, status in (
-        ("https://evil.example", 403),
-        ("null", 403),
-        ("https://localhost.evil.example", 403),
-        ("http://localhost:3000", 200),
-        (server.url, 200),
-    ):
-        sent = httpx.post(
-            f"{server.url}/v1/chat/completions", json=body, headers={"Origin": origin}, timeout=PATIENCE_S
-        )
-        assert sent.status_code == status, origin
-
-
-def test_fields_of_llama_server_are_taken_or_refused(server, client):
-    assert (
-        client.post(
-            "/chat/completions", body={"messages": [message("user", "x")], "n_predict": 3}, cast_to=object
-        )["usage"]["completion_tokens"]
-        == 3
-    )
-    for field, value in (("lora", [{"id": 0}]), ("min_tokens", 5), ("kvtool", {"shore": 5}), ("kvtool", 5)):
-        with pytest.raises(openai.BadRequestError, match=field if field != "kvtool" else "shore|kvtool"):
-            client.post(
-                "/chat/completions", body={"messages": [message("user", "x")], field: value}, cast_to=object
-            )
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        body = {"content": "a</s>"}
-        whole = http.post("/tokenize", json=body | {"with_pieces": True}).json()["tokens"]
-        assert [each["piece"] for each in whole] == ["a", "</s>"]
-        assert len(http.post("/tokenize", json=body | {"parse_special": False}).json()["tokens"]) > 3
-        for text, what in (
-            (b"\xff", "not UTF-8 at byte 0"),
-            (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
-        ):
-            assert what in http.post("/v1/completions", content=text).json()["error"]["message"]
 
 
 def test_without_its_packages_it_says_which_to_install(tmp_path):

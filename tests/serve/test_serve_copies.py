@@ -14,10 +14,10 @@ from kvtool.llama.model import Model
 from kvtool.llama.segment import SavedCheckpoint, listed
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
-from tests.serve.crowd_serve import message
+from tests.serve.asking import ask, message
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
-from tests.serve.test_serve_back import RECALL, ask
+from tests.serve.test_serve_back import RECALL
 
 pytestmark = pytest.mark.engine
 
@@ -40,29 +40,25 @@ def url(request, talker, sliding):
 
 
 def test_a_request_that_comes_again_reads_its_reply_header(url):
-    first, n, n_read, _ = ask(url, [LONG])
-    assert n_read == n - 12 > 500
-    again, _, n_again, _ = ask(url, [LONG])
-    assert again == first
-    assert n_again < 8
-    # if the request for a later turn is repeated, its prompt is not read again
-    messages = [LONG, first, NEXT]
-    reply, _, n_read, _ = ask(url, messages)
-    assert n_read > 300
-    again, _, n_again, _ = ask(url, messages)
-    assert again == reply
-    assert n_again < 8
+    messages = []
+    for question, n_least in ((LONG, 500), (NEXT, 300)):
+        messages.append(question)
+        answer = ask(url, messages)
+        assert answer.n_read > n_least
+        again = ask(url, messages)
+        assert again.reply == answer.reply
+        assert again.n_read < 8
+        messages.append(answer.reply)
 
 
 def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages = [message("user", "Rivers are long. " * 40)]
     ask(url, messages)
     messages += [message("assistant", "They are."), NEXT]
-    _, n, n_read, _ = ask(url, messages)
-    assert len(NEXT["content"]) < n_read < n - 600
+    answer = ask(url, messages)
+    assert len(NEXT["content"]) < answer.n_read < answer.n_prompt - 600
     # the stored chat now has the client's reply ("They are."), so only newer messages are read
-    _, n, n_read, _ = ask(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")])
-    assert n_read < 40
+    assert ask(url, [*messages, message("assistant", "Nobody."), message("user", "Why?")]).n_read < 40
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
@@ -80,20 +76,20 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
     with serving(sliding, *arguments) as server:
         messages = [LONG]
         for _ in range(2):
-            messages += [ask(server.url, messages)[0], NEXT]
-        reply, n, n_read, _ = ask(server.url, messages)
-        assert n_read < 400 < n
+            messages += [ask(server.url, messages).reply, NEXT]
+        answer = ask(server.url, messages)
+        assert answer.n_read < 400 < answer.n_all
         assert len([*tmp_path.glob("*.kv")]) == 1
         # an edited chat is read again from its newest checkpoint, and stored as another chat
         edited = [*messages[:-1], message("user", "Nobody.")]
-        _, n, n_read, _ = ask(server.url, edited)
-        assert n_read == n - 12 if size == "0" else n_read < 100
+        other = ask(server.url, edited)
+        assert other.n_cached == 0 if size == "0" else other.n_read < 100
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
         server.stop()
     with serving(sliding, *arguments) as server:
-        more = [*messages, reply, message("user", "Why?")]
-        assert ask(server.url, more)[2] < 100
+        more = [*messages, answer.reply, message("user", "Why?")]
+        assert ask(server.url, more).n_read < 100
 
 
 def test_the_size_of_stored_chats_is_known_without_looking_at_their_files(sliding, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,14 +17,16 @@ import pytest
 from tests import forked
 from tests.fuzz import fuzz_serve
 from tests.held import PATIENCE_S, until
-from tests.serve import crowd_serve, killed_streams
-from tests.serve.crowd_serve import RECALL, message, reply_to, request
+from tests.serve import asking, crowd_serve, killed_streams
+from tests.serve.asking import message, request
+from tests.serve.crowd_serve import RECALL, reply_to
 from tests.serve.gone import GONE
+from tests.serve.killed_streams import kill_amid, options_of
 from tests.serve.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 
-ASKED = {"max_tokens": 8, "temperature": 0}
+ask = partial(asking.ask, max_tokens=8, temperature=0)
 EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 
@@ -38,27 +40,12 @@ def model(policy, chat_model, talker):
     return talker if policy == "recall" else chat_model
 
 
-def options(policy, folder=None):
-    arguments = ("--policy", policy, "--budget", "64", "--evict-every", "16", "--temp", "0")
-    arguments += RECALL if policy == "recall" else ()
-    return arguments if folder is None else (*arguments, "--sessions", str(folder))
-
-
 def is_all(policy, n_cached, n):
     """Return True if all n tokens of a chat were cached.
 
     With recall, the cache may also have the question's first tokens.
     """
     return n <= n_cached <= n + (16 if policy == "recall" else 0)
-
-
-def ask(url, messages, **more):
-    """Return (reply, number of cached tokens, number of all tokens, kvtool's own part of the answer)."""
-    status, answer = request(url, {"messages": messages, **ASKED, **more})
-    assert status == 200, answer
-    usage = answer["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"]["content"], n_cached, usage["total_tokens"], answer["kvtool"]
 
 
 @pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
@@ -107,45 +94,33 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
         with server.until_killed():
             while not server.is_killed:
                 messages = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
-                reply, n_cached, n, _ = ask(server.url, messages)
+                answer = ask(server.url, messages)
                 # If a kill came after a reply was stored and before it arrived, the question is asked again.
                 # With recall, the cache may then have the question's tokens.
-                assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
-                chats[i], tokens[i] = [*messages, message("assistant", reply)], n
+                assert tokens[i] <= answer.n_cached <= (answer.n_all if policy == "recall" else tokens[i])
+                chats[i], tokens[i] = [*messages, answer.reply], answer.n_all
                 # disconnect before the answer is finished
-                request(
-                    server.url, {"messages": [*chats[i], message("user", "x")], "stream": True}, n_events=3
-                )
+                longer = [*chats[i], message("user", "x")]
+                request(server.url, {"messages": longer, "temperature": 0, "stream": True}, n_events=3)
 
     def have_turns(n):
         """Return True if the chats have n or more turns in total, and more than 10 chats have a turn."""
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
-        with (
-            serving(model, *options(policy, tmp_path)) as server,
-            ThreadPoolExecutor(len(chats)) as pool,
-        ):
-            threads = [pool.submit(talk, server, i) for i in range(len(chats))]
-            try:
-                until(lambda n=n, threads=threads: have_turns(n) or any(each.done() for each in threads))
-            finally:
-                server.kill()
-        for thread in threads:
-            thread.result()
+        with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+            kill_amid(server, [partial(talk, server, i) for i in range(len(chats))], partial(have_turns, n))
         assert have_turns(n)
-    with serving(model, *options(policy, tmp_path)) as server:
-        answers = [
-            ask(server.url, [*chat, message("user", "And?")])[:2] if chat else ("", 0) for chat in chats
-        ]
-    for (_, n_cached), n in zip(answers, tokens, strict=True):
-        assert is_all(policy, n_cached, n)
+    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+        answers = [ask(server.url, [*chat, message("user", "And?")]) if chat else None for chat in chats]
+    for answer, n in zip(answers, tokens, strict=True):
+        assert not answer or is_all(policy, answer.n_cached, n)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
-    with serving(model, *options(policy)) as server:
-        for chat, (reply, _) in zip(chats, answers, strict=True):
+    with serving(model, *options_of(policy)) as server:
+        for chat, answer in zip(chats, answers, strict=True):
             for n in range(0, len(chat), 2):
-                assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
-            assert not chat or reply_to(server.url, [*chat, message("user", "And?")], n_max=8) == reply
+                assert ask(server.url, chat[: n + 1]).reply == chat[n + 1]
+            assert not answer or ask(server.url, [*chat, message("user", "And?")]).reply == answer.reply
 
 
 @EACH_POLICY
@@ -159,30 +134,29 @@ def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, s
 @EACH_POLICY
 def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tmp_path, policy):
     chat = [message("user", "What is a stone? " * 8)]
-    with serving(model, *options(policy, tmp_path)) as server:
-        reply, _, n_stored, _ = ask(server.url, chat)
-        chat.append(message("assistant", reply))
+    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+        first = ask(server.url, chat)
+        chat.append(first.reply)
         before = sorted(path.name for path in tmp_path.iterdir())
         _limit_files(server.process, 2000)
         unstored = list(chat)
         for i in range(3):
             unstored.append(message("user", f"{i}: And what is a river? " * 3))
-            reply, n_cached, _, stats = ask(server.url, unstored)
-            assert is_all(policy, n_cached, n_stored)
-            assert stats["unsaved"].startswith("cannot write ")
-            unstored.append(message("assistant", reply))
+            answer = ask(server.url, unstored)
+            assert is_all(policy, answer.n_cached, first.n_all)
+            assert answer.stats["unsaved"].startswith("cannot write ")
+            unstored.append(answer.reply)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         # without the limit of the file size, the server stores the chat again
         _limit_files(server.process, resource.RLIM_INFINITY)
         unstored.append(message("user", "And a lamp?"))
-        reply, n_cached, n, stats = ask(server.url, unstored)
-        assert is_all(policy, n_cached, n_stored)
-        assert "unsaved" not in stats
+        last = ask(server.url, unstored)
+        assert is_all(policy, last.n_cached, first.n_all)
+        assert "unsaved" not in last.stats
         server.stop(signal.SIGKILL)
-    with serving(model, *options(policy, tmp_path)) as server:
-        assert is_all(policy, ask(server.url, [*chat, message("user", "Why?")])[1], n_stored)
-        last = [*unstored, message("assistant", reply), message("user", "Why?")]
-        assert is_all(policy, ask(server.url, last)[1], n)
+    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+        for messages, n in ((chat, first.n_all), ([*unstored, last.reply], last.n_all)):
+            assert is_all(policy, ask(server.url, [*messages, message("user", "Why?")]).n_cached, n)
 
 
 def _limit_files(process, n_byte):
@@ -193,14 +167,16 @@ def _limit_files(process, n_byte):
 def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
     most = 800_000 if policy == "recall" else 300_000
     chats = [[] for _ in range(6)]
-    with serving(chat_model, *options(policy, tmp_path), "--sessions-bytes", str(most)) as server:
+    with serving(
+        chat_model, *options_of(policy), "--sessions", str(tmp_path), "--sessions-bytes", str(most)
+    ) as server:
         for i in range(18):
             chat = chats[i % 6]
             chat.append(message("user", f"{i}: What is a stone? " * 4))
-            chat.append(message("assistant", ask(server.url, chat)[0]))
+            chat.append(ask(server.url, chat).reply)
             assert _bytes(tmp_path) <= most
         # the newest chats are still stored
-        assert ask(server.url, [*chats[5], message("user", "Why?")])[1] > 0
+        assert ask(server.url, [*chats[5], message("user", "Why?")]).n_cached > 0
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
 
@@ -213,7 +189,7 @@ def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_m
     folder = tmp_path / "few"
     with serving(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
         for i in range(12):
-            n_cached.append(ask(server.url, [system, message("user", f"{i}: Why?")])[1])
+            n_cached.append(ask(server.url, [system, message("user", f"{i}: Why?")]).n_cached)
             assert _bytes(folder) <= most
     assert len(list(folder.glob("*.kv*"))) < 12
     assert n_cached[0] == 0

@@ -10,20 +10,21 @@ from functools import partial
 import pytest
 
 from kvtool.llama.sampling import MOST
-from kvtool.serve.api import anthropic, requests, responses
+from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import HARMLESS, NEUTRAL
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.queue import Job, answer
 from kvtool.serve.tools.formats import HERMES
-from tests.serve.crowd_serve import message
+from tests.serve.answered import checked
+from tests.serve.asking import message, pieces_of
 from tests.serve.here import here
 
 HI = [message("user", "Hi.")]
 
 
 def chat(defaults=None, **fields):
-    return requests.chat({"messages": HI, **fields}, defaults or Defaults())
+    return checked({"messages": HI, **fields}, defaults=defaults)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_no_field_is_in_two_tables():
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
+    assert chat(**{name: 3}).n_max == 3
     assert chat(**{name: -1}).n_max is None
     assert chat(Defaults(n_max=7), **{name: None}).n_max == 7
     assert chat(Defaults(n_max=None)).n_max is None
@@ -110,6 +112,22 @@ def test_names_of_other_servers_mean_the_same():
         ({"stop_token_ids": [None]}, "stop_token_ids[0]", "must be a whole number, got null"),
         ({"stop": ["a", 5]}, "stop[1]", "must be a string, got a number"),
         ({"messages": None}, "messages", "is missing"),
+        ({"messages": []}, "messages", "must have at least one message"),
+        (
+            {"messages": [message("king", "x")]},
+            "messages[0].role",
+            "must be one of system, developer, user, assistant, tool, got king",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            {"messages": [message("user", [{"type": "image_url", "image_url": {"url": "x"}}])]},
+            "messages[0].content[0]",
+            "is of type image_url; kvtool reads texts only",
+        ),
+        ({"n": 2}, "n", "must be 1: kvtool writes one answer a request"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
+        ({"kvtool": 5}, "kvtool", "must be an object, got a number"),
+        ({"kvtool": {"shore": 5}}, "shore", "is not supported; remove it"),
         ({"top_p": 2}, "top_p", "must be in 0..1, got 2"),
         ({"temperature": -1}, "temperature", "must be in 0..10000, got -1; 0 picks the most likely token"),
         ({"mirostat": 3}, "mirostat", "must be 0, 1 or 2, got 3"),
@@ -127,20 +145,20 @@ def test_what_is_wrong_names_its_field(fields, param, words):
 
 def test_a_stored_response_is_refused_with_the_way_out():
     with pytest.raises(ApiError, match="previous_response_id is not supported; send the whole chat instead"):
-        responses.as_chat({"input": "x", "previous_response_id": "resp_1"})
+        checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
 def test_what_kvtool_does_not_know_is_listed():
     assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
-    body, places = responses.as_chat({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}})
-    assert requests.chat(body, Defaults(), places=places).ignored == ["frobnicate", "text.verbosity"]
+    response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
+    assert response.ignored == ["frobnicate", "text.verbosity"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MOST_IGNORED
 
 
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_list_log_probabilities_without_a_field_for_them(n):
     def request(**more):
-        return requests.chat(responses.as_chat({"input": "x", "top_logprobs": n, **more})[0], Defaults())
+        return checked({"input": "x", "top_logprobs": n, **more}, "responses")
 
     assert request().logprobs == (n or None)
     assert request(include=["message.output_text.logprobs"]).logprobs == (n or 0)
@@ -190,17 +208,12 @@ PARAMETERS = {"type": "object", "properties": 5}
             "tools[0].tools[0].name",
         ),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
-        ({"previous_response_id": "x"}, "previous_response_id"),
     ],
     ids=str,
 )
 def test_errors_of_responses_name_that_interface_s_fields(fields, param):
-    def request():
-        body, places = responses.as_chat({"instructions": "Be brief.", "input": "x", **fields})
-        requests.chat(body, Defaults(), places=places)
-
     with pytest.raises(ApiError) as caught:
-        request()
+        checked({"instructions": "Be brief.", "input": "x", **fields}, "responses")
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
@@ -210,20 +223,19 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
     # the server's system prompt is messages[0] of the chat, so messages[1] is the client's messages[0]
     assert chat(system).places.in_error(refused).param == "messages[0]"
-    assert (
-        chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
-    )
-    several = [message("system", "One."), message("system", "Two."), *HI]
-    first = requests.chat({"messages": several}, Defaults())
-    assert first.places.in_error(refused).message == "messages[2], of role user: no"
+    of_system = ApiError("x", param="messages[0]")
+    assert chat(system).places.in_error(of_system).param == "the server's system prompt"
+    several = chat(messages=[message("system", "One."), message("system", "Two."), *HI])
+    assert several.places.in_error(refused).message == "messages[2], of role user: no"
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
-    body = {"system": "Be.", "messages": [message("user", [result, {"type": "text", "text": "So?"}])]}
-    request = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
+    asked = [message("user", [result, {"type": "text", "text": "So?"}])]
+    body = {"system": "Be.", "messages": asked, "max_tokens": 5}
+    request = checked(body, "messages")
     # the chat has three messages: the system prompt, the result and the user's text
     assert request.places.in_error(refused).param == "messages[0].content[0]"
     assert request.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
-    request = requests.chat(*_of(anthropic.as_chat(body | {"tools": tools}, is_counted=True)))
+    request = checked(body | {"tools": tools}, "messages")
     error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
     assert request.places.in_error(error).param == "tools[1].input_schema.x"
     assert request.places.in_error(error).message == "tools[1].input_schema: no"
@@ -266,11 +278,6 @@ def test_an_error_reaches_the_client_whatever_places_it_names():
     assert error_for(None, "x").status == 500
 
 
-def _of(translated):
-    body, places = translated
-    return body, Defaults(), None, places
-
-
 @pytest.fixture(scope="module")
 def server(talker):
     with here(talker, policy="h2o", budget="256") as server:
@@ -297,8 +304,9 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
     allowed = tokens[0], third
     held, _ = ask(allowed_token_ids=list(allowed))
     assert {each["id"] for each in held["logprobs"]["content"]} <= set(allowed)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
+    unknown = {"stop_token_ids": [10**9], "allowed_token_ids": [10**9], "logit_bias": {str(10**9): 1}}
+    for name, value in unknown.items():
+        refused = server.ask("/v1/chat/completions", {"messages": HI, name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
@@ -309,6 +317,13 @@ def test_a_text_without_tokens_is_refused(server):
     error = server.ask("/tokenize", {"add_special": True}).json()["error"]
     assert (error["param"], error["message"]) == ("content", "content is missing")
     assert server.ask("/tokenize", {"content": ""}).json() == {"tokens": []}
+
+
+def test_tokens_are_listed_with_their_texts_and_markers_may_be_text(server):
+    body = {"content": "a</s>"}
+    whole = server.ask("/tokenize", body | {"with_pieces": True}).json()["tokens"]
+    assert [each["piece"] for each in whole] == ["a", "</s>"]
+    assert len(server.ask("/tokenize", body | {"parse_special": False}).json()["tokens"]) > 3
 
 
 def test_a_model_is_as_old_as_its_file(server, talker):
@@ -347,8 +362,7 @@ def test_responses_have_log_probabilities(server):
     whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
     assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
-    stream = server.ask("/v1/responses", body | {"stream": True}).text
-    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
+    events = pieces_of(server.ask("/v1/responses", body | {"stream": True}).text)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
@@ -362,9 +376,8 @@ def test_one_call_ends_a_reply_that_must_not_have_several(talker):
         tools = [{"type": "function", "function": function}]
 
         def called(**more):
-            answer = server.ask(
-                "/v1/chat/completions", body | {"messages": HI, "tools": tools, **more}
-            ).json()
+            fields = body | {"messages": HI, "tools": tools, **more}
+            answer = server.ask("/v1/chat/completions", fields).json()
             (choice,) = answer["choices"]
             assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "")
             assert "ignored" not in answer["kvtool"]
@@ -379,36 +392,18 @@ def test_one_call_ends_a_reply_that_must_not_have_several(talker):
         result = {"role": "tool", "tool_call_id": call["id"], "content": "Noon."}
         after = server.chat([*HI, reply, result], tools=tools)[1]
         assert after["prompt_tokens_details"]["cached_tokens"] >= usage["total_tokens"] - 1
-        stream = server.ask(
-            "/v1/responses",
-            body
-            | {
-                "input": "Hi.",
-                "tools": [{"type": "function", **function}],
-                "parallel_tool_calls": False,
-                "stream": True,
-            },
-        ).text
-        events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
-        response = events[-1]["response"]
+        more = {"input": "Hi.", "tools": [{"type": "function", **function}], "parallel_tool_calls": False}
+        stream = server.ask("/v1/responses", body | more | {"stream": True}).text
+        response = pieces_of(stream)[-1]["response"]
         assert [item["type"] for item in response["output"]] == ["function_call"]
         assert response["parallel_tool_calls"] is False
+        body |= {"messages": HI, "tools": [{"name": "now", "input_schema": {"type": "object"}}]}
         choice = {"type": "auto", "disable_parallel_tool_use": True}
-        tools = [{"name": "now", "input_schema": {"type": "object"}}]
-        answer = server.ask(
-            "/v1/messages", body | {"messages": HI, "tools": tools, "tool_choice": choice}
-        ).json()
+        answer = server.ask("/v1/messages", body | {"tool_choice": choice}).json()
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         assert answer["stop_reason"] == "tool_use"
-        refused = server.ask(
-            "/v1/messages",
-            body
-            | {
-                "messages": HI,
-                "tools": tools,
-                "tool_choice": {"type": "any", "disable_parallel_tool_use": 1},
-            },
-        )
+        choice = {"type": "any", "disable_parallel_tool_use": 1}
+        refused = server.ask("/v1/messages", body | {"tool_choice": choice})
         assert "tool_choice.disable_parallel_tool_use must be true or false" in refused.text
 
 
@@ -434,19 +429,10 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
         unasked = server.ask(path, body | {"return_progress": None}).text
         assert "prompt_progress" not in unasked
         # cached tokens are included in `processed`
-        messages = [
-            message("user", "Hi."),
-            message("assistant", server.chat(HI)[0]["content"]),
-            message("user", long),
-        ]
+        messages = [*HI, server.chat(HI)[0], message("user", long)]
         body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
-        first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])
+        _, first, *_ = pieces_of(server.ask("/v1/chat/completions", body).text)
         assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"] > 0
-
-
-def pieces_of(text):
-    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
 
 
 def test_an_answer_names_the_fields_that_were_ignored(server):

@@ -10,7 +10,6 @@ import threading
 import zlib
 from contextlib import suppress
 
-import httpx2 as httpx
 import pytest
 
 from kvtool.serve.api.errors import ApiError
@@ -19,28 +18,11 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
 from tests.cli.called import called
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
+from tests.serve.here import send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
-
-
-def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
-    """Return the answer to a request. engine: function that answers the job; None if no job is expected."""
-    waiting = JobQueue(1)
-    asgi_app = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
-
-    async def answering():
-        if engine:
-            engine(await asyncio.to_thread(waiting.get))
-
-    async def answered():
-        way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
-        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
-            sent = client.request(method, path, content=content, headers=dict(headers))
-            return (await asyncio.gather(sent, answering()))[0]
-
-    return asyncio.run(answered())
 
 
 def post(content, encoding=None, **site):
@@ -93,6 +75,22 @@ def test_a_body_that_cannot_be_decoded_is_refused_with_the_reason():
         ("gzip", b"", "the body ends in the middle of its gzip data"),
     ):
         assert post(data, encoding)[:2] == (400, words)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{{", "the body is not JSON"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+    ],
+    ids=["broken", "not UTF-8", "digits", "deep"],
+)
+def test_a_body_that_cannot_be_parsed_is_refused_with_the_reason(body, words):
+    status, said, _ = post(body)
+    assert status == 400
+    assert words in said
 
 
 def test_a_small_body_does_not_become_a_large_one():
@@ -190,6 +188,7 @@ def test_a_slash_at_the_end_changes_nothing():
         ((), OBSIDIAN, False),
         ((), "https://example.com", False),
         ((), "null", False),
+        ((), "https://localhost.evil.example", False),
         ((), "http://localhost:3000", True),
         ((OBSIDIAN,), OBSIDIAN, True),
         ((OBSIDIAN,), "app://obsidian.md.evil", False),

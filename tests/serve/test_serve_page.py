@@ -14,67 +14,46 @@ import random
 import re
 import shutil
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from kvtool.serve.http import app
-from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
-from kvtool.serve.queue import Job, JobQueue
+from kvtool.serve.queue import Job
 from tests.held import PATIENCE_S
+from tests.serve.here import send
 
-ROOT = Path(__file__).parents[2]
-WEB = ROOT / "kvtool" / "serve" / "http" / "web"
-FILES = sorted(WEB.iterdir())
-
-
-def get(path, **site):
-    """Return the status, the headers and the body of an answer. The model is not loaded yet."""
-    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    async def send(message):
-        sent.append(message)
-
-    answer = app.make(Site("m", "h2o", JobQueue(1), **site))
-    asyncio.run(answer(scope | {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}, receive, send))
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]).decode()
+WEB = Path(__file__).parents[2] / "kvtool" / "serve" / "http" / "web"
 
 
 @pytest.fixture(scope="module")
 def page():
-    return get("/")
+    return send("/")
 
 
 def test_the_page_needs_no_key_and_comes_while_the_model_is_loaded(page):
-    status, headers, text = get("/", limits=Limits(("secret",)))
-    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert text == page[2]
-    assert text.startswith("<!doctype html>")
-    assert text.endswith("</html>\n")
-    assert "{{" not in text
+    answer = send("/", limits=Limits(("secret",)), is_loaded=False)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert answer.text == page.text
+    assert page.text.startswith("<!doctype html>")
+    assert page.text.endswith("</html>\n")
+    assert "{{" not in page.text
 
 
 def test_health_needs_no_key_and_says_when_the_model_is_loaded():
     keys = Limits(("secret",))
-    status, headers, text = get("/health", limits=keys)
-    assert (status, headers["retry-after"], json.loads(text)["error"]["code"]) == (503, "1", "loading")
-    status, _, text = get("/health", limits=keys, props={})
-    assert (status, json.loads(text)) == (200, {"status": "ok"})
+    answer = send("/health", limits=keys, is_loaded=False)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "loading"
+    answer = send("/health", limits=keys)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
 def test_a_browser_may_run_the_page_alone_and_ask_its_server_alone(page):
-    _, headers, text = page
-    policy = dict(each.split(" ", 1) for each in headers["content-security-policy"].split("; "))
+    policy = dict(each.split(" ", 1) for each in page.headers["content-security-policy"].split("; "))
     for tag in ("script", "style"):
-        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.S)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
     assert policy == {
@@ -85,21 +64,21 @@ def test_a_browser_may_run_the_page_alone_and_ask_its_server_alone(page):
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["referrer-policy"] == "no-referrer"
 
 
 def test_the_page_loads_nothing_else(page):
-    assert re.findall(r"https?:|//\w+\.\w|@import|url\(|@font-face|\bimport\(", page[2]) == []
-    assert re.findall(r"(?:src|href)=\S+", page[2]) == ['href="data:,">']
-    assert re.findall(r"fetch\((\S+?)[,)]", page[2]) == ['"v1/chat/completions"', '"props"']
+    assert re.findall(r"https?:|//\w+\.\w|@import|url\(|@font-face|\bimport\(", page.text) == []
+    assert re.findall(r"(?:src|href)=\S+", page.text) == ['href="data:,">']
+    assert re.findall(r"fetch\((\S+?)[,)]", page.text) == ['"v1/chat/completions"', '"props"']
 
 
 def test_no_text_is_ever_read_as_html(page):
     ways = (
         r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|DOMParser|createContextualFragment"
     )
-    assert re.findall(rf"{ways}|\beval\(|new Function|srcdoc", page[2]) == []
+    assert re.findall(rf"{ways}|\beval\(|new Function|srcdoc", page.text) == []
 
 
 def test_no_element_has_a_script_or_a_style_of_its_own():
@@ -119,19 +98,7 @@ def test_what_the_script_looks_for_is_in_the_page():
 
 
 def test_no_file_is_longer_than_500_lines():
-    assert [path.name for path in FILES if path.read_text(encoding="utf-8").count("\n") > 500] == []
-
-
-def test_the_page_is_in_the_wheel(tmp_path):
-    words = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {path.relative_to(ROOT).as_posix() for path in FILES} <= names
-    assert len(FILES) == 5
+    assert [path.name for path in WEB.iterdir() if path.read_text(encoding="utf-8").count("\n") > 500] == []
 
 
 def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import httpx2 as httpx
 import numpy as np
 import pytest
 
@@ -17,10 +14,8 @@ from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
 from kvtool.serve.api.completions import server_event
 from tests import tiny
-from tests.held import PATIENCE_S
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message, pieces_of
 from tests.serve.here import here
-from tests.serve.serving import serving
 
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
 """Tokens of a text, with the vocabulary of tests/tiny.py."""
@@ -28,21 +23,21 @@ TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell 
 NOT_FINITE = "the model's logits are not finite; the model file may be damaged"
 
 
+SCORED = {"echo": True, "logprobs": 1, "max_tokens": 1}
+
+
 def scored(server, prompt, **more):
-    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0} | more
-    answer = (
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status().json()
-    )
-    return answer["choices"][0]
+    answer = server.ask("/v1/completions", SCORED | {"prompt": prompt} | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
 
 
 @pytest.mark.parametrize("policy", ["full", "recall", "h2o", "snapkv", "corm"])
 def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
-    options = {"budget": None if policy == "full" else "64"}
-    given = [] if policy == "full" else ["--budget", "64"]
-    with open_run(ScoreOptions(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
+    options = {"policy": policy} | ({} if policy == "full" else {"budget": "64"})
+    with open_run(ScoreOptions(model=str(chat_model), threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
-    with serving(chat_model, "--policy", policy, *given) as server:
+    with here(chat_model, **options) as server:
         # the second answer must not depend on the first request
         for _ in range(2):
             scores = scored(server, [TOKENS], max_tokens=0)["logprobs"]
@@ -57,19 +52,10 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
-    with serving(path, "--policy", "full") as server:
-        body = {"content": text}
-        tokens = httpx.post(f"{server.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
+    with here(path, policy="full") as server:
+        tokens = server.ask("/tokenize", {"content": text}).json()["tokens"]
         of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
-        stream = {
-            "prompt": text,
-            "echo": True,
-            "logprobs": 1,
-            "max_tokens": 1,
-            "temperature": 0,
-            "stream": True,
-        }
-        lines = httpx.post(f"{server.url}/v1/completions", json=stream, timeout=PATIENCE_S).text.split("\n\n")
+        stream = server.ask("/v1/completions", SCORED | {"prompt": text, "stream": True}).text
     one, two = of_text["logprobs"], of_tokens["logprobs"]
     assert one["tokens"] == two["tokens"]
     assert one["token_logprobs"] == two["token_logprobs"]
@@ -80,16 +66,15 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
         for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
             if token.isascii() and token != "<s>":
                 assert choice["text"][at:].startswith(token)
-    bodies = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    chunks = [body["choices"][0]["logprobs"] for body in bodies if body["choices"][0]["logprobs"]]
+    pieces = [piece["choices"][0]["logprobs"] or {} for piece in pieces_of(stream)]
     for name, whole in one.items():
-        assert [each for chunk in chunks for each in chunk[name]] == whole
+        assert [each for piece in pieces for each in piece.get(name, [])] == whole
 
 
 def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
     # clients that score a prompt drop the last entry of each list, so the lists must not end with a token of
     # the prompt
-    with serving(chat_model, "--policy", "full") as server:
+    with here(chat_model, policy="full") as server:
         choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
         assert choice["finish_reason"] == "stop"
         assert choice["text"] == "A lamp is"
@@ -105,12 +90,11 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
         "prompt must have tokens in 0..": {"prompt": [-1]},
         "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
     }
-    with serving(chat_model, "--policy", "full") as server:
-        for message, fields in wrong.items():
-            body = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | fields
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    with here(chat_model, policy="full") as server:
+        for words, fields in wrong.items():
+            answer = server.ask("/v1/completions", SCORED | {"prompt": "A lamp"} | fields)
             assert answer.status_code == 400
-            assert answer.json()["error"]["message"].startswith(message)
+            assert answer.json()["error"]["message"].startswith(words)
             assert answer.json()["error"]["message"].isprintable()
 
 

@@ -15,7 +15,13 @@ from kvtool.serve.api.output_format import OutputFormat, check
 from tests.serve.answered import answering
 from tests.serve.test_serve_tools import tool
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+def with_required(**properties):
+    """Return the schema of an object that must have these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+CITY = with_required(city={"type": "string"})
 
 
 def of_schema(schema, strict=None):
@@ -208,7 +214,7 @@ FITS = {
 @pytest.mark.engine
 @pytest.mark.parametrize("what", FITS)
 def test_an_answer_fits_its_strict_schema(ask, what):
-    schema = {"type": "object", "properties": {"e": {"type": "string", **FITS[what]}}, "required": ["e"]}
+    schema = with_required(e={"type": "string", **FITS[what]})
     if "allOf" in FITS[what]:
         del schema["properties"]["e"]["type"]
     for seed in range(6):
@@ -269,20 +275,8 @@ def test_an_answer_fits_what_other_servers_fields_say(ask, fields, fits):
         assert re.fullmatch(fits, ask(seed, **fields)["message"]["content"])
 
 
-PATTERNS = [
-    tool(f"tool_{n}", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
-    for n in range(29)
-]
-PATTERNS.append(
-    tool(
-        "last",
-        {
-            "type": "object",
-            "properties": {"x": {"type": "string", "pattern": r'^"\d{3}"$'}},
-            "required": ["x"],
-        },
-    )
-)
+PATTERNS = [tool(f"tool_{n}", with_required(x={"type": "integer"})) for n in range(29)]
+PATTERNS.append(tool("last", with_required(x={"type": "string", "pattern": r'^"\d{3}"$'})))
 
 
 @pytest.mark.engine
@@ -290,14 +284,11 @@ def test_one_of_many_tools_has_a_pattern(ask):
     names = set()
     for seed in range(12):
         end = ask(seed, tools=PATTERNS, tool_choice="required")
-        ((name, arguments),) = (
-            (call["function"]["name"], call["function"]["arguments"]) for call in end["message"]["tool_calls"]
-        )
+        (call,) = end["message"]["tool_calls"]
         assert end["message"]["content"] == ""
-        jsonschema.validate(
-            json.loads(arguments),
-            next(each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name),
-        )
+        name = call["function"]["name"]
+        (schema,) = [each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
         names.add(name)
     assert len(names) > 3
     end = ask(tools=PATTERNS, tool_choice={"type": "function", "function": {"name": "last"}})
@@ -307,7 +298,7 @@ def test_one_of_many_tools_has_a_pattern(ask):
 
 @pytest.mark.engine
 def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_left_out_if_not(ask):
-    bad = {"type": "object", "properties": {"x": {"type": "string", "pattern": r"(a)\1"}}, "required": ["x"]}
+    bad = with_required(x={"type": "string", "pattern": r"(a)\1"})
     tools = [tool("first"), tool("second", bad, strict=True)]
     with pytest.raises(ApiError, match="the JSON schema's pattern cannot be enforced") as caught:
         ask(tools=tools, tool_choice="required")
@@ -323,20 +314,9 @@ def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_le
 @pytest.mark.engine
 @pytest.mark.parametrize("n", [1, 4, 9, 14, 20])
 def test_a_call_that_is_cut_is_no_text(ask, n):
-    tools = [
-        tool(
-            "note",
-            {
-                "type": "object",
-                "properties": {"text": {"type": "string", "minLength": 400}},
-                "required": ["text"],
-            },
-        )
-    ]
-    for more in (
-        {"tool_choice": "required"},
-        {"tool_choice": "auto", "response_format": of_schema({"const": "x"})},
-    ):
+    tools = [tool("note", with_required(text={"type": "string", "minLength": 400}))]
+    or_answer = {"tool_choice": "auto", "response_format": of_schema({"const": "x"})}
+    for more in ({"tool_choice": "required"}, or_answer):
         for seed in range(3):
             end = ask(seed, tools=tools, max_tokens=n, **more)
             assert end["message"]["content"] in ("", '"', '"x', '"x"')
@@ -349,13 +329,7 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(ask):
     tools = [tool("weather", CITY)]
     answers, calls = 0, 0
     for seed in range(30):
-        end = ask(
-            seed,
-            tools=tools,
-            response_format=of_schema(
-                {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-            ),
-        )
+        end = ask(seed, tools=tools, response_format=of_schema(with_required(n={"enum": [1, 2]})))
         if "tool_calls" in end["message"]:
             (call,) = end["message"]["tool_calls"]
             assert isinstance(json.loads(call["function"]["arguments"])["city"], str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 from contextlib import ExitStack, closing, contextmanager
@@ -31,7 +32,7 @@ from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 from kvtool.serve.store.resumer import Resumer
 from tests.held import PATIENCE_S, until
-from tests.serve.crowd_serve import message, request, streaming
+from tests.serve.asking import ask, connected, message
 from tests.serve.serving import serving
 
 RECALL = ["search=all"]
@@ -444,14 +445,15 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
     with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
-        alone = request(server.url, short, timeout=PATIENCE_S)[1]["choices"]
+        alone = ask(server.url, **short).text
         for body in (long, prompt):
-            with streaming(server.url, body, PATIENCE_S) as link:
+            with connected(server.url) as link:
+                link.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
                 until(lambda: running(server.url) == 1)
                 if body is long:
                     answer = link.getresponse()
                     assert answer.readline()
-                assert request(server.url, short, timeout=PATIENCE_S)[1]["choices"] == alone
+                assert ask(server.url, **short).text == alone
                 # for a moment after its answer, the server may still count the short request
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
@@ -459,9 +461,8 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     assert len([answer.readline() for _ in range(99)]) == 99
             until(lambda: running(server.url) == 0)
         props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
-        stats = request(server.url, short, timeout=PATIENCE_S)[1]["kvtool"]
         assert props["total_slots"] == 2
-        assert props["cache_bytes"] == 2 * stats["cache_bytes"]
+        assert props["cache_bytes"] == 2 * ask(server.url, **short).stats["cache_bytes"]
 
 
 def test_an_archive_leaves_room_for_the_others(talker):

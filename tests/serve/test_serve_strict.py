@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.serve.http import app
 from tests import tiny
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
 from tests.serve.here import here
 from tests.serve.late import anthropic, openai
 
@@ -166,10 +166,11 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
 
 
 def test_anthropic_takes_a_thought_as_a_block(thinker):
-    fields = CHAT | BRIEFLY | {"max_tokens": 40}
-    assert [block.type for block in taken(thinker, anthropic, "messages.create", fields).content] == [
-        *("thinking", "text"),
-    ]
+    fields = CHAT | {"max_tokens": 40, "extra_body": {"thinking_budget": 3, "grammar": 'root ::= "Yes."'}}
+    answer = taken(thinker, anthropic, "messages.create", fields)
+    thought, text = answer.content
+    assert (thought.type, thought.signature, text.type, text.text) == ("thinking", "", "text", "Yes.")
+    assert answer.stop_reason == "end_turn"
     assert taken(thinker, anthropic, "messages.create", fields | STREAM)
     assert taken(thinker, openai, "chat.completions.create", fields | STREAM)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import ExitStack
 
 import httpx2 as httpx
 import pytest
@@ -21,7 +22,7 @@ from tests import tiny
 from tests.chats import published
 from tests.chats.published import WANT_FUNCTIONS, needs_published
 from tests.held import PATIENCE_S
-from tests.serve.answered import answering
+from tests.serve.answered import answering, checked
 from tests.serve.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
@@ -43,15 +44,14 @@ USER = [{"role": "user", "content": "Hello"}]
 @pytest.fixture
 def serve(model, tmp_path):
     """serve(source, ...): open the model with this chat template. See `answering`."""
-    opened = []
+    number = itertools.count()
+    with ExitStack() as stack:
 
-    def start(source, policy="full", **more):
-        opened.append(answering(model, source, tmp_path / str(len(opened)), policy, **more))
-        return opened[-1].__enter__()
+        def start(source, policy="full"):
+            folder = tmp_path / str(next(number))
+            return stack.enter_context(answering(model, source, folder, policy))
 
-    yield start
-    for each in opened:
-        each.__exit__(None, None, None)
+        yield start
 
 
 def wish(**fields):
@@ -155,6 +155,7 @@ ON_FOR_LOW = "takes off and on; on was used for low"
     [
         ("chat", {"chat_template_kwargs": {"enable_thinking": False}}),
         ("chat", {"enable_thinking": False}),
+        ("chat", {"thinking_budget": 0}),
         ("chat", {"reasoning_effort": "none"}),
         ("chat", {"reasoning": {"effort": "none"}}),
         ("chat", {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none"}),
@@ -338,12 +339,6 @@ def test_the_tokens_of_a_thought_are_counted_without_its_tags(
         assert end["n_thought"] == len(bytewise.tokenize(thought))
 
 
-def test_a_budget_of_no_tokens_is_no_thinking(serve):
-    serve = serve(SWITCHED)
-    end = serve(USER, "Yes.", thinking_budget=0)
-    assert (end["message"]["content"], serve.prompt.endswith(EMPTY)) == ("Yes.", True)
-
-
 AGENT = (
     "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -380,7 +375,7 @@ def bytewise(tmp_path_factory):
 
 def fresh(serve, messages, **more):
     """Return the tokens of a request's prompt on a server that has not stored the chat."""
-    request = serve.request({"messages": messages, **more})
+    request = checked({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 

@@ -17,7 +17,7 @@ from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools.prompt import for_template, tools_text
-from tests.serve.crowd_serve import message
+from tests.serve.asking import message
 
 
 def tool(name, parameters=None, **more):

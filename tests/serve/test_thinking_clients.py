@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +18,9 @@ from kvtool.serve.tools.formats import HERMES
 from tests import tiny
 from tests.serve.answered import Answering
 from tests.serve.here import here
-from tests.serve.test_serve_clients import filled, read_chat, read_message
+from tests.serve.test_serve_clients import filled, read_chat, read_message, recorded
 
-_ALL = [
-    json.loads(line)
-    for line in (Path(__file__).parents[1] / "data/thinking_clients.jsonl").read_text().splitlines()
-]
-LOGS = {client: list(lines) for client, lines in groupby(_ALL, lambda line: line["client"])}
+LOGS = recorded("thinking_clients.jsonl")
 
 KEEPS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<tool_call><|im_end|>\n{% endif %}"
@@ -48,7 +42,7 @@ def server(smollm2, tmp_path_factory):
 
 
 def test_all_agents_but_continue_send_thoughts_back():
-    senders = {line["client"] for line in _ALL if re.search('"(THOUGHT|STRIPPED) ', json.dumps(line["body"]))}
+    senders = {client for client in LOGS if re.search('"(THOUGHT|STRIPPED) ', json.dumps(LOGS[client]))}
     assert LOGS.keys() - senders == {"continue 1.5.47"}
 
 

@@ -234,15 +234,19 @@ WRITTEN = {
 }
 # for each format, a text that opens a call but is not a complete call
 OPENS = {
-    **{
-        "hermes": "<tool_call>",
-        "xml": "<tool_call><function=",
-        "glm": "<tool_call>",
-        "mistral": "[TOOL_CALLS]",
-    },
-    **{"mistral-args": "[TOOL_CALLS]", "granite": "<|tool_call|>", "nemotron": "<TOOLCALL>"},
-    **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>", "gemma": "<|tool_call>"},
-    **{"seed": "<seed:tool_call>", "apriel": "<tool_calls>", "cohere": "<|START_ACTION|>"},
+    "hermes": "<tool_call>",
+    "xml": "<tool_call><function=",
+    "glm": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral-args": "[TOOL_CALLS]",
+    "granite": "<|tool_call|>",
+    "nemotron": "<TOOLCALL>",
+    "llama": "<|python_tag|>",
+    "lfm2": "<|tool_call_start|>",
+    "gemma": "<|tool_call>",
+    "seed": "<seed:tool_call>",
+    "apriel": "<tool_calls>",
+    "cohere": "<|START_ACTION|>",
     "minimax": "<minimax:tool_call>",
 }
 

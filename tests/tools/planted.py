@@ -266,7 +266,7 @@ PLANTED = {
         "kvtool/serve/http/gate.py",
         "if not limits.local_only:",
         "if limits:",
-        ("serve/test_serve_chats.py",),
+        ("serve/test_serve.py::test_models_props_and_tokens",),
     ),
     "serve, neutral values": Fault(
         "a field that asks for nothing is refused",

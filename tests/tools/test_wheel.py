@@ -105,12 +105,15 @@ def test_it_is_the_wheels(place):
     assert stdout == f"{place.site / 'kvtool' / '__init__.py'} None\n"
 
 
-def test_patch_files_and_models_are_in_it(place):
+def test_patch_files_models_and_the_web_page_are_in_it(place):
     packed = place.site / "kvtool"
     assert (packed / "models.txt").read_bytes() == (ROOT / "models.txt").read_bytes()
     for path in (ROOT / "patches").iterdir():
         if path.is_file():
             assert (packed / "patches" / path.name).read_bytes() == path.read_bytes(), path.name
+    web = Path("serve", "http", "web")
+    for path in (ROOT / "kvtool" / web).iterdir():
+        assert (packed / web / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_without_llama_cpp_one_line_says_how_to_build_it(before):
