@@ -326,19 +326,11 @@ def test_a_budget_that_does_not_fit_is_told_in_the_words_of_who_typed_it(policy,
 
 @every_evicting_policy
 def test_keeps_its_promises_at_the_smallest_budget(name):
-    budget = next(budget for budget in range(1, 100) if _works(name, budget))
+    budget = policies.spec(name).smallest_budget()
     for policy, cache, view, plan in plans(name, budget):
         for row in kept(view, plan):
             assert set(row) >= {*range(getattr(policy, "sinks", 0)), cache.next - 1}
             assert len(row) < budget
-
-
-def _works(name, budget):
-    try:
-        policies.fit(name, budget)
-    except UsageError:
-        return False
-    return True
 
 
 def test_an_unknown_policy_is_told_with_names_that_are_like_it():

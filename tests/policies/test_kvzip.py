@@ -68,7 +68,7 @@ def repeat(engine, stream, tokens, begin, stop):
 
 def evict(engine, stream):
     policy = engine.policy
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    params = policies.chosen(policy)
     params["window"] = max(policy.window, engine.n_held)
     common = {"pinned": engine.n_pinned, "budget": policy.budget, "slack": policy.slack}
     stream.evict(kvzip.keep, **common, **params)
