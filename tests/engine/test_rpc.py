@@ -15,7 +15,6 @@ import pytest
 from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.devices import devices
-from kvtool.llama.library import library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
@@ -139,8 +138,6 @@ def client(endpoint, *paths):
 @pytest.fixture(scope="module")
 def remote(tiny_model):
     """Return (printed results of the client, the log of each run)."""
-    if not (library_path().parent / "libggml-rpc.so").exists():
-        pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]
     with rpc_server.running() as endpoint:
         return rpc_server.client("tests.engine.test_rpc", endpoint, *paths)
