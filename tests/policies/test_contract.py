@@ -13,8 +13,6 @@ from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.parameters import explained
 
-BUDGETS = [16, 40, 65]
-
 every_policy = pytest.mark.parametrize("name", policies.names())
 # all policies but full, which never evicts
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
@@ -26,7 +24,7 @@ every_policy_with_sinks = pytest.mark.parametrize(
 every_policy_with_state = pytest.mark.parametrize(
     "name", [name for name in EVICTING if policies.fit(name, 40).start(1, 40, 8)]
 )
-every_budget = pytest.mark.parametrize("budget", BUDGETS)
+every_budget = pytest.mark.parametrize("budget", [16, 40, 65])
 
 
 def make(name, budget, seed=0):
