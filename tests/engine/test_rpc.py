@@ -76,18 +76,19 @@ def model_of(tiny_model, arch="llama"):
 
 
 def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
-    """Return the NLL of a short text, and keys and values of the first layer.
+    """Return the NLL of a short text, then keys and values of the first and the last layer.
 
-    If rows are ragged, return the NLL, the numbers of live cells, and [0] instead.
+    If rows are ragged, return the NLL and the numbers of live cells instead.
     """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
-            return nll.tolist(), engine.rows.live.tolist(), [0]
+            return [nll.tolist(), engine.rows.live.tolist()]
         # if the model has sliding layers, their cache is the last
         state = saved.parse_all(engine.context.state())[-1]
-        return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
+        ends = [take(layer, 2).tolist() for layer in (0, -1) for take in (state.keys, state.values)]
+        return [nll.tolist(), *ends]
 
 
 def signals(path, n_gpu_layers=None):

@@ -21,9 +21,8 @@ def make(name, options, budget, evict_every, seed, shape=(2, 3), **kwargs):
     return policy, Cache(*shape, 3 * budget, policy, seed, **kwargs)
 
 
-def merges_of(cache, plan):
-    """Return a dict {dst pos: {src pos: weight}} for each row."""
-    pos = cache.live_pos()
+def merges_of(pos, plan):
+    """Return {dst pos: {src pos: weight}} for each row. pos i32[row, cell]: positions of the tokens."""
     merges = [{} for _ in pos]
     if plan.merge is not None:
         m = plan.merge
@@ -59,7 +58,7 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwarg
         view, plan = cache.plan(pinned)
         stays, merges = by_twin(name, policy, cache, pinned)
         assert kept(view, plan) == stays, f"plan {step}"
-        for got, want in zip(merges_of(cache, plan), merges, strict=True):
+        for got, want in zip(merges_of(view.pos, plan), merges, strict=True):
             assert got.keys() == want.keys(), f"plan {step}"
             for dst, sources in want.items():
                 assert got[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
