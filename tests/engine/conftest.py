@@ -1,10 +1,16 @@
-"""Fixtures that hide the patch from kvtool, or let the device edit the cache."""
+"""Fixtures of several test files: they change how kvtool works, or compile a library."""
 
 from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from kvtool.llama.context import Context
+from tests.held import PATIENCE_S
 
 
 @pytest.fixture
@@ -37,3 +43,25 @@ def edits_on_device(monkeypatch):
 
     monkeypatch.setattr(Context, "apply", on_the_device)
     return n_moves
+
+
+@pytest.fixture
+def however_unlikely(monkeypatch):
+    """Draft as many tokens as possible."""
+    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
+    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """compiled(name) compiles NAME.cpp of this folder, and returns the path of the shared library."""
+
+    def compile_library(name):
+        source = Path(__file__).with_name(f"{name}.cpp")
+        library = tmp_path_factory.mktemp(name) / f"{name}.so"
+        compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", source, "-o", library]
+        subprocess.run(command, check=True, timeout=PATIENCE_S)
+        return library
+
+    return compile_library

@@ -61,8 +61,8 @@ def main() -> None:
         "recall": lambda path: _run(path, "recall"),
         "whole": lambda path: _run(path, "snapkv", whole=True),
         "in-cache": lambda path: _run(path, "h2o", positions="in-cache", **EXACT),
-        "q8_0, q4_0": lambda path: _quantized(path),
-        "sessions": lambda path: _session(path),
+        "q8_0, q4_0": _quantized,
+        "sessions": _session,
     }
     print("| kind | for example | " + " | ".join(columns) + " |")
     print("| --- | --- |" + " --- |" * len(columns))

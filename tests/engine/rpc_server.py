@@ -1,13 +1,9 @@
 """Run ggml's RPC server on loopback, with the library that kvtool loads.
 
-    python -m tests.engine.rpc_server PORT [ENDPOINT]
+    python -m tests.engine.rpc_server PORT
 
-The server's clients use a device in another process. Without ENDPOINT, this device is the CPU.
-
-With ENDPOINT, the server runs the code of `kvtool worker`, and offers the device of the server at that
-endpoint. `kvtool worker` then cannot access the device's memory directly, just as with a GPU.
-
-The server ends after TIME_LIMIT seconds, or earlier if it is killed.
+The server's clients use a device in another process, the CPU. The server ends after TIME_LIMIT seconds, or
+earlier if it is killed.
 """
 
 from __future__ import annotations
@@ -19,6 +15,8 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+
+import pytest
 
 from lab.benchmarks.servers import reserved_port
 from tests import forked
@@ -53,30 +51,27 @@ def serve(port):
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
 
 
-def pass_on(port, endpoint):
-    """Serve the device of another server, until the process ends."""
-    from kvtool.llama.workers import add_rpc, server
-
-    add_rpc(endpoint)
-    signal.alarm(TIME_LIMIT)
-    server(f"127.0.0.1:{port}", 1)()
-
-
 class Endpoint(str):
     """Address "127.0.0.1:port" of a server. The attribute `process` is the process of the server."""
 
     process: subprocess.Popen
 
 
-@contextmanager
-def running(*behind):
-    """Start a server in another process and yield its Endpoint. Kill the server at the end of the block.
+def skip_without_rpc():
+    """Skip the test if the library is built without RPC."""
+    from kvtool.llama.library import library_path
 
-    behind: the endpoint of another server, whose device this server offers. By default it offers the CPU.
-    """
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+
+
+@contextmanager
+def running():
+    """Start a server in another process and yield its Endpoint. Kill the server at the end of the block."""
+    skip_without_rpc()
     with reserved_port() as port:
         server = forked.Popen(
-            [sys.executable, "-m", "tests.engine.rpc_server", str(port), *behind],
+            [sys.executable, "-m", "tests.engine.rpc_server", str(port)],
             cwd=forked.ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -111,4 +106,4 @@ def client(module, *arguments):
 
 
 if __name__ == "__main__":
-    (pass_on if sys.argv[2:] else serve)(int(sys.argv[1]), *sys.argv[2:])
+    serve(int(sys.argv[1]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
+from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.decoder import FLASH
@@ -57,15 +58,16 @@ def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
         exact["prefill"] = "stream"
-    model = Model(path, n_gpu_layers=n_gpu_layers, mtp=mtp)
-    engine = None
-    try:
-        engine = Engine(model, policy, Settings(**(exact | settings)))
+    with (
+        closing(Model(path, n_gpu_layers=n_gpu_layers, mtp=mtp)) as model,
+        closing(Engine(model, policy, Settings(**(exact | settings)))) as engine,
+    ):
         yield engine
-    finally:
-        if engine:
-            engine.close()
-        model.close()
+
+
+def fit_recall(budget=48, evict_every=16, **params):
+    """Return the policy `recall` with these parameters."""
+    return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
 def future_of(policy):
@@ -79,6 +81,14 @@ def text(n, seed=1, n_vocab=259):
     phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
     tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
     return tokens[:n].astype(np.int32)
+
+
+def distinct(n, seed=1, n_vocab=259):
+    """Return n different tokens i32[n] for a tiny model.
+
+    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
+    """
+    return np.random.default_rng(seed).permutation(np.arange(3, n_vocab))[:n].astype(np.int32)
 
 
 def stepped_logits(engine, batches):

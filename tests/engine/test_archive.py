@@ -24,7 +24,7 @@ from kvtool.models.weights import Weights
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
-from tests.cli.called import KEEPS, called, uncut
+from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.cli.terminal import terminals
 from tests.cli.test_chat_session import TURNS
 from tests.cli.test_cli import kvtool
@@ -95,10 +95,7 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     ],
 )
 def test_a_policy_without_an_archive_takes_no_flag_of_it(typed, words):
-    done = called(*typed.split(), stdin="a text")
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(called(*typed.split(), stdin="a text"), 2, words)
 
 
 def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_path):
@@ -189,11 +186,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [
-        (["--positions", "in-cache"], "with --positions in-cache"),
-        (["--prefill", "whole"], None),
-        ([], None),
-    ],
+    [(["--positions", "in-cache"], "with --positions in-cache"), (["--prefill", "whole"], None), ([], None)],
 )
 def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
     done = talk(TURNS[:2], *options, "-v")
@@ -318,10 +311,7 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
         (["--archive-type", "q9"], "--archive-type must be one of"),
         (["--archive", ""], "--archive is a number of tokens"),
     ):
-        refused = called("compare", tmp_path / "text", *options, *wrong)
-        assert refused.returncode == 2
-        assert words in refused.stderr
-        assert refused.stderr.count("\n") == 1
+        one_line(called("compare", tmp_path / "text", *options, *wrong), 2, words)
 
 
 def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):

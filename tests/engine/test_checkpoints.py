@@ -32,6 +32,37 @@ def opened(path, name, n_batch=16, **settings):
     return open_engine(path, fit(name), archive_type="f32", n_batch=n_batch, **settings)
 
 
+def arrays_of(engine):
+    """Return the saved arrays, without the cells of sliding layers.
+
+    Those cells may differ, because cells of dropped tokens may hold anything.
+    """
+    return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
+
+
+def assert_same_arrays(engine, other):
+    got, wanted = arrays_of(engine), arrays_of(other)
+    assert got.keys() == wanted.keys()
+    if not ON_CUDA:
+        assert [key for key in got if not np.array_equal(got[key], wanted[key])] == []
+
+
+def check_rewound(engine, fresh, tokens, n):
+    """Rewind to n tokens or a few less, and compare with `fresh`, which reads only the tokens that stay."""
+    n_kept = engine.n_kept(n)
+    assert n - SPACING - 16 < n_kept <= n
+    assert engine.rewind(n) == n_kept
+    assert not engine.context.has_logits
+    fresh.empty()
+    fresh.read(tokens[:n_kept])
+    # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
+    fresh.evict_if_due()
+    assert state(engine) == state(fresh)
+    got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
+    assert np.abs(got - wanted).max() < TOLERANCE
+    assert state(engine) == state(fresh)
+
+
 # with a context of 150 tokens, gaps between positions are closed before each checkpoint
 @pytest.mark.parametrize("arch", KINDS)
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
@@ -46,18 +77,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
         assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
         assert len(places) == 2
         for n in (480, 300):
-            n_kept = engine.n_kept(n)
-            assert n - SPACING - 16 < n_kept <= n
-            assert engine.rewind(n) == n_kept
-            assert not engine.context.has_logits
-            fresh.reset()
-            fresh.read(tokens[:n_kept])
-            # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
-            fresh.evict_if_due()
-            assert state(engine) == state(fresh)
-            got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
-            assert np.abs(got - wanted).max() < TOLERANCE
-            assert state(engine) == state(fresh)
+            check_rewound(engine, fresh, tokens, n)
         assert [each.n_past for each in engine.checkpoints] == places[:1]
         if arch == "lfm2":
             assert engine.rewind(100) == 0
@@ -191,14 +211,6 @@ def test_tokens_that_the_archive_has_dropped_are_not_rewound_to(tiny_model):
 FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 
-def arrays_of(engine):
-    """Return the saved arrays, without the cells of sliding layers.
-
-    Those cells may differ, because cells of dropped tokens may hold anything.
-    """
-    return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
-
-
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("name", FORGETTING)
 def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model, name, arch):
@@ -215,22 +227,8 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
         for n in (480, 300):
             # read more tokens one by one, so that the policy forgets more
             logits(engine, text(60, seed=3))
-            n_kept = engine.n_kept(n)
-            assert n - SPACING - 16 < n_kept <= n
-            assert engine.rewind(n) == n_kept
-            assert not engine.context.has_logits
-            fresh.empty()
-            fresh.read(tokens[:n_kept])
-            # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
-            fresh.evict_if_due()
-            assert state(engine) == state(fresh)
-            got, wanted = arrays_of(engine), arrays_of(fresh)
-            assert got.keys() == wanted.keys()
-            if not ON_CUDA:
-                assert [key for key in got if not np.array_equal(got[key], wanted[key])] == []
-            got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
-            assert np.abs(got - wanted).max() < TOLERANCE
-            assert state(engine) == state(fresh)
+            check_rewound(engine, fresh, tokens, n)
+            assert_same_arrays(engine, fresh)
         assert [each.n_past for each in engine.checkpoints] == places[:1]
         assert engine.rewind(100) == engine.n_past == len(engine.checkpoints) == 0
         assert engine.n_pinned == 5
@@ -254,9 +252,7 @@ def test_a_prompt_read_whole_has_checkpoints_only_after_it(tiny_model, monkeypat
             logits(fresh, text(n // 30 * 30 - 300, seed=2))
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
-            got, wanted = arrays_of(engine), arrays_of(fresh)
-            if not ON_CUDA:
-                assert [key for key in wanted if not np.array_equal(got[key], wanted[key])] == []
+            assert_same_arrays(engine, fresh)
             fresh.checkpoints.take()
 
 

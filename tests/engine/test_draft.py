@@ -8,7 +8,7 @@ import pytest
 from kvtool import policies
 from kvtool.errors import LibraryError
 from kvtool.policy import Signal
-from tests.engine.running import open_engine, text
+from tests.engine.running import distinct, open_engine, text
 
 N_DRAFT = 5
 
@@ -51,14 +51,6 @@ KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lf
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
-def distinct(n):
-    """Return n different tokens.
-
-    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
-    """
-    return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
-
-
 def same_with_drafts(path, name, tokens):
     policy = policies.fit(name, 200 if name == "full" else 48)
     results = []
@@ -80,7 +72,7 @@ def same_with_drafts(path, name, tokens):
 @pytest.mark.parametrize("name", policies.names())
 def test_drafts_change_nothing(tiny_model, name):
     n = 150 if name == "full" else 300
-    tokens = distinct(n) if name == "knorm" else text(n)
+    tokens = distinct(n, n_vocab=400) if name == "knorm" else text(n)
     same_with_drafts(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
 
 

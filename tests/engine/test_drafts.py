@@ -274,13 +274,6 @@ def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     assert results[0][1] == results[1][1]
 
 
-@pytest.fixture
-def however_unlikely(monkeypatch):
-    """Draft as many tokens as possible."""
-    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
-    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
-
-
 def test_a_model_guesses_what_it_would_write_itself(talker, however_unlikely):
     without = written(talker, None, {}, 100)
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:

@@ -9,7 +9,7 @@ from kvtool import policies
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.llama.model import Model
-from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+from tests.engine.running import ON_CUDA, TOLERANCE, fit_recall, open_engine, text
 
 N_PROMPT, N_LATER = 400, 20
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16"}
@@ -20,8 +20,7 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 def fit(**params):
     # with search=all, single tokens after the chunks attend to each archived token, and not to means of
     # clusters
-    params = {"search": "all", **params}
-    return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
+    return fit_recall(**{"search": "all", **params})
 
 
 def logits_of(path, policy, parts, **settings):

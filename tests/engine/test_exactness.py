@@ -16,16 +16,27 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
-from tests.engine.running import LOGITS, N_UNTIED, ON_CUDA, TOLERANCE, future_of, live, open_engine, text
+from tests.engine.running import (
+    LOGITS,
+    N_UNTIED,
+    ON_CUDA,
+    TOLERANCE,
+    distinct,
+    future_of,
+    live,
+    open_engine,
+    positions_of,
+    text,
+)
 from tests.reference import transformer
 
 
-def twin(name, params, n_ctx):
-    """Return the reference's functions `keep` and `observe`, with their parameters bound.
+def twin(name, policy, n_ctx=0):
+    """Return the reference's functions `keep` and `observe`, with the policy's parameters bound.
 
     `observe` is None if the reference has no such function.
     """
-    module = import_module(f"tests.reference.{name}")
+    module, params = import_module(f"tests.reference.{name}"), policies.chosen(policy)
     if "n_ctx" in signature(module.keep).parameters:
         params = params | {"n_ctx": n_ctx}
     observe = getattr(module, "observe", None)
@@ -36,8 +47,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
     policy = policy.on(model.n_head // model.n_head_kv, made)
     n_filled = policy.budget - policy.n_live
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    keep, observe = twin(name, params, model.n_ctx_train)
+    keep, observe = twin(name, policy, model.n_ctx_train)
     return transformer.run(
         model,
         tokens,
@@ -66,8 +76,7 @@ def score_errors(
     model: the reference's model, if it is loaded already.
     restarts: True if gaps between positions must be closed, False if they must not, None to accept both.
     """
-    given = {} if n_block is None else {"n_block": n_block}
-    want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
+    want = reference(model or path, tokens, policy, name, made, positions=positions, n_block=n_block)
     with open_engine(path, policy, positions=positions, **settings) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
@@ -97,8 +106,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
     # tokens are evicted at 48, 64, ... 128 tokens; position gaps are closed at 142 tokens, the trained length
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    keep, observe = twin(name, params, 142)
+    keep, observe = twin(name, policy, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
     with open_engine(path, policy, positions="auto") as engine:
         # with steps of one token, gaps between positions are closed between two evictions
@@ -141,11 +149,8 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token occurs twice. In the first layer, the two keys of a repeated token would have equal scores, and
-    # rounding would decide which of them is evicted
-    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
-    assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
+    assert score_errors(path, distinct(120), policy, name, positions=positions).max() < TOLERANCE
 
 
 def rows_differ_like_the_definition(path, tokens, policy, name, positions):
@@ -155,7 +160,7 @@ def rows_differ_like_the_definition(path, tokens, policy, name, positions):
         engine.evict_if_due()
         held = live(engine)
     assert np.abs(got - want.nll).max() < TOLERANCE
-    assert held == [row.pos.tolist() for rows in want.stream.rows for row in rows]
+    assert held == positions_of(want.stream)
     assert len({len(row) for row in held}) > 1
 
 
@@ -186,10 +191,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
     # with these lengths, the last step has its full length. After a shorter last step, only the reference
     # would evict
-    tokens = text(112 if positions == "original" else 200)
-    if name in ("knorm", "scissorhands"):
-        # no token occurs twice: repeated tokens would tie in key norms or scores, and rounding would decide
-        tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[: len(tokens)].astype(np.int32)
+    made = distinct if name in ("knorm", "scissorhands") else text
+    tokens = made(112 if positions == "original" else 200)
     policy = policies.fit(name, 40, evict_every, [*name_options, *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
 
@@ -205,10 +208,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token occurs twice. Distances are limited to 65, half of the context, so two distant copies of a
-    # token could tie. Rounding would then choose between them
-    n = 128 if positions == "original" else 250
-    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
+    # distances are limited to 65, half of the context, so two distant copies of a token could tie
+    tokens = distinct(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
@@ -256,8 +257,8 @@ def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
-    given = {"positions": "auto", "n_block": 256}
-    off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
+    want = reference(path, tokens, policy, "recall", exact=exact, positions="auto", n_block=256)
+    off = np.abs(got - want.nll)[300:]
     # means have 8 bits, so rounding may decide between two clusters that nearly tie
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
@@ -354,22 +355,20 @@ def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, na
     # with seed 2, no two scores in this text are so close that half precision would change their order
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
-    keep = import_module(f"tests.reference.{name}").keep
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
     at = 0
     with open_engine(path, policy, positions=positions) as engine:
         while at < len(tokens):
             if stream.n >= policy.budget:
-                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+                stream.evict(**evict)
             engine.evict_if_due()
             part = tokens[at : at + engine.room()]
             want = stream.decode(part)
             if stream.n > policy.budget:
-                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+                stream.evict(**evict)
             engine.step(part, len(part))
             assert np.abs(engine.context.logits() - want).max() < LOGITS
             at += len(part)
-            rows = [row.pos.tolist() for rows in stream.rows for row in rows]
-            assert np.sort(engine.rows.pos[:, : engine.n_kv], axis=1).tolist() == rows
+            assert live(engine) == positions_of(stream)
         assert engine.n_evicted > 200

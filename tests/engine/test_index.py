@@ -6,33 +6,30 @@ They give the same results as NumPy.
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.held import PATIENCE_S
-
-HERE = Path(__file__).parent
 N_SIDE = 16
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    library = tmp_path_factory.mktemp("index") / "index.so"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC"]
-    subprocess.run([*command, HERE / "index_kernels.cpp", "-o", library], check=True, timeout=PATIENCE_S)
-    lib = ctypes.CDLL(str(library))
+def kernels(compiled):
+    lib = ctypes.CDLL(str(compiled("index_kernels")))
     number, pointer = ctypes.c_int, ctypes.c_void_p
     lib.products.argtypes = [number, pointer, number, pointer, number, pointer]
     lib.products.restype = None
     lib.powers.argtypes = [number, pointer, number, ctypes.c_float, pointer, pointer, pointer]
     lib.powers.restype = None
     return lib
+
+
+@pytest.fixture(params=[-1, 0, 1, 2])
+def kernel(request, kernels):
+    """The number of a kernel that this CPU can run."""
+    if request.param >= kernels.n_kernel():
+        pytest.skip("this CPU has no such instructions")
+    return request.param
 
 
 def products(lib, kernel, keys, query):
@@ -60,10 +57,7 @@ def _round(x):
 
 
 @pytest.mark.parametrize("n_embd", [8, 64, 128, 80])
-@pytest.mark.parametrize("kernel", [-1, 0, 1, 2])
 def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
-    if kernel >= kernels.n_kernel():
-        pytest.skip("this CPU has no such instructions")
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((5 * N_SIDE, n_embd)).astype(np.float32)
     # the keys have a dimension of outliers, a key of zeros, and two keys that have the largest possible
@@ -79,10 +73,7 @@ def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
 
 
 @pytest.mark.parametrize("n", [1, 16, 37, 256])
-@pytest.mark.parametrize("kernel", [-1, 0, 1, 2])
 def test_exponentials_and_their_sum(kernels, kernel, n):
-    if kernel >= kernels.n_kernel():
-        pytest.skip("this CPU has no such instructions")
     rng = np.random.default_rng(1)
     scale = 0.125
     x = np.zeros(n + 16, np.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from kvtool.llama.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import batching
 from kvtool.serve.batching import ComputeLock, StepBatcher
-from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, text
+from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, distinct, text
 from tests.held import PATIENCE_S, until
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32}
@@ -36,14 +38,29 @@ def opened(tiny_model):
         yield lambda policy: stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
 
 
-def distinct(n, seed):
-    return np.random.default_rng(seed).permutation(np.arange(3, 380))[:n].astype(np.int32)
+class Life(NamedTuple):
+    """Result of a stream. See Rows for pos and live.
+
+    logits: f32[n, n_vocab] after each token that was decoded by itself.
+    n_repeated: number of repeated steps.
+    """
+
+    pos: np.ndarray
+    live: np.ndarray
+    signals: dict[str, np.ndarray]
+    logits: np.ndarray
+    n_repeated: int
 
 
-def lives(model, policy, tokens, said, *, make_batcher, **settings):
-    """Return (positions, live cells, signals, logits, number of repeated steps) for each stream.
+def one_by_one(lock):
+    """Return a StepBatcher that makes no joint steps."""
+    return StepBatcher(lock, 1)
 
-    Stream i reads all tokens except the last said[i]. It decodes these one by one, and returns their logits.
+
+def lives(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
+    """Return the Life of each stream.
+
+    Stream i reads all tokens except the last said[i]. It decodes these one by one.
     make_batcher: a function that makes a StepBatcher.
     """
     n_stream = len(tokens)
@@ -86,7 +103,7 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
         assert not errors
         read = policy.reads not in (Signal.NONE, Signal.KEYS)
         return [
-            (
+            Life(
                 engine.rows.pos.copy(),
                 engine.rows.live.copy(),
                 engine.signals.read() if read else {},
@@ -119,10 +136,8 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
     rounds: True if rounding may change which tokens stay. Only the first logits are then compared.
     """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    # no token occurs twice, because knorm ranks tokens by their keys: equal tokens would tie, and rounding
-    # would decide
-    of = distinct if name == "knorm" else text
-    tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
+    made = partial(distinct, n_vocab=400) if name == "knorm" else text
+    tokens = [made(n + 10 * i, seed=i) for i in range(len(said))]
     batchers = []
 
     def several(lock):
@@ -130,20 +145,20 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
         return batchers[0]
 
     with closing(Model(path)) as model:
-        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1), **settings)
+        alone = lives(model, policy, tokens, said, **settings)
         together = lives(model, policy, tokens, said, make_batcher=several, **settings)
     n_longest = sorted(said)[-2]
     assert batchers[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
-        off = np.abs(one[3] - other[3])
+        off = np.abs(one.logits - other.logits)
         if rounds:
             assert np.median(off[:8]) < 2e-3
             continue
-        assert np.array_equal(one[0], other[0])
-        assert np.array_equal(one[1], other[1])
+        assert np.array_equal(one.pos, other.pos)
+        assert np.array_equal(one.live, other.live)
         assert off.max() < LOGITS
-        for field, values in one[2].items():
-            assert np.abs(values - other[2][field]).max() < TOLERANCE, field
+        for field, values in one.signals.items():
+            assert np.abs(values - other.signals[field]).max() < TOLERANCE, field
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -165,10 +180,8 @@ def two_lives(path, make_batcher, said=40, n=100):
     """Return the results of two streams under h2o, first decoded one after the other, then in joint steps."""
     policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
-        return [
-            lives(model, policy, tokens, (said, said), make_batcher=each)
-            for each in (lambda lock: StepBatcher(lock, 1), make_batcher)
-        ]
+        alone = lives(model, policy, tokens, (said, said))
+        return alone, lives(model, policy, tokens, (said, said), make_batcher=make_batcher)
 
 
 def test_recurrent_layers_decode_one_after_the_other(tiny_model):
@@ -178,7 +191,7 @@ def test_recurrent_layers_decode_one_after_the_other(tiny_model):
         "answers are written one after the other: a model with recurrent layers takes no joint steps"
     ]
     for one, other in zip(alone, beside, strict=True):
-        assert np.array_equal(one[3], other[3])
+        assert np.array_equal(one.logits, other.logits)
 
 
 def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, monkeypatch):
@@ -205,14 +218,12 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
         return batchers[0]
 
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        alone, beside = (
-            lives(model, policy, tokens, [3] * 5, make_batcher=each)
-            for each in (lambda lock: StepBatcher(lock, 1), in_groups)
-        )
+        alone = lives(model, policy, tokens, [3] * 5)
+        beside = lives(model, policy, tokens, [3] * 5, make_batcher=in_groups)
     assert batchers[0].sizes == [2] * 6
     for one, other in zip(alone, beside, strict=True):
-        assert np.array_equal(one[0], other[0])
-        assert np.abs(one[3] - other[3]).max() < LOGITS
+        assert np.array_equal(one.pos, other.pos)
+        assert np.abs(one.logits - other.logits).max() < LOGITS
 
 
 def test_a_joint_step_takes_as_many_streams_as_llama_cpp(opened):
@@ -236,8 +247,8 @@ def test_a_step_that_fails_is_made_up_one_by_one(tiny_model):
     path = tiny_model(n_ctx_train=400)
     alone, beside = two_lives(path, lambda lock: Broken(lock, 2), 60, 120)
     for one, other in zip(alone, beside, strict=True):
-        assert np.array_equal(one[0], other[0])
-        assert np.abs(one[3] - other[3]).max() < LOGITS
+        assert np.array_equal(one.pos, other.pos)
+        assert np.abs(one.logits - other.logits).max() < LOGITS
 
 
 def test_nothing_is_decoded_where_one_has_no_room(opened):

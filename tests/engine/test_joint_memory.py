@@ -10,11 +10,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
-import subprocess
 import sys
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +24,6 @@ from kvtool.llama.joint import JointContext, Part
 from kvtool.llama.model import Model
 from tests import forked
 from tests.engine.running import LOGITS, text
-from tests.held import PATIENCE_S
 
 N_READ, N_MOST = 20, 350
 
@@ -67,15 +63,11 @@ def client(path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_whichever_allocation_of_a_step_fails_nothing_is_left_of_it(tiny_model, tmp_path, arch):
-    library = tmp_path / "failing_new.so"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    source = Path(__file__).with_name("failing_new.cpp")
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=PATIENCE_S)
+def test_whichever_allocation_of_a_step_fails_nothing_is_left_of_it(tiny_model, compiled, arch):
     done = forked.run(
         [sys.executable, "-m", "tests.engine.test_joint_memory", str(tiny_model(arch=arch))],
         cwd=forked.ROOT,
-        env=os.environ | {"LD_PRELOAD": str(library)},
+        env=os.environ | {"LD_PRELOAD": str(compiled("failing_new"))},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     n_failed, off = json.loads(done.stdout)

@@ -13,7 +13,7 @@ from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
-from tests.engine.running import LOGITS, TOLERANCE, open_engine, text
+from tests.engine.running import LOGITS, TOLERANCE, distinct, open_engine, text
 from tests.engine.test_exactness import reference, score_errors, twin
 from tests.reference import models, transformer
 
@@ -61,14 +61,6 @@ def test_scores_like_the_definition(path, model, name):
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
-def _no_token_twice(n):
-    """Return n different tokens.
-
-    Equal tokens would tie in the first layer, and rounding would decide which of them stays.
-    """
-    return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
-
-
 OTHERS = [
     ("weightedkv", []),
     ("keydiff", []),
@@ -87,7 +79,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     refused = {"weightedkv": "deepseek", "recall": "refact"}
     if path.stem.startswith(refused.get(name, "none")):
         pytest.skip("refused")
-    tokens = _no_token_twice(160)
+    tokens = distinct(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     made = not path.stem.startswith("deepseek")
     # the distance of archived tokens is limited to half of the context. If tokens are clustered, the limit
@@ -100,7 +92,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
 def test_rows_of_different_lengths_score_nearly_so_with_flash_attention(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
     how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(path, _no_token_twice(160), policy, "corm", model=model, **how)
+    off = score_errors(path, distinct(160), policy, "corm", model=model, **how)
     # only the median is compared: near a tie, a row may keep another token, which changes all later scores
     assert np.median(off) < 0.02
 
@@ -111,7 +103,7 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, mo
     if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
     policy, how = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
-    assert score_errors(path, _no_token_twice(160), policy, name, model=model, **how).max() < TOLERANCE
+    assert score_errors(path, distinct(160), policy, name, model=model, **how).max() < TOLERANCE
 
 
 def test_quantized_keys_turn_as_well(path, model):
@@ -129,11 +121,9 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
 
     The state of layers without rows continues from one segment to the next.
     """
-    tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
+    tokens = text(n + 40) if n > 200 else distinct(n + 40)
     policy = policies.fit("h2o", 48, 16)
-    keep, observe = twin(
-        "h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN
-    )
+    keep, observe = twin("h2o", policy, N_CTX_TRAIN)
     streams, want = [], []
     for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
         stream = transformer.Stream(model, positions="auto", observe=observe)

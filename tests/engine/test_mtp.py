@@ -22,6 +22,8 @@ from tests import tiny
 from tests.cli.called import called, one_line
 from tests.engine.running import open_engine, text
 
+pytestmark = pytest.mark.usefixtures("however_unlikely")
+
 N_DRAFT = 4
 MEMORY = 64 * 2**20
 
@@ -29,13 +31,6 @@ MEMORY = 64 * 2**20
 class Nothing(Lookup):
     def look(self):
         return 0
-
-
-@pytest.fixture(autouse=True)
-def however_unlikely(monkeypatch):
-    """Draft as many tokens as possible."""
-    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
-    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
 
 
 @contextmanager

@@ -19,10 +19,9 @@ from kvtool.llama.devices import devices, has_gpu
 from kvtool.llama.log import set_verbose
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
-from kvtool.measure import bench, machine, perplexity
-from tests.engine import rpc_server, saved
-from tests.engine.running import open_engine, text
-from tests.engine.test_rpc import N_TOKENS, POLICIES
+from kvtool.measure import bench, machine
+from tests.engine import rpc_server
+from tests.engine.test_rpc import N_TOKENS, score
 
 # name of the policy, positions, flash attention
 RUNS = [
@@ -41,21 +40,6 @@ RUNS = [
 N_LAYER, N_GPU_LAYERS = 4, 3
 
 
-def score(path, name, positions, flash, n_gpu_layers):
-    """Return the NLL of a short text, then keys and values of the first and the last layer.
-
-    If rows are ragged, return the NLL and the numbers of live cells instead.
-    """
-    with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
-        nll = perplexity.stream(engine, text(N_TOKENS))
-        assert engine.n_evicted > 80
-        if engine.policy.ragged:
-            return [nll.tolist(), engine.rows.live.tolist()]
-        state = saved.parse(engine.context.state())
-        ends = [take(layer, 2).tolist() for layer in (0, N_LAYER - 1) for take in (state.keys, state.values)]
-        return [nll.tolist(), *ends]
-
-
 def client(path, endpoint):
     """Print the results of the runs as JSON. llama.cpp's log goes to stderr."""
     set_verbose(True)
@@ -64,7 +48,7 @@ def client(path, endpoint):
     results = []
     for run in RUNS:
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
-        results.append(score(path, *run, N_GPU_LAYERS))
+        results.append(score(path, *run, n_gpu_layers=N_GPU_LAYERS))
     print(json.dumps(results))
 
 

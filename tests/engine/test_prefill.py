@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -16,12 +15,14 @@ from kvtool.policy import PER_CELL, Plan, Policy, Signal
 from tests.engine.running import (
     LOGITS,
     assert_continues_as_defined,
+    distinct,
     future_of,
     live,
     open_engine,
     positions_of,
     text,
 )
+from tests.engine.test_exactness import twin
 from tests.reference import bumblebee, transformer
 
 
@@ -31,17 +32,16 @@ def evict(stream, name, policy, ends=()):
     ends: the end of each segment of a prompt. Queries attend only to tokens of the same segment. Therefore
     the last queries of every segment count as the last queries of the prompt.
     """
-    twin = import_module(f"tests.reference.{name}").keep
+    twin_keep, _ = twin(name, policy)
 
     def keep(rows, **params):
         for row in rows:
             for token in row:
                 later = ends[-1] - min(end for end in ends if token["pos"] < end) if ends else 0
                 token["seen"] = [(t + later, heads) for t, heads in token["seen"]]
-        return twin(rows, **params)
+        return twin_keep(rows, **params)
 
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+    stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
 
 
 @pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
@@ -188,10 +188,9 @@ def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi,
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, positions):
-    path = tiny_model(n_head_kv=2)
-    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:110].astype(np.int32)
+    path, tokens = tiny_model(n_head_kv=2), distinct(110)
     policy = policies.fit("bumblebee", 32, 8)
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    params = policies.chosen(policy)
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
     with open_engine(path, policy, positions=positions) as engine:
         engine.read(tokens[:80])

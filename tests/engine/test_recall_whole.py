@@ -20,28 +20,17 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.running import fit_recall as fit
+from tests.engine.test_exact_reader import logits_of
 from tests.serve.asking import message
 from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40
 
 
-def fit(**params):
-    return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
-
-
 def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
-    """Return (logits f32[n, n_vocab], n_kv, n_archived, bytes of the cache).
-
-    The logits are those after the prompt and after each later token.
-    """
-    with open_engine(path, policy, **settings) as engine:
-        assert engine.read(tokens[:n_prompt]) == n_prompt
-        logits = [engine.context.logits()[-1].copy()]
-        for token in tokens[n_prompt:]:
-            engine.step(np.array([token], np.int32))
-            logits.append(engine.context.logits()[-1].copy())
-        return np.array(logits), engine.n_kv, engine.n_archived, engine.cache_bytes
+    """Return `logits_of` for a prompt and then single tokens."""
+    return logits_of(path, policy, np.split(tokens, range(n_prompt, len(tokens))), **settings)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +46,20 @@ def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, sha
     path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
     exact = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
-    logits, n_kv, n_archived, n_bytes = logits_after(
+    logits, (n_kv, n_archived), n_bytes = logits_after(
         path, fit(search="all"), tokens, prefill="whole", **exact
     )
     assert np.abs(logits - full).max() < tolerance
     assert n_kv <= 48
     assert n_kv + n_archived == N_PROMPT + N_LATER
     # the large cache is freed
-    assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[3]
+    assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[2]
 
 
 def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archived(tiny_model):
     path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
     full, *_ = logits_after(path, policies.fit("full", 512), tokens)
-    logits, n_kv, n_archived, _ = logits_after(path, fit(), tokens, prefill="whole")
+    logits, (n_kv, n_archived), _ = logits_after(path, fit(), tokens, prefill="whole")
     assert np.abs(logits - full).max() < TOLERANCE
     assert (n_kv <= 48, n_kv + n_archived) == (True, N_PROMPT)
 

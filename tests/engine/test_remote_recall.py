@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.library import library_path
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from lab.benchmarks import wire
 from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
+from tests.engine.test_worker import working
 
 # recall's option, type of the archive, flash attention, type of the cache, number of layers on the server
 RUNS = [
@@ -43,17 +43,16 @@ def model_of(tiny_model, n_head_kv=2):
     return tiny_model(n_layer=N_LAYER, n_head_kv=n_head_kv, n_ctx_train=130)
 
 
-def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """Return (results of a stream, function goes_on_with).
-
-    goes_on_with(n) restores the state after the first N_FIRST tokens, and continues with n layers on the
-    server.
-    """
+def opened(path, how, archive_type, flash, kind, n_gpu_layers, **more):
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
-    settings |= {"archive": N_ARCHIVE} | more
+    return open_engine(path, policy, n_gpu_layers, archive=N_ARCHIVE, **settings, **more)
+
+
+def run(path, *how, **more):
+    """Return (results of a stream, its state after the first N_FIRST tokens). See `opened` for `how`."""
     tokens, results = text(N_FIRST + N_LATER), {}
-    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
+    with opened(path, *how, **more) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
         state = {name: array.copy() for name, array in engine.save()}
@@ -65,11 +64,12 @@ def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
         assert engine.n_restart > 0
         engine.restore(state)
         results["again"] = perplexity.stream(engine, tokens[N_FIRST:]).tolist()
-    return results, lambda n: goes_on(path, state, settings, policy, n)
+    return results, state
 
 
-def goes_on(path, state, settings, policy, n_gpu_layers):
-    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
+def goes_on(path, state, *how):
+    """Return the NLL of the tokens after N_FIRST, from a state that `run` returned."""
+    with opened(path, *how) as engine:
         engine.restore(state)
         return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
@@ -120,10 +120,12 @@ def client(endpoint, file, *paths):
     add_rpc(meter.endpoint)
     results = []
     for each in RUNS:
-        result, goes_on_with = run(paths[1], *each)
-        result["here"] = goes_on_with(0)
+        without_server = *each[:-1], 0
+        result, state = run(paths[1], *each)
+        result["here"] = goes_on(paths[1], state, *without_server)
         # the server continues a state that was saved without the server
-        result["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
+        _, state = run(paths[1], *without_server)
+        result["there"] = goes_on(paths[1], state, *each)
         results.append(result)
     printed = {"results": results, "resized": resized(paths[1], 99)}
     printed["in_file"] = run(paths[1], *RUNS[0], archive_file=file)[0]
@@ -138,13 +140,9 @@ def serving(kind):
     if kind == "rpc-server":
         with rpc_server.running() as endpoint:
             yield endpoint
-        return
-    # test_worker imports `tiny`, which only pytest finds; an import at the top of this file would fail in the
-    # client
-    from tests.engine.test_worker import working
-
-    with working() as worker:
-        yield worker.endpoint
+    else:
+        with working() as worker:
+            yield worker.endpoint
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +153,6 @@ def path(tiny_model):
 @pytest.fixture(scope="module", params=["worker", "rpc-server"])
 def remote(request, tiny_model, tmp_path_factory):
     """Output of the client that uses the server."""
-    if not (library_path().parent / "libggml-rpc.so").exists():
-        pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, n)) for n in (1, 2)]
     file = tmp_path_factory.mktemp("archive") / "file"
     with serving(request.param) as endpoint:

@@ -10,17 +10,14 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.llama.library import library_path
 from kvtool.llama.workers import add_rpc
 from tests.engine import rpc_server
 from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.running import fit_recall as fit
+from tests.engine.test_worker import working
 
 SEARCHES = ({}, {"search": "all"}, {"exact": 40})
 """Ways in which recall searches its archive."""
-
-
-def fit(budget=48, evict_every=16, **params):
-    return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
 def opened(path, policy, archive_type="f32", n_batch=16, **settings):
@@ -215,12 +212,6 @@ def client(endpoint, path):
 
 
 def test_cells_on_a_worker_go_back(tiny_model):
-    if not (library_path().parent / "libggml-rpc.so").exists():
-        pytest.skip("the library is built without RPC")
-    # test_worker imports `tiny`, which only pytest finds; an import at the top of this file would fail in the
-    # client
-    from tests.engine.test_worker import working
-
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with working() as worker:
         lengths, _ = rpc_server.client("tests.engine.test_rewind", worker.endpoint, str(path))

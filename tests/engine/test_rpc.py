@@ -15,7 +15,6 @@ import pytest
 from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.devices import devices
-from kvtool.llama.library import library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
@@ -77,18 +76,19 @@ def model_of(tiny_model, arch="llama"):
 
 
 def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
-    """Return the NLL of a short text, and keys and values of the first layer.
+    """Return the NLL of a short text, then keys and values of the first and the last layer.
 
-    If rows are ragged, return the NLL, the numbers of live cells, and [0] instead.
+    If rows are ragged, return the NLL and the numbers of live cells instead.
     """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
-            return nll.tolist(), engine.rows.live.tolist(), [0]
+            return [nll.tolist(), engine.rows.live.tolist()]
         # if the model has sliding layers, their cache is the last
         state = saved.parse_all(engine.context.state())[-1]
-        return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
+        ends = [take(layer, 2).tolist() for layer in (0, -1) for take in (state.keys, state.values)]
+        return [nll.tolist(), *ends]
 
 
 def signals(path, n_gpu_layers=None):
@@ -139,8 +139,6 @@ def client(endpoint, *paths):
 @pytest.fixture(scope="module")
 def remote(tiny_model):
     """Return (printed results of the client, the log of each run)."""
-    if not (library_path().parent / "libggml-rpc.so").exists():
-        pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]
     with rpc_server.running() as endpoint:
         return rpc_server.client("tests.engine.test_rpc", endpoint, *paths)

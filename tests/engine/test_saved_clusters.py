@@ -68,6 +68,8 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     assert len(names) == 3
     rng = np.random.default_rng(1)
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
+    wrong_flags = saved[CLUSTERS].copy()
+    wrong_flags[:, 2] = 1 - wrong_flags[:, 2]
     for given, is_known in (
         (saved, True),
         # a state without clusters, as earlier versions saved it. The clusters are computed again
@@ -77,16 +79,7 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
         (saved | other, False),
         # in this table, is_far is wrong for all blocks. Only clusters whose flag is right are used, so all
         # clusters are computed again
-        (
-            saved
-            | other
-            | {
-                CLUSTERS: saved[CLUSTERS] * [1, 1, 0, 1, 1]
-                + [0, 0, 1, 0, 0]
-                - saved[CLUSTERS] * [0, 0, 1, 0, 0]
-            },
-            True,
-        ),
+        (saved | other | {CLUSTERS: wrong_flags}, True),
     ):
         with opened(path) as engine:
             engine.restore(given)

@@ -13,6 +13,7 @@ from kvtool import policies
 from kvtool.errors import LibraryError
 from kvtool.llama.sequence import SequenceContext, runs, shifts
 from kvtool.measure import perplexity
+from kvtool.policies.local import Local
 from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
 from tests import forked
@@ -154,7 +155,7 @@ def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(type(policies.fit("local", 64, 8))):
+class Whole(Local):
     """Policy that asks to read prompts whole."""
 
     prefill = "whole"
@@ -174,7 +175,7 @@ def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_rea
 
 def test_a_merge_is_refused(tiny_model, unpatched):
     @dataclass(frozen=True, slots=True)
-    class Merging(type(policies.fit("local", 64, 8))):
+    class Merging(Local):
         def plan(self, view, state):
             keep = super(Merging, self).plan(view, state).keep
             at = np.flatnonzero(keep[0])[:1].astype(np.int32)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from running import open_engine, text
 
 from kvtool import policies
 from kvtool.chats import session
 from kvtool.errors import PlanError, SessionError
+from tests.engine.running import live, open_engine, text
 
 
 def scores(engine, tokens):
@@ -164,12 +164,12 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
         engine.read(tokens[:48])
         saved = {name: array.copy() for name, array in engine.save()}
         engine.read(tokens[48:49])
-        want = np.sort(engine.rows.pos[:, : engine.n_kv]).tolist()
+        want = live(engine)
     saved["recent"] = saved["recent"].sum(axis=0)
     with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
         engine.restore(saved)
         engine.read(tokens[48:49])
-        assert np.sort(engine.rows.pos[:, : engine.n_kv]).tolist() == want
+        assert live(engine) == want
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):

@@ -92,6 +92,19 @@ def run(path, policy, sizes, *, restores=False, **settings):
     return want
 
 
+def placed(view, rows):
+    """Yield (row, cell, token) for each token of a view. rows: the reference's rows."""
+    for number, row in enumerate(rows):
+        cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
+        for token in row:
+            yield number, cell_of[token["pos"]], token
+
+
+def queries_of(token):
+    """Return [(step, t, attention of each head)] for the queries of a token's record."""
+    return [(step, t, heads) for step, (t, heads) in enumerate(token["seen"], token["pos"] + 1)]
+
+
 SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 
 
@@ -112,47 +125,22 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
             name: np.zeros(view.pos.shape)
             for name in ("attn", "last", "squares", "hits", "important", "highest")
         }
-        for number, row in enumerate(rows):
-            cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
-            for token in row:
-                cell = cell_of[token["pos"]]
-                # (step, t, attention of each head) for queries since the last plan
-                new = [
-                    (step, t, heads)
-                    for step, (t, heads) in enumerate(token["seen"], token["pos"] + 1)
-                    if step > since
-                ]
-                one = [REDUCE[group](heads) for _, _, heads in new]
-                expected["attn"][number, cell] = sum(one)
-                expected["last"][number, cell] = one[-1]
-                expected["squares"][number, cell] = sum(value**2 for value in one)
-                # `highest` is the maximum over the row's heads, even if the other signals are sums over them
-                expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
-                hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
-                expected["hits"][number, cell] = sum(hit for _, hit in hits)
-                expected["important"][number, cell] = max((step for step, hit in hits if hit), default=0)
+        for number, cell, token in placed(view, rows):
+            new = [query for query in queries_of(token) if query[0] > since]
+            one = [REDUCE[group](heads) for _, _, heads in new]
+            expected["attn"][number, cell] = sum(one)
+            expected["last"][number, cell] = one[-1]
+            expected["squares"][number, cell] = sum(value**2 for value in one)
+            # `highest` is the maximum over the row's heads, even if the other signals are sums over them
+            expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
+            hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
+            expected["hits"][number, cell] = sum(hit for _, hit in hits)
+            expected["important"][number, cell] = max((step for step, hit in hits if hit), default=0)
         for name in ("attn", "last", "squares", "highest"):
             np.testing.assert_allclose(getattr(view, name), expected[name], atol=tolerance, rtol=tolerance)
         for name in ("hits", "important"):
             assert (getattr(view, name) != expected[name]).mean() < edge
         assert end == view.next
-
-
-def recent_of(rows, pos, next, n_query, group):
-    """Return f64[row, cell]: attention of the last n_query queries to each cell, by the definition.
-
-    pos: positions of the tokens in the cells.
-    """
-    recent = np.zeros(pos.shape)
-    for number, row in enumerate(rows):
-        cell_of = {int(at): cell for cell, at in enumerate(pos[number])}
-        for token in row:
-            recent[number, cell_of[token["pos"]]] = sum(
-                REDUCE[group](heads)
-                for step, (_, heads) in enumerate(token["seen"], token["pos"] + 1)
-                if step > next - n_query
-            )
-    return recent
 
 
 @pytest.mark.share(2, "size")
@@ -165,7 +153,10 @@ def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, 
     want = run(tiny_model(), policy, [size] * (280 // size))
     for view, (rows, _, end) in zip(policy.views, want, strict=True):
         assert view.next == end
-        expected = recent_of(rows, view.pos, end, n_query, group)
+        expected = np.zeros(view.pos.shape)
+        for number, cell, token in placed(view, rows):
+            last = [heads for step, _, heads in queries_of(token) if step > end - n_query]
+            expected[number, cell] = sum(map(REDUCE[group], last))
         assert (expected > 0).sum() > 100
         np.testing.assert_allclose(view.recent, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert len(policy.views) > 1
@@ -176,12 +167,10 @@ def test_t_counts_what_the_policy_says(tiny_model, t):
     policy = Recorder(48, 16, t=t)
     for view, (rows, since, _) in zip(policy.views, run(tiny_model(), policy, [48, 16, 16, 16]), strict=True):
         hits = np.zeros(view.pos.shape)
-        for number, row in enumerate(rows):
-            cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
-            for token in row:
-                for step, (t_, heads) in enumerate(token["seen"], token["pos"] + 1):
-                    if step > since:
-                        hits[number, cell_of[token["pos"]]] += sum(a * t_ >= 1 for a in heads)
+        for number, cell, token in placed(view, rows):
+            for step, t_, heads in queries_of(token):
+                if step > since:
+                    hits[number, cell] += sum(a * t_ >= 1 for a in heads)
         assert (view.hits != hits).mean() < AT_THE_EDGE
 
 
@@ -212,8 +201,7 @@ def check_future(views, want):
     assert len(views) == len(want) > 2
     for view, (rows, _, _) in zip(views, want, strict=True):
         for number, row in enumerate(rows):
-            cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
-            cells = [cell_of[token["pos"]] for token in row]
+            cells = np.argsort(view.pos[number])
             future = np.array([token["future"] for token in row])
             n_head = future.shape[1]
             assert view.n_head[number] == n_head

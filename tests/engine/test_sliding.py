@@ -18,7 +18,7 @@ from kvtool.models.catalogue import registry
 from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
-from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, stepped_logits, text
+from tests.engine.running import N_UNTIED, ON_CUDA, distinct, open_engine, plain_logits, stepped_logits, text
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
@@ -87,9 +87,8 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
     ids=str,
 )
 def test_what_policies_read_and_write_is_of_the_other_layers(gemma3, name, options):
-    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:160].astype(np.int32)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
-    off = score_errors(gemma3(n_ctx_train=130), tokens, policy, name, positions="auto")
+    off = score_errors(gemma3(n_ctx_train=130), distinct(160), policy, name, positions="auto")
     assert_scored_alike(off, name)
 
 

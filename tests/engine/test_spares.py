@@ -18,7 +18,7 @@ import pytest
 
 from kvtool.llama import workers
 from kvtool.llama.devices import devices
-from kvtool.llama.library import bind, lib, library_path
+from kvtool.llama.library import bind, lib
 from kvtool.llama.log import set_verbose
 from kvtool.llama.workers import _SPARE_BYTES, add_rpc
 from lab.benchmarks import wire
@@ -26,6 +26,7 @@ from tests import forked
 from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
+from tests.engine.test_worker import working
 
 # name of the policy, flash attention, type of the cache, number of layers on the worker
 RUNS = [
@@ -106,12 +107,6 @@ def client(endpoint, path, as_stock):
 
 
 def from_worker(path, *options):
-    if not (library_path().parent / "libggml-rpc.so").exists():
-        pytest.skip("the library is built without RPC")
-    # not at the top of this file: in the client, a process without pytest, the import would fail, because
-    # test_worker imports `tiny`, which only pytest finds
-    from tests.engine.test_worker import working
-
     with working() as worker:
         return rpc_server.client("tests.engine.test_spares", worker.endpoint, str(path), *options)
 
@@ -127,7 +122,10 @@ def remote(path):
     return from_worker(path)
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+each_run = pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+
+
+@each_run
 def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
     name, flash, kind, _ = RUNS[number]
     here, *_ = run(path, name, flash, kind, 0)
@@ -144,7 +142,7 @@ def test_with_a_worker_each_step_computes_its_signals_so_no_queries_are_stored(r
     assert remote[0]["results"][number][2] == 4 * N_LAYER * 2 * 256
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+@each_run
 def test_a_worker_is_told_of_a_graph_once(remote, number):
     name, *_ = RUNS[number]
     if name == "corm":

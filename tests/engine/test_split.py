@@ -9,16 +9,15 @@ import shutil
 from itertools import chain
 
 import pytest
-from typer.testing import CliRunner
 
 import tests.models.web as server
 import tests.tiny as tiny
-from kvtool.cli import models as cli
 from kvtool.errors import ModelError
 from kvtool.models.download import sha256
 from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
+from tests.cli.called import called, one_line
 from tests.cli.test_cli import kvtool
 
 
@@ -155,10 +154,10 @@ def test_a_plain_file_may_be_named_as_a_part(tmp_path, chat_model):
 
 
 def test_show_says_how_many_files(parts):
-    result = CliRunner().invoke(cli.app, ["show", str(parts[1])], catch_exceptions=False)
+    result = called("models", "show", parts[1])
     assert " in 3 files" in result.stdout
     assert result.stderr.endswith(": chat-F32-00001-of-00003.gguf\n")
-    shown = CliRunner().invoke(cli.app, ["show", str(parts[0]), "--json"], catch_exceptions=False)
+    shown = called("models", "show", parts[0], "--json")
     assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
 
 
@@ -174,9 +173,7 @@ def test_it_writes_what_the_whole_writes(parts, chat_model):
 
 def test_a_missing_part_ends_with_one_line(parts):
     parts[1].unlink()
-    done = generate(parts[0])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
-    assert "is missing" in done.stderr
+    one_line(generate(parts[0]), 3, "is missing")
 
 
 def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
@@ -202,6 +199,4 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
-    other = chat()
-    assert (other.returncode, other.stderr.count("\n")) == (9, 1)
-    assert "SHA-256" in other.stderr
+    one_line(chat(), 9, "SHA-256")

@@ -14,17 +14,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import tiny
-from typer.testing import CliRunner
 
-from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
 from lab.benchmarks.servers import reserved_port
-from tests import forked
-from tests.cli.called import CUT, KEEPS
+from tests import forked, tiny
+from tests.cli.called import CUT, KEEPS, called, one_line
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
+from tests.engine.rpc_server import skip_without_rpc
 from tests.held import PATIENCE_S, until
 
 EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -145,19 +143,17 @@ def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
 )
 def test_options_that_cannot_go_together_are_refused(arguments, words, tmp_path):
     (tmp_path / "text").write_text(TEXT)
-    arguments = [str(tmp_path / "text") if each == "TEXT" else each for each in arguments]
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 2
-    assert words in done.stderr
+    arguments = [tmp_path / "text" if each == "TEXT" else each for each in arguments]
+    one_line(called(*arguments), 2, words)
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "compare", "eval", "inspect"])
 def test_every_command_that_runs_a_model_takes_workers(command):
-    assert "--rpc HOST:PORT,..." in CliRunner().invoke(cli.app, [command, "--help"]).stdout
+    assert "--rpc HOST:PORT,..." in called(command, "--help").stdout
 
 
 def test_help_says_that_nobody_is_asked_who_they_are():
-    help_text = CliRunner().invoke(cli.app, ["worker", "--help"]).stdout
+    help_text = called("worker", "--help").stdout
     assert "no authentication" in " ".join(help_text.split())
 
 
@@ -198,6 +194,7 @@ class Worker:
 @contextmanager
 def working(*options):
     """Start a worker on a reserved port, wait until it serves, and yield it."""
+    skip_without_rpc()
     with reserved_port() as port:
         worker = Worker(port, *options)
         try:
@@ -280,9 +277,7 @@ def test_a_port_that_is_taken_is_one_line(workers):
     ],
 )
 def test_what_a_worker_cannot_do_is_one_line(options, words):
-    done = CliRunner().invoke(cli.app, ["worker", *options])
-    assert done.exit_code == 2
-    assert words in done.stderr
+    one_line(called("worker", *options), 2, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")

@@ -15,7 +15,6 @@ from kvtool.llama.adapters import Adapter, adapter_texts, identities
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.models.download import sha256
-from kvtool.serve.batching import StepBatcher
 from tests import tiny
 from tests.engine.running import LOGITS, text
 from tests.engine.test_joint import Counting, lives
@@ -64,11 +63,11 @@ def test_every_slot_and_the_joint_steps_use_them(merged, name):
 
     with closing(Model(model, adapters=adapters)) as adapted, closing(Model(path)) as whole:
         together = lives(adapted, policy, tokens, n_steps, make_batcher=joint)
-        alone = lives(whole, policy, tokens, n_steps, make_batcher=lambda lock: StepBatcher(lock, 1))
+        alone = lives(whole, policy, tokens, n_steps)
     assert batchers[0].sizes == [2] * 40
     for one, other in zip(together, alone, strict=True):
-        assert np.array_equal(one[0], other[0])
-        assert np.abs(one[3] - other[3]).max() < LOGITS
+        assert np.array_equal(one.pos, other.pos)
+        assert np.abs(one.logits - other.logits).max() < LOGITS
 
 
 def cut(path, model):

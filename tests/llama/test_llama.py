@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -41,16 +41,13 @@ either_path = pytest.mark.parametrize("force_graph", [False, True], ids=["host",
 
 @contextmanager
 def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **options):
-    model = Model(path)
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
-    context = None
-    try:
-        context = Context(model, n_cell, n_batch, SignalRequest(signals, n_query), **(exact | options))
+    request = SignalRequest(signals, n_query)
+    with (
+        closing(Model(path)) as model,
+        closing(Context(model, n_cell, n_batch, request, **(exact | options))) as context,
+    ):
         yield context
-    finally:
-        if context:
-            context.close()
-        model.close()
 
 
 def tokens(n, seed=0):
@@ -1028,17 +1025,15 @@ def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
 
 @pytest.mark.parametrize("token", [-1, 320, 10**6])
 def test_a_token_that_there_is_not_has_no_text(tiny_model, token):
-    model = Model(tiny_model(**SHAPE))
-    with pytest.raises(UsageError, match=rf"token {token} is not in the vocabulary, which is 0\.\.319"):
+    message = rf"token {token} is not in the vocabulary, which is 0\.\.319"
+    with closing(Model(tiny_model(**SHAPE))) as model, pytest.raises(UsageError, match=message):
         model.piece(token)
-    model.close()
 
 
 def test_half_a_character_is_refused(tiny_model):
-    model = Model(tiny_model(**SHAPE))
-    with pytest.raises(InputError, match="the text is not Unicode: character 3 is half of a pair"):
+    message = "the text is not Unicode: character 3 is half of a pair"
+    with closing(Model(tiny_model(**SHAPE))) as model, pytest.raises(InputError, match=message):
         model.tokenize("caf\udce9")
-    model.close()
 
 
 # unusable libraries and settings

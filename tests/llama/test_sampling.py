@@ -541,16 +541,8 @@ def test_logprobs_of_all_tokens_add_up_to_one(engine):
 
 _MANY = [
     *("--temp", "0.9", "--seed", "7", "--repeat-last-n", "200", "--presence-penalty", "0.5"),
-    *(
-        "--frequency-penalty",
-        "0.1",
-        "--typical",
-        "0.95",
-        "--xtc-probability",
-        "0.3",
-        "--dry-multiplier",
-        "0.8",
-    ),
+    *("--frequency-penalty", "0.1", "--typical", "0.95"),
+    *("--xtc-probability", "0.3", "--dry-multiplier", "0.8"),
     *("--dry-penalty-last-n", "150", "--dry-sequence-breaker", r"\n", "--stop", "e ", "-l", "70-1"),
 ]
 

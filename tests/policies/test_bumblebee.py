@@ -369,7 +369,7 @@ def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
     cache.pos[:, :20] = view.pos
     cache.state = policy.start(3, 80, 8)
     policy.adopt(view, cache.state)
-    params = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    params = policies.chosen(policy)
     for _ in range(4):
         cache.grow(24 - cache.n_kv)
         view, plan = cache.plan()
@@ -395,6 +395,6 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
     view = View(pos, np.zeros(1, np.int32), n, attn=attn, keys=keys[None])
     state = policy.start(1, n, n_dim)
     policy.observe(view, state)
-    params = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    params = policies.chosen(policy)
     want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
     assert kept(view, policy.plan(view, state)) == want

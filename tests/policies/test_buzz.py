@@ -40,6 +40,8 @@ def test_what_a_compressed_prompt_leaves_in_the_middle_is_old():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
     prompt = positions(range(46), 46)
     kept = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
+    # there are 40 tokens between sinks and window. The first sampling has a stride of 3 and leaves 14. Three
+    # samplings with a stride of 2 leave 7, 4 and 2, so every 24th token stays
     assert kept == [0, 1, 2, 3, 4, 28, 44, 45]
     # the order of the cells makes no difference
     for cells in (kept, kept[::-1]):

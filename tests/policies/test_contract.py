@@ -13,8 +13,6 @@ from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.parameters import explained
 
-BUDGETS = [16, 40, 65]
-
 every_policy = pytest.mark.parametrize("name", policies.names())
 # all policies but full, which never evicts
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
@@ -26,7 +24,7 @@ every_policy_with_sinks = pytest.mark.parametrize(
 every_policy_with_state = pytest.mark.parametrize(
     "name", [name for name in EVICTING if policies.fit(name, 40).start(1, 40, 8)]
 )
-every_budget = pytest.mark.parametrize("budget", BUDGETS)
+every_budget = pytest.mark.parametrize("budget", [16, 40, 65])
 
 
 def make(name, budget, seed=0):
@@ -326,19 +324,11 @@ def test_a_budget_that_does_not_fit_is_told_in_the_words_of_who_typed_it(policy,
 
 @every_evicting_policy
 def test_keeps_its_promises_at_the_smallest_budget(name):
-    budget = next(budget for budget in range(1, 100) if _works(name, budget))
+    budget = policies.spec(name).smallest_budget()
     for policy, cache, view, plan in plans(name, budget):
         for row in kept(view, plan):
             assert set(row) >= {*range(getattr(policy, "sinks", 0)), cache.next - 1}
             assert len(row) < budget
-
-
-def _works(name, budget):
-    try:
-        policies.fit(name, budget)
-    except UsageError:
-        return False
-    return True
 
 
 def test_an_unknown_policy_is_told_with_names_that_are_like_it():

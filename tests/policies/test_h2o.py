@@ -11,7 +11,7 @@ from kvtool.policies.h2o import H2O
 @pytest.mark.parametrize("options", [[], ["score=mean", "group=max"], ["decay=0.5", "window=3"]])
 def test_one_decision_for_all_rows_is_that_on_their_sum(options):
     policy = policies.fit("h2o", 20, 3, ["per=all", *options])
-    args = {param: getattr(policy, param) for param in policies.params(H2O)}
+    args = policies.chosen(policy)
     cache = Cache(3, 2, 60, policy, seed=0)
     for step in range(10):
         cache.grow(max(20 + step % 3 - cache.n_kv, 1))

@@ -302,7 +302,7 @@ def test_merging_a_value_into_itself_changes_nothing(model):
 
 
 def test_a_merged_value_is_the_weighted_sum_of_values_before_any_merge():
-    row = Row(0, 2)
+    row = Row(0, 2, 2)
     row.append(np.arange(3), np.arange(3), np.zeros((3, 1)), np.array([[1.0, 0], [0, 1], [5, 5]]))
     row.keep([0, 1, 2])
     row.merge({0: [(0, 0.25), (1, 0.75)], 1: [(0, 2.0), (2, 1.0)]})

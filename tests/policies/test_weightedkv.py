@@ -19,10 +19,7 @@ def merged(average, policy, pinned=0):
     state = policy.start(1, n, 0)
     policy.observe(view, state)
     plan = policy.plan(view, state)
-    merges = {}
-    for dst, src, weight in zip(plan.merge.dst, plan.merge.src, plan.merge.weight, strict=True):
-        merges.setdefault(int(dst), {})[int(src)] = float(weight)
-    return merges, np.flatnonzero(plan.keep[0]).tolist()
+    return merges_of(view.pos, plan)[0], np.flatnonzero(plan.keep[0]).tolist()
 
 
 def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
@@ -54,8 +51,8 @@ def test_the_weights_of_a_merged_value_add_up_to_one():
     _, cache = make("weightedkv", [], 60, 30, seed=4, n_value=4096)
     for _ in range(4):
         cache.grow(60 - cache.n_kv)
-        _, plan = cache.plan()
-        for row in merges_of(cache, plan):
+        view, plan = cache.plan()
+        for row in merges_of(view.pos, plan):
             for sources in row.values():
                 assert sum(sources.values()) == pytest.approx(1, abs=1e-6)
                 assert min(sources.values()) >= 0

@@ -36,6 +36,7 @@ positions are closed, because the engine's policy then observes the cache, altho
 has a parameter n_ctx, this is the context length.
 """
 
+import math
 from typing import NamedTuple
 
 
@@ -50,6 +51,16 @@ def news(row):
 def n_arrived(row):
     """Return the number of tokens of a row that came since the last plan. Call this before `news`."""
     return sum("n_seen" not in token["notes"] for token in row)
+
+
+def normalised(key):
+    """Return a key with length 127, rounded to integers; a key of zeros stays zero.
+
+    Some policies round keys in this way. Sums of integers are exact, so twin and policy find the same ties
+    between scores.
+    """
+    norm = math.sqrt(sum(x * x for x in key))
+    return [round(x * (127 / norm)) if norm else 0 for x in key]
 
 
 class Ends(NamedTuple):

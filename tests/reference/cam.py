@@ -3,7 +3,7 @@
 The value of an evicted token may be merged into the next kept tokens.
 """
 
-from reference.random import hash_of
+from .random import hash_of
 
 CASES = [
     [],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["N_CLUSTER", "Clusters", "kmeans"]
-
 N_CLUSTER, N_ROUND, N_APART, MOST_VARIANCE = 16, 5, 5, 16.0
 
 

@@ -1,22 +1,15 @@
 """Random: evict the token with the lowest hash outside window and sinks, one at a time."""
 
+from . import ends, keep_ranked
+
 CASES = [[], ["window=1", "sinks=2", "seed=7"], ["window=0", "seed=-1"]]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, sinks, seed):
-    return [_keep(row, next, max(sinks, pinned), budget - slack, window, seed) for row in rows]
-
-
-def _keep(row, next, first, n_keep, window, seed):
-    recent = next - min(window, n_keep - first)
-    alive = list(row)
-    while len(alive) > n_keep:
-        lowest = min(
-            (token for token in alive if first <= token["pos"] < recent),
-            key=lambda token: (hash_of(seed, next, token["row"], token["pos"]) >> 40, token["pos"]),
-        )
-        alive.remove(lowest)
-    return [token["pos"] for token in alive]
+def keep(rows, *, next, seed, **how):
+    scores = [
+        {token["pos"]: hash_of(seed, next, token["row"], token["pos"]) >> 40 for token in row} for row in rows
+    ]
+    return keep_ranked(scores, ends(next=next, **how))
 
 
 def hash_of(*numbers):

@@ -3,7 +3,7 @@
 tests/reference/transformer.py chooses the archived tokens that a step recalls.
 """
 
-from tests.reference import streamingllm
+from . import streamingllm
 
 CASES = [[], ["sinks=0"], ["recalled=2"]]
 

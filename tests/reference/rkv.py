@@ -1,15 +1,11 @@
-"""R-KV (arXiv:2505.24133): evict the token with the lowest score before the window, one at a time.
-
-The twin scales normalised keys by 127 and rounds them to integers, as the policy does. Sums of integers are
-exact, so twin and policy find the same ties between scores.
-"""
+"""R-KV (arXiv:2505.24133): evict the token with the lowest score before the window, one at a time."""
 
 import math
 
 # scores are float32, because scores that are equal in the policy must also be equal in the twin
 import numpy as np
 
-from . import ends, keep_ranked
+from . import ends, keep_ranked, normalised
 
 CASES = [
     [],
@@ -53,16 +49,11 @@ def pooled(values, kernel):
 
 def similarities(keys):
     """Return matrix[i][j]: the dot product of the rounded keys i and j. The diagonal is 0."""
-    unit = [_normalised(key) for key in keys]
+    unit = [normalised(key) for key in keys]
     return [
         [sum(x * y for x, y in zip(one, other, strict=True)) if one is not other else 0 for other in unit]
         for one in unit
     ]
-
-
-def _normalised(key):
-    norm = math.sqrt(sum(x * x for x in key))
-    return [round(x * (127 / norm)) if norm else 0 for x in key]
 
 
 def spared(matrix, threshold, n_spared):

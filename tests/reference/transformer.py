@@ -38,19 +38,19 @@ class Row:
     number: index of the row among the rows of all layers, or -1 in sliding layers.
     """
 
-    def __init__(self, number, head_dim, value_dim=None):
+    def __init__(self, number, head_dim, value_dim):
         self.number = number
         self.pos = np.empty(0, np.int64)
         self.rot = np.empty(0, np.int64)
         self.key = np.empty((0, head_dim // 2), np.complex128)
-        self.value = np.empty((0, value_dim or head_dim))
+        self.value = np.empty((0, value_dim))
         self.mass = np.empty(0)
         self.last = np.empty(0)
         self.seen = []
         self.old = []
         self.notes = []
         self.asked = []
-        self.archive = Archive(head_dim, value_dim or head_dim)
+        self.archive = Archive(head_dim, value_dim)
         self.clusters = None
 
     def __len__(self):
@@ -139,7 +139,7 @@ class Stream:
     logn: True to multiply attention logits by log_512(t).
     observe: a twin's function, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
-    n_near: largest distance between a query and evicted entries; by default, half of n_ctx_train.
+    n_near: largest distance between a query and evicted entries: half of the trained context.
     far: evicted entries before this position have the distance n_near from the step's first token. An
     eviction sets `far` to the position that is n_near before the next token.
     n_block: if set, blocks of n_block tokens become far as a whole. In row i of n rows, a block becomes far
@@ -153,13 +153,11 @@ class Stream:
         model,
         *,
         positions="original",
-        n_ctx_train=None,
         counter=0,
         t="stream",
         logn=False,
         observe=None,
         recalled=0,
-        n_near=None,
         n_block=None,
         exact=None,
         future=None,
@@ -168,14 +166,13 @@ class Stream:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
         self.model = model
         self.positions = positions
-        self.n_ctx_train = n_ctx_train or model.n_ctx_train
         self.in_cache = positions == "in-cache"
         self.counter = counter
         self.t = t
         self.logn = logn
         self.observe = observe
         self.recalled = recalled
-        self.n_near = n_near or self.n_ctx_train // 2
+        self.n_near = model.n_ctx_train // 2
         self.n_block = n_block
         self.exact = exact
         self.future = future
@@ -396,13 +393,13 @@ class Stream:
 
     def _make_room(self, m):
         """Close all gaps and restart positions if m more tokens would exceed the trained context."""
-        if self.positions == "original" or self.counter + m <= self.n_ctx_train:
+        n, n_ctx = self.n, self.model.n_ctx_train
+        if self.positions == "original" or self.counter + m <= n_ctx:
             return
-        n = self.n
-        if n + m > self.n_ctx_train:
-            raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
+        if n + m > n_ctx:
+            raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {n_ctx}")
         # rows of sliding layers may be longer than n, and their first entries need positions of at least 0
-        self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
+        self.counter = max(n, min(self.model.window, n_ctx // 2, n_ctx - m))
         self._close_gaps(self.counter)
         if self.observe:
             for rows in self.rows:
