@@ -80,6 +80,7 @@ def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path,
     done = forked.run(
         [sys.executable, "-m", "tests.serve.killed_turns", str(model), str(tmp_path), str(step), policy],
         env=os.environ | ONE_THREAD,
+        timeout=6 * PATIENCE_S,  # it starts 40 servers
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) > 25
