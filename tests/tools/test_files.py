@@ -20,14 +20,19 @@ from tests.held import PATIENCE_S
 
 
 @contextmanager
-def full_after(n_bytes):
-    """Imitate a full disk: files cannot grow beyond n_bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+def limited(kind, most):
+    """Lower a limit of this process to `most` bytes. kind: a limit such as resource.RLIMIT_AS."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(kind, before)
+
+
+def full_after(n_bytes):
+    """Imitate a full disk: files cannot grow beyond n_bytes."""
+    return limited(resource.RLIMIT_FSIZE, n_bytes)
 
 
 @pytest.mark.parametrize("old", [None, b"old"])

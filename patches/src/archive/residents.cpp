@@ -258,7 +258,7 @@ struct choice_memory {
 
 // Give cells to the found sets that have none, first to those with the most missing attention. sums: see choice_memory
 static void admit_sets(resident_row & r, const row_clusters & own, const std::vector<size_t> & places, const std::vector<float> & sums) {
-    std::vector<std::pair<float, int64_t>> absent; // -(missing attention) and number of each page
+    std::vector<std::pair<float, int64_t>> absent; // negative missing attention, and number, of each page
     for (size_t i = 0; i < places.size() && !r.sets.empty(); i += n_cluster) {
         const int64_t number = own.begin() + places[i]/n_cluster;
         if (const int at = r.find(own, number); at >= 0) {
@@ -268,7 +268,10 @@ static void admit_sets(resident_row & r, const row_clusters & own, const std::ve
         }
     }
     std::sort(absent.begin(), absent.end());
-    for (size_t i = 0; i < std::min(absent.size(), n_admitted) && r.admit(own, absent[i].second, r.n_choice - 1); ++i) {}
+    absent.resize(std::min(absent.size(), n_admitted));
+    for (const auto & [missing, number] : absent) {
+        r.admit(own, number, r.n_choice - 1);
+    }
 }
 
 void residents::choose(
