@@ -322,6 +322,10 @@ def test_messages_reach_templates_with_objects_and_short_ids():
         call = {"id": "a23456789", "function": {"name": "now", "arguments": text}}
         (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
         assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
+    # a text with half of a character could not be tokenized
+    call = {"id": "a23456789", "function": {"name": "now", "arguments": r'{"x": "\ud800"}'}}
+    (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}
 
 
 def test_a_template_that_shows_no_tools_gets_calls_and_results_as_text():

@@ -124,12 +124,15 @@ _ESCAPE = re.compile(
 """Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
 
 
+def without_halves(text: str) -> str:
+    """Replace lone surrogates in a JSON text by U+FFFD, because strings with them cannot be encoded."""
+    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _HALF.search(text) else text
+
+
 def parsed(data: bytes) -> Any:
-    """Parse the JSON of a body. Lone surrogates become U+FFFD, as they cannot be encoded. Raises ApiError."""
+    """Parse the JSON of a body. Lone surrogates become U+FFFD. Raises ApiError."""
     try:
-        text = data.decode("utf-8-sig")
-        if _HALF.search(text):
-            text = _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text)
+        text = without_halves(data.decode("utf-8-sig"))
         body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise _too_deep() from None

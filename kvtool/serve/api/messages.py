@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, wrong
+from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_halves, wrong
 
 Message = dict[str, Any]
 
@@ -172,8 +172,11 @@ def _id(given: Message, name: str, where: str) -> str | None:
 
 
 def loaded(text: str) -> Any:
-    """Return the value of a JSON text, or the text itself if it is not JSON."""
+    """Return the value of a JSON text, or the text itself if it is not JSON.
+
+    Lone surrogates become U+FFFD.
+    """
     try:
-        return json.loads(text)
+        return json.loads(without_halves(text))
     except (ValueError, RecursionError):
         return text
