@@ -51,7 +51,8 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
     models = cache_dir() / "models"
-    files = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(models.rglob("*.gguf"))]
+    paths = [path for path in sorted(models.rglob("*.gguf")) if path.exists()]
+    files = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
     return {
         "ok": not problems,
         "problems": problems,

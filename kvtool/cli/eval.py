@@ -27,7 +27,7 @@ from kvtool.llama.sampling import Sampling
 from kvtool.options import Options, declared, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.files import spare_folder
-from kvtool.system.texts import is_stdin, json_text
+from kvtool.system.texts import exists, is_stdin, json_text
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
@@ -165,7 +165,7 @@ def evaluate(
         empty = f"{needs} (stdin is empty)"
         files = [Path("-")]
     for file in files:
-        if not (is_stdin(str(file)) or file.exists()):
+        if not (is_stdin(str(file)) or exists(str(file))):
             raise InputError(f"there is no file {file}")
     records_path = output.records_path(args.records, args.resume)
     if args.plot and len(chosen.by) != 2:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
@@ -16,6 +15,7 @@ from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
+from kvtool.system.texts import exists
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
@@ -33,7 +33,7 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
     """
     if name is None:
         return run
-    if len(name.split()) > 1 and not Path(name).expanduser().exists():
+    if len(name.split()) > 1 and not exists(name):
         raise UsageError(near.not_a_model(name))
     if "model" in run.typed:
         raise UsageError(f"{name!r} and -m {run.model!r} are two models; leave out one of them")

@@ -11,6 +11,7 @@ from kvtool.models.catalogue import Entry, registry, unknown
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.split import first_part
 from kvtool.models.supported import unsupported
+from kvtool.system.texts import exists
 
 if TYPE_CHECKING:
     from kvtool.models.fetch import Progress
@@ -48,11 +49,12 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
         from kvtool.models import download
 
         return download.pull(entry, progress)
-    path = Path(name).expanduser()
-    if paths and path.is_dir():
-        raise ModelError(f"{name} is a folder; name the GGUF file in it")
-    if paths and path.is_file():
-        return first_part(path)
+    if paths and exists(name):
+        path = Path(name).expanduser()
+        if path.is_dir():
+            raise ModelError(f"{name} is a folder; name the GGUF file in it")
+        if path.is_file():
+            return first_part(path)
 
     from kvtool.models import hub, web
 
@@ -66,7 +68,7 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
 def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
-    if Path(name).expanduser().exists():
+    if exists(name):
         return f"{name} is here already; -m takes a GGUF file by its path"
     is_repository = not name.endswith(".gguf") and hub.is_repository(name)
     if or_file and not is_repository and ("/" in name or os.sep in name or name.endswith(".gguf")):

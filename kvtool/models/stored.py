@@ -12,6 +12,7 @@ from kvtool.errors import ModelError
 from kvtool.models import hub, web
 from kvtool.models.catalogue import Entry, models_dir, registry, unknown
 from kvtool.models.split import part_names
+from kvtool.system.texts import exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def _find(name: str) -> Stored:
     elif web.is_url(name):
         folder = web.folder_of(name)
         model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
-    elif Path(name).expanduser().exists():
+    elif exists(name):
         path = Path(name).expanduser().absolute()
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)

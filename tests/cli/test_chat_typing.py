@@ -102,6 +102,8 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.join()
     # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
+    # no file can have so long a name
+    assert with_files("@" + "a" * 300) == "@" + "a" * 300
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
         with_files("Explain @empty.txt")

@@ -29,6 +29,7 @@ def library(tmp_path, monkeypatch):
     paths.kernel_library().touch()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.gguf").write_bytes(b"12345")
+    (tmp_path / "models" / "gone.gguf").symlink_to("nowhere")
     info = {
         "version": "0.3.36",
         "path": "lib/libllama.so",

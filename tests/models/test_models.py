@@ -224,7 +224,9 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
         ModelError, match=r"^unknown model 'x' \(and no such file\)\. See `kvtool models list`\.$"
     ):
         resolve("x")
-    for path in ("/nope.gguf", "nope.gguf", "./some/nope", "~/nope"):
+    with pytest.raises(ModelError, match=r"^unknown model 'xxx.*no such file"):
+        resolve("x" * 300)  # no file can have so long a name
+    for path in ("/nope.gguf", "nope.gguf", "./some/nope", "~/nope", "~nobody/nope"):
         with pytest.raises(ModelError) as error:
             resolve(path)
         assert str(error.value) == f"there is no file {path}"

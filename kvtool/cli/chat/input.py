@@ -22,7 +22,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
 from kvtool.errors import InputError
-from kvtool.system.texts import decoded, with_lf
+from kvtool.system.texts import decoded, exists, with_lf
 
 BLOCK = '"""'
 """This mark begins and ends a text of several lines."""
@@ -145,7 +145,7 @@ def with_files(text: str, inserted: Callable[[Path, str], None] = lambda path, t
     def text_of(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         path = Path(os.path.expanduser(name))
-        if not path.exists():
+        if not exists(name):
             if match[1] or (is_line and re.search(r"[/\\]|\.\w+$", name)):
                 raise InputError(f"there is no file {name}")
             return match[0]
