@@ -173,7 +173,8 @@ def test_in_a_long_archive_the_means_of_sets_stand_for_clusters_without_cells(ti
         error(fit(), 16 * n_page, n_mean_set, resident=2048)
         for n_page, n_mean_set in ((19, 64), (22, 0), (12, 64), (6, 64))
     )
-    assert all_cells == without_sets
+    # a GPU may add up the cells in another order
+    assert abs(all_cells - without_sets) < ROUGH
     assert all_cells < half < few < error(policies.fit("streamingllm", 64)) / 1.5
 
 
