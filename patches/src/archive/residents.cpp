@@ -20,15 +20,14 @@ residents::residents(const archive & tokens, const resident_sizes & n) : n(n), t
     drop();
 }
 
-// true if the clusters of a page must have cells, because no mean of a set can represent them
-static bool needs_cells(const row_clusters & own, int64_t number, bool has_sets) {
-    return !has_sets || !own.is_grouped(number);
-}
-
+// number of a row's pages that must have cells, because no mean of a set can represent their clusters
 static int64_t n_needed(const row_clusters & own, bool has_sets) {
+    if (!has_sets) {
+        return own.end() - own.begin();
+    }
     int64_t res = 0;
-    for (int64_t number = own.begin(); number < own.end(); ++number) {
-        res += needs_cells(own, number, has_sets);
+    for (int64_t block = own.begin(); block < own.end(); block += own.is_grouped(block) ? n_grouped : 1) {
+        res += !own.is_grouped(block);
     }
     return res;
 }
@@ -146,7 +145,7 @@ void residents::update_means(resident_row & r, size_t layer, int head, cells & o
     int64_t n_free = std::count_if(r.pages.begin(), r.pages.end(), [](const auto & p) { return p.number < 0; });
     for (const bool is_needed : { true, false }) {
         for (int64_t number = own.end() - 1; number >= own.begin() && (is_needed || n_free > 0); --number) {
-            if (is_needed == needs_cells(own, number, !r.sets.empty()) && r.find(own, number) < 0) {
+            if (is_needed == (r.sets.empty() || !own.is_grouped(number)) && r.find(own, number) < 0) {
                 r.admit(own, number, r.n_choice);
                 --n_free;
             }
