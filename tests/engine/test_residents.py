@@ -19,10 +19,9 @@ from kvtool.llama import log
 from kvtool.llama.archive import Archive
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
-from kvtool.serve.batching import StepBatcher
 from lab.benchmarks import gpu_rows
 from tests.engine.running import ON_CUDA, open_engine, text
-from tests.engine.test_joint import Counting, lives
+from tests.engine.test_joint import Counting, lives, one_by_one
 
 N_PROMPT, N_LATER = 700, 40
 ROUGH = 0.1 if ON_CUDA else 5e-2
@@ -311,15 +310,15 @@ def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
         return batchers[0]
 
     with closing(Model(tiny_model(n_head_kv=2, n_ctx_train=2048))) as model:
-        one_by_one, together = (
+        each_alone, together = (
             lives(model, fit(), tokens, n_written, make_batcher=batcher, **settings)
-            for batcher in (lambda lock: StepBatcher(lock, 1), several)
+            for batcher in (one_by_one, several)
         )
     assert batchers[0].sizes == [3] * 30 + [2] * 10
-    for alone, joint in zip(one_by_one, together, strict=True):
-        assert np.abs(alone[3] - joint[3]).max() < ROUGH
+    for alone, joint in zip(each_alone, together, strict=True):
+        assert np.abs(alone.logits - joint.logits).max() < ROUGH
         # the first step is repeated, since it has no residents yet
-        assert 1 <= joint[4] < 20
+        assert 1 <= joint.n_repeated < 20
 
 
 @pytest.mark.parametrize("n", [-1, 2**20 + 1, 2**32 + 64])
