@@ -1209,8 +1209,9 @@ struct device_cells {
     void update(int64_t rot) {
         all.begin(rot);
         n_written = 0;
+        residents::cells some;
         for (bool is_whole = false; !is_whole;) {
-            residents::cells some;
+            some.clear();
             is_whole = all.update(1, some);
             n_written += some.at.size();
             EXPECT(some.at.size() <= 1024 + 256); // the last cluster may exceed the limit of 1024

@@ -64,33 +64,39 @@ void residents::drop() {
 // cells
 //
 
+// add a cell; returns where its key and its value must be written
+static std::pair<float *, float *> add_cell(const archived_layer & l, int64_t at, residents::cells & out) {
+    const size_t i = out.at.size();
+    out.at.push_back(at);
+
+    const auto room_for = [i](std::vector<float> & x, size_t n) {
+        if (x.size() < (i + 1)*n) {
+            x.resize(2*(i + 1)*n);
+        }
+        return x.data() + i*n;
+    };
+    return { room_for(out.keys, l.n_embd_k), room_for(out.values, l.n_embd_v) };
+}
+
 void residents::put_mean(size_t layer, int head, const means & all, size_t place, const bearing & to, int cell, cells & out) const {
     const auto & l = tokens[layer];
+    const auto [key, value] = add_cell(l, (int64_t) cell*l.n_head + head, out);
 
-    const size_t at_k = out.keys.size(), at_v = out.values.size();
-    out.at    .push_back((int64_t) cell*l.n_head + head);
-    out.keys  .resize(at_k + l.n_embd_k);
-    out.values.resize(at_v + l.n_embd_v);
-
-    get_key(all.sides.data() + place/n_side*all.size_k, place % n_side, out.keys.data() + at_k, l.n_embd_k);
-    all.get_value(place, out.values.data() + at_v);
+    get_key(all.sides.data() + place/n_side*all.size_k, place % n_side, key, l.n_embd_k);
+    all.get_value(place, value);
 
     // query_turn rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction
-    tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
+    tokens.turns_of(layer).turn(key, -tokens.query_turn(to, anchor));
 }
 
 void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
     const auto & l = tokens[layer];
+    const auto [key, value] = add_cell(l, (int64_t) cell*l.n_head + head, out);
 
-    const size_t at_k = out.keys.size(), at_v = out.values.size();
-    out.at    .push_back((int64_t) cell*l.n_head + head);
-    out.keys  .resize(at_k + l.n_embd_k);
-    out.values.resize(at_v + l.n_embd_v);
-
-    l.keys  (head, place, 1, out.keys  .data() + at_k);
-    l.values(head, place, 1, out.values.data() + at_v);
+    l.keys  (head, place, 1, key);
+    l.values(head, place, 1, value);
     if (turn != 0) {
-        tokens.turns_of(layer).turn(out.keys.data() + at_k, turn);
+        tokens.turns_of(layer).turn(key, turn);
     }
 }
 

@@ -36,16 +36,19 @@ public:
     struct cells {
         std::vector<int64_t> at; // cell*n_head + head
 
+        // These vectors never become shorter, so that collecting cells again and again allocates no memory
         std::vector<float> keys;   // [cell][n_embd_k]
         std::vector<float> values; // [cell][n_embd_v]
+
+        void clear() { at.clear(); }
     };
 
     // Call this before `update` of the layers. rot: position that the next query is rotated to
     void begin(int64_t rot);
 
-    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are too many cells
-    // for one call: the caller must then write the collected cells and call this again. Several layers may be updated
-    // at the same time
+    // Add the new contents of a layer's cells to `out`, and set the layer's mask. Returns false if there are too many
+    // cells for one call: the caller must then write the collected cells, clear `out` and call this again. Several
+    // layers may be updated at the same time
     bool update(size_t layer, cells & out);
 
     // The number that is added to the logit of each cell of a row: [n.n_cell()]. It is 0 for a token, log n for the mean

@@ -1,5 +1,6 @@
 #include "devices.h"
 
+#include "archive/no_room.h"
 #include "hooks/error.h"
 #include "hooks/llama-kvtool.h"
 
@@ -79,6 +80,17 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
 bool lies_on_worker(const layer & l) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
     return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
+}
+
+ggml_backend_buffer_ptr host_buffer(ggml_backend_buffer_type_t buft, size_t n_bytes) {
+    ggml_backend_dev_t         dev  = ggml_backend_buft_get_device(buft);
+    ggml_backend_buffer_type_t host = dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
+
+    ggml_backend_buffer_ptr res { ggml_backend_buft_alloc_buffer(host ? host : ggml_backend_cpu_buffer_type(), n_bytes) };
+    if (!res) {
+        throw no_room("the host has no memory for copies to a device");
+    }
+    return res;
 }
 
 } // namespace kvtool

@@ -5,6 +5,7 @@
 #include "layer.h"
 
 #include "ggml-backend.h"
+#include "ggml-cpp.h"
 
 #include <array>
 
@@ -19,5 +20,9 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
 
 // true if the layer's cells lie on a worker
 bool lies_on_worker(const layer & l);
+
+// Memory on the host for copies to and from a device with this type of buffers. It is pinned if the device has pinned
+// memory: copies from other memory are slower and block the device. Throws no_room if there is no memory
+ggml_backend_buffer_ptr host_buffer(ggml_backend_buffer_type_t buft, size_t n_bytes);
 
 } // namespace kvtool

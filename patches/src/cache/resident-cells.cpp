@@ -14,9 +14,14 @@
 
 namespace kvtool {
 
-// Number of keys and values that a layer gets per copy. A step changes 50 to 100 cells of a row (Qwen2.5 0.5B, 1,024
-// resident tokens). Filling all cells takes many copies, but this seldom happens
-static int64_t n_sent(const layer & l) { return 64*l.n_head; }
+// Keys and values of a cell are sent in F16 if the cache is in F16. For a cache in any other format they are sent in F32,
+// and the device converts them
+static ggml_type sent_type(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32;
+}
+
+static size_t key_bytes  (const layer & l) { return ggml_row_size(sent_type(l.k), l.n_embd_k); }
+static size_t value_bytes(const layer & l) { return ggml_row_size(sent_type(l.v), l.n_embd_v); }
 
 std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
     if (!has_flash || v_trans) {
@@ -41,7 +46,7 @@ resident_cells::resident_cells(
         const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query,
         int n_filled, int n_thread)
     : chosen(tokens, n), n_query(n_query), n_region(region(n)), layers(layers), askers(std::move(askers))
-    , n_filled(n_filled), live(layers.size()), masks(layers.size()), threads(n_thread - 1) {
+    , n_filled(n_filled), live(layers.size()), changed(layers.size()), threads(n_thread - 1) {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
 
@@ -60,33 +65,23 @@ resident_cells::resident_cells(
     }
     for (auto & d : devices) {
         make_device(d);
-        for (const size_t i : d.layers) {
-            masks[i].assign(layers[i].n_head*d.mask->ne[0], ggml_fp32_to_fp16(-INFINITY));
-            ggml_backend_tensor_set(d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], layers[i].n_head*d.mask->nb[3]);
-        }
     }
 }
 
 void resident_cells::make_device(device & d) {
-    d.ctx.reset(ggml_init({ (3 + 3*d.layers.size() + askers.size())*ggml_tensor_overhead(), nullptr, true }));
+    // A step changes 150 to 200 cells of a row, and up to twice as many in some layers. This is room for 128 cells of
+    // each row in F16; more cells are sent in several copies
+    size_t n_upload = 0;
+    for (const size_t i : d.layers) {
+        n_upload += 128*layers[i].n_head*(sizeof(int64_t) + (layers[i].n_embd_k + layers[i].n_embd_v)*sizeof(ggml_fp16_t));
+    }
+
+    d.ctx.reset(ggml_init({ (3 + askers.size())*ggml_tensor_overhead(), nullptr, true }));
 
     ggml_context * ctx = d.ctx.get();
 
-    // Create the uploads before all other tensors. They then lie at the beginning of the buffer, where `all_uploads`
-    // covers them
-    for (const size_t i : d.layers) {
-        const auto & l = layers[i];
-
-        // Keys and values for a cache in F16 are sent in F16. For a cache in any other format they are sent in F32, and
-        // the device converts them
-        const auto type = [](const ggml_tensor * t) { return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32; };
-        d.uploads.push_back({
-            ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent(l)),
-            ggml_new_tensor_2d(ctx, type(l.k), l.n_embd_k, n_sent(l)),
-            ggml_new_tensor_2d(ctx, type(l.v), l.n_embd_v, n_sent(l)),
-        });
-    }
-    d.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
+    d.upload  = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, n_upload);
+    d.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
     d.queries = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_number, n_query);
 
     size_t at = 0;
@@ -103,14 +98,21 @@ void resident_cells::make_device(device & d) {
     }
     ggml_backend_buffer_clear(d.buffer.get(), 0);
 
-    auto *       base = (char *) ggml_backend_buffer_get_base(d.buffer.get());
-    const auto * last = d.uploads.back().v;
+    d.upload_data = host_buffer(d.buft, n_upload);
+    d.query_data  = host_buffer(d.buft, ggml_nbytes(d.queries));
+    d.mask_data   = host_buffer(d.buft, ggml_nbytes(d.mask));
 
-    d.upload_data.resize((const char *) last->data - base + ggml_nbytes(last));
-    d.query_data  .resize(ggml_nelements(d.queries));
+    std::fill_n(d.masks_of(0), ggml_nelements(d.mask), ggml_fp32_to_fp16(-INFINITY));
+    ggml_backend_tensor_set(d.mask, d.masks_of(0), 0, ggml_nbytes(d.mask));
+}
 
-    d.all_uploads = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, d.upload_data.size());
-    ggml_backend_tensor_alloc(d.buffer.get(), d.all_uploads, base);
+template <typename T>
+static T * data_of(const ggml_backend_buffer_ptr & buffer) {
+    return (T *) ggml_backend_buffer_get_base(buffer.get());
+}
+
+ggml_fp16_t * resident_cells::device::masks_of(int row) const {
+    return data_of<ggml_fp16_t>(mask_data) + row*mask->ne[0];
 }
 
 ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale) {
@@ -141,31 +143,6 @@ int64_t resident_cells::bytes() const {
 // writing cells
 //
 
-bool resident_cells::make_graph(device & d, uint64_t version) {
-    const size_t n_node = 6*d.layers.size();
-
-    d.graph_ctx.reset(ggml_init({ 2*n_node*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_node, false), nullptr, true }));
-    d.alloc    .reset(ggml_gallocr_new(d.buft));
-
-    ggml_context * ctx = d.graph_ctx.get();
-    d.graph = ggml_new_graph_custom(ctx, n_node, false);
-
-    for (size_t j = 0; j < d.layers.size(); ++j) {
-        const auto & l  = layers[d.layers[j]];
-        const auto & up = d.uploads[j];
-
-        for (const auto & [cache, from] : { std::pair { l.k, up.k }, std::pair { l.v, up.v } }) {
-            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, from->ne[0], ggml_nelements(cache)/from->ne[0]);
-            ggml_build_forward_expand(d.graph, ggml_set_rows(ctx, rows, from, up.at));
-        }
-    }
-    if (!ggml_gallocr_reserve(d.alloc.get(), d.graph) || !ggml_gallocr_alloc_graph(d.alloc.get(), d.graph)) {
-        return false;
-    }
-    d.version = version;
-    return true;
-}
-
 static ggml_backend_t backend_of(llama_context & lctx, ggml_backend_buffer_type_t buft) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
         ggml_backend_t backend = ggml_backend_sched_get_backend(lctx.get_sched(), i);
@@ -184,91 +161,125 @@ static void convert(const ggml_tensor * t, const float * x, int64_t n, uint8_t *
     }
 }
 
-bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all) {
-    int64_t n_copy = 0;
-    for (const size_t i : d.layers) {
-        const int64_t n = n_sent(layers[i]);
-        n_copy = std::max(n_copy, ((int64_t) all[i].at.size() + n - 1)/n);
+// copy the cells of a part to the host's copy of `upload`
+void resident_cells::fill(const device & d, const part & p) const {
+    const auto & l   = layers[p.layer];
+    const auto & own = changed[p.layer];
+
+    auto * data = data_of<uint8_t>(d.upload_data);
+
+    auto * at = (int64_t *) (data + p.at);
+    for (int64_t c = 0; c < p.n; ++c) {
+        at[c] = (int64_t) (l.n_cell - n_region)*l.n_head + own.at[p.first + c];
     }
-
-    const auto in = [&](const ggml_tensor * t) { return d.upload_data.data() + ((const char *) t->data - (const char *) d.all_uploads->data); };
-
-    for (int64_t copy = 0; copy < n_copy; ++copy) {
-        share(d.layers.size(), [&](int j) {
-            const auto & l   = layers[d.layers[j]];
-            const auto & own = all[d.layers[j]];
-            const auto & up  = d.uploads[j];
-
-            const int64_t n_all = own.at.size();
-            const int64_t first = std::min(copy*n_sent(l), n_all);
-            const int64_t n     = std::min(n_all - first, n_sent(l));
-            const int64_t cell  = l.n_cell - n_region;
-
-            auto * at = (int64_t *) in(up.at);
-            for (int64_t c = 0; c < n_sent(l); ++c) {
-                // write the remaining entries to the last cell, which no query sees
-                at[c] = c < n ? cell*l.n_head + own.at[first + c] : (int64_t) (l.n_cell - 1)*l.n_head;
-            }
-            convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
-            convert(up.v, own.values.data() + first*l.n_embd_v, n*l.n_embd_v, in(up.v));
-        });
-        ggml_backend_tensor_set_async(backend, d.all_uploads, d.upload_data.data(), 0, d.upload_data.size());
-        if (ggml_backend_graph_compute(backend, d.graph) != GGML_STATUS_SUCCESS) {
-            return false;
-        }
-    }
-    return true;
+    convert(l.k, own.keys  .data() + p.first*l.n_embd_k, p.n*l.n_embd_k, data + p.k);
+    convert(l.v, own.values.data() + p.first*l.n_embd_v, p.n*l.n_embd_v, data + p.v);
 }
 
-bool resident_cells::copy_mask(size_t layer) {
-    auto & all = masks[layer];
+// the graph that writes the cells of all parts
+ggml_cgraph * resident_cells::make_graph(device & d, const std::vector<part> & parts) const {
+    const size_t n_tensor = 7*parts.size();
 
-    const size_t n = all.size()/layers[layer].n_head;
+    d.graph_memory.resize(std::max(d.graph_memory.size(), n_tensor*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensor, false)));
+    d.graph_ctx.reset(ggml_init({ d.graph_memory.size(), d.graph_memory.data(), true }));
 
-    bool has_changed = false;
+    ggml_context * ctx   = d.graph_ctx.get();
+    ggml_cgraph  * graph = ggml_new_graph_custom(ctx, n_tensor, false);
+
+    const auto sent = [&](ggml_type type, int64_t n_embd, int64_t n, size_t from) {
+        ggml_tensor * t = ggml_new_tensor_2d(ctx, type, n_embd, n);
+        ggml_backend_tensor_alloc(d.buffer.get(), t, (char *) d.upload->data + from);
+        return t;
+    };
+
+    for (const auto & p : parts) {
+        const auto & l = layers[p.layer];
+
+        ggml_tensor * at = sent(GGML_TYPE_I64, p.n, 1, p.at);
+        for (const auto & [cache, from] : {
+                std::pair { l.k, sent(sent_type(l.k), l.n_embd_k, p.n, p.k) },
+                std::pair { l.v, sent(sent_type(l.v), l.n_embd_v, p.n, p.v) } }) {
+            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, from->ne[0], ggml_nelements(cache)/from->ne[0]);
+            ggml_tensor * set  = ggml_set_rows(ctx, rows, from, at);
+            for (ggml_tensor * view : { rows, set }) {
+                ggml_backend_view_init(view);
+            }
+            ggml_build_forward_expand(graph, set);
+        }
+    }
+    return graph;
+}
+
+// write the changed cells of a device
+bool resident_cells::write(ggml_backend_t backend, device & d) {
+    const size_t n_align  = ggml_backend_buft_get_alignment(d.buft);
+    const size_t n_upload = ggml_nbytes(d.upload);
+
+    // send as many cells as `upload` has room for
+    std::vector<part> parts;
+    size_t n_used = 0;
+    const auto send = [&] {
+        // the device may still read the cells that were sent before
+        ggml_backend_synchronize(backend);
+        share(parts.size(), [&](int i) { fill(d, parts[i]); });
+        ggml_backend_tensor_set_async(backend, d.upload, data_of<uint8_t>(d.upload_data), 0, n_used);
+        const bool res = ggml_backend_graph_compute_async(backend, make_graph(d, parts)) == GGML_STATUS_SUCCESS;
+        parts.clear();
+        n_used = 0;
+        return res;
+    };
+
+    for (const size_t i : d.layers) {
+        const auto & l = layers[i];
+        const int64_t n_all = changed[i].at.size();
+        for (int64_t first = 0, n = 0; first < n_all; first += n) {
+            const size_t n_room = n_upload - std::min(n_used + 3*n_align, n_upload);
+
+            n = std::min<int64_t>(n_all - first, n_room/(sizeof(int64_t) + key_bytes(l) + value_bytes(l)));
+            if (n == 0) {
+                if (!send()) {
+                    return false;
+                }
+                continue;
+            }
+            part p = { i, first, n, n_used, 0, 0 };
+            p.k    = GGML_PAD(p.at + n*sizeof(int64_t), n_align);
+            p.v    = GGML_PAD(p.k + n*key_bytes(l), n_align);
+            n_used = GGML_PAD(p.v + n*value_bytes(l), n_align);
+            parts.push_back(p);
+        }
+    }
+    return parts.empty() || send();
+}
+
+// copy the mask of a layer to the host's copy of the device's masks
+void resident_cells::copy_mask(size_t layer) {
+    const auto & d = devices[homes[layer].device];
     for (int head = 0; head < layers[layer].n_head; ++head) {
         const auto & from = chosen.mask(layer, head);
-        const auto   to   = all.begin() + head*n + n_filled;
-        if (!std::equal(from.begin(), from.end(), to)) {
-            std::copy(from.begin(), from.end(), to);
-            has_changed = true;
-        }
+        std::copy(from.begin(), from.end(), d.masks_of(homes[layer].row + head) + n_filled);
     }
-    return has_changed;
 }
 
-bool resident_cells::place(llama_context & lctx, int64_t rot, uint64_t version) {
-    for (auto & d : devices) {
-        if (d.version != version && !make_graph(d, version)) {
-            return false;
-        }
-    }
-
+bool resident_cells::place(llama_context & lctx, int64_t rot) {
     chosen.begin(rot);
     for (bool is_done = false; !is_done;) {
-        std::vector<residents::cells> all(layers.size());
-        std::vector<uint8_t>          is_whole(layers.size());
-        share(layers.size(), [&](int i) { is_whole[i] = chosen.update(i, all[i]); });
-
+        std::vector<uint8_t> is_whole(layers.size());
+        share(layers.size(), [&](int i) {
+            changed[i].clear();
+            is_whole[i] = chosen.update(i, changed[i]);
+        });
         for (auto & d : devices) {
-            if (!write(backend_of(lctx, d.buft), d, all)) {
+            if (!write(backend_of(lctx, d.buft), d)) {
                 return false;
             }
         }
         is_done = std::find(is_whole.begin(), is_whole.end(), 0) == is_whole.end();
     }
-    std::vector<uint8_t> has_changed(layers.size());
-    share(layers.size(), [&](int i) { has_changed[i] = copy_mask(i); });
+    share(layers.size(), [&](int i) { copy_mask(i); });
 
     for (auto & d : devices) {
-        ggml_backend_t backend = backend_of(lctx, d.buft);
-        for (const size_t i : d.layers) {
-            if (has_changed[i]) {
-                ggml_backend_tensor_set_async(
-                        backend, d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], layers[i].n_head*d.mask->nb[3]);
-            }
-        }
-        ggml_backend_synchronize(backend);
+        ggml_backend_tensor_set_async(backend_of(lctx, d.buft), d.mask, d.masks_of(0), 0, ggml_nbytes(d.mask));
     }
     return true;
 }
@@ -360,7 +371,7 @@ std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
             const int    n  = a.n_head/l.n_head*a.n_embd; // elements of the queries of the head's group
             const size_t at = ((const char *) a.t->data - (const char *) d.queries->data)/sizeof(float);
             for (int t = 0; t < n_asked; ++t) {
-                const float * from = d.query_data.data() + (size_t) t*d.n_number + at + head*n;
+                const float * from = data_of<float>(d.query_data) + (size_t) t*d.n_number + at + head*n;
                 queries.insert(queries.end(), from, from + n);
                 tokens .insert(tokens .end(), n/l.n_embd_k, t);
             }
@@ -380,7 +391,7 @@ std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
 float resident_cells::choose(int n_live, float cap) {
     copy_live(n_live);
     for (auto & d : devices) {
-        ggml_backend_tensor_get(d.queries, d.query_data.data(), 0, n_asked*d.queries->nb[1]);
+        ggml_backend_tensor_get(d.queries, data_of<float>(d.query_data), 0, n_asked*d.queries->nb[1]);
     }
 
     std::vector<std::vector<float>> missed(layers.size()); // [layer][token]

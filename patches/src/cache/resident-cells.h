@@ -42,9 +42,10 @@ public:
     // store the queries [n_embd, n_head, n_tokens] of layer il of the model in the slots I64 [n_tokens]
     ggml_tensor * store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale);
 
-    // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. Returns
-    // false if a device failed
-    bool place(llama_context & lctx, int64_t rot, uint64_t version);
+    // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. The
+    // devices must not be computing. They may still copy when this returns: the next step is computed after that.
+    // Returns false if a device failed
+    bool place(llama_context & lctx, int64_t rot);
 
     // Choose the residents of the next step with the queries of the last step: see residents::choose. Returns the
     // result of llama_kvtool_missed. n_live: number of live cells; cap: soft cap of logits
@@ -67,13 +68,6 @@ public:
     bool is_fit  = true; // True if the cells can represent the archive.
 
 private:
-    // a layer's input tensors on a device: keys and values, and the cells to write them to
-    struct upload {
-        ggml_tensor * at; // I64: cell*n_head + head
-        ggml_tensor * k;
-        ggml_tensor * v;
-    };
-
     struct device {
         ggml_backend_buffer_type_t buft;
 
@@ -86,16 +80,29 @@ private:
         ggml_tensor           * mask;
         // F32 [n_number, n_query]: the queries of all layers are in one tensor, so one copy reads all of them
         ggml_tensor           * queries;
-        std::vector<upload>     uploads; // One upload per layer of the device.
-        ggml_tensor           * all_uploads; // Covers the memory of all uploads, so one copy fills all of them.
+        ggml_tensor           * upload; // I8: keys and values of new cells. One copy fills it for many layers.
 
-        ggml_context_ptr  graph_ctx;
-        ggml_gallocr_ptr  alloc;
-        ggml_cgraph     * graph   = nullptr;
-        uint64_t          version = 0; // version of the cache's tensors that the graph writes to
+        // Contents of the three tensors on the host. They must not change before the device has read them
+        ggml_backend_buffer_ptr mask_data;
+        ggml_backend_buffer_ptr query_data;
+        ggml_backend_buffer_ptr upload_data;
 
-        std::vector<uint8_t> upload_data; // Contents of `all_uploads`. Must not change before the device has read it.
-        std::vector<float>   query_data;  // Contents of `queries`.
+        // the graph that writes cells, and its memory. The memory stays the same, because CUDA's backend has a record
+        // for each address of a graph
+        ggml_context_ptr     graph_ctx;
+        std::vector<uint8_t> graph_memory;
+
+        ggml_fp16_t * masks_of(int row) const;
+    };
+
+    // Cells of a layer in `upload`: I64 cell*n_head + head, keys and values begin at these bytes
+    struct part {
+        size_t  layer;
+        int64_t first; // index of the first cell in `changed`
+        int64_t n;
+        size_t  at;
+        size_t  k;
+        size_t  v;
     };
 
     struct home {
@@ -115,15 +122,15 @@ private:
     std::vector<device> devices;
     std::vector<home>   homes; // [layer]
 
-    // the masks on the devices, [layer]
-    std::vector<std::vector<ggml_fp16_t>> masks;
+    std::vector<residents::cells> changed; // [layer]; a member because it takes long to allocate
 
     workers threads;
 
     void make_device(device & d);
-    bool make_graph(device & d, uint64_t version);
-    bool write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all);
-    bool copy_mask(size_t layer); // Returns true if the layer's mask has changed.
+    bool write(ggml_backend_t backend, device & d);
+    void fill(const device & d, const part & p) const;
+    ggml_cgraph * make_graph(device & d, const std::vector<part> & parts) const;
+    void copy_mask(size_t layer);
 
     void copy_live(int n_live);
     void sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const;

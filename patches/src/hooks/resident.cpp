@@ -207,7 +207,7 @@ bool llama_kvtool::place_residents(llama_context & lctx, int n_tokens) {
     lctx.synchronize();
     bool is_placed = false;
     try {
-        is_placed = keep_states(lctx, n_tokens) && resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version);
+        is_placed = keep_states(lctx, n_tokens) && resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1);
     } catch (...) {
         drop_residents();
         throw;
