@@ -98,7 +98,7 @@ class JobQueue:
         """Add a job. Raises ApiError if the queue is full or closed."""
         with self._changed:
             if self._is_closed:
-                raise _stopped()
+                raise stopped()
             self._remove_cancelled()
             if len(self) >= self.n_max:
                 raise ApiError(
@@ -143,13 +143,14 @@ class JobQueue:
         with self._changed:
             self._is_closed = True
             for job in chain(self.running, *self._by_client.values()):
-                job.emit("error", error=_stopped())
+                job.emit("error", error=stopped())
                 job.cancel()
             self._by_client.clear()
             self._changed.notify()
 
 
-def _stopped() -> ApiError:
+def stopped() -> ApiError:
+    """Return the error for requests that are not answered, because the server stops."""
     return ApiError("the server is stopping", status=503, kind="unavailable_error", code="stopping")
 
 

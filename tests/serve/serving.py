@@ -55,13 +55,14 @@ class Server:
 
 
 @contextmanager
-def serving(model, *options, **how):
+def serving(model, *options, program=None, **how):
     """Start `kvtool serve -m model ...` on a free port. Yield the Server when it is ready.
 
-    how: further arguments of Popen.
+    program: Python code that runs kvtool, or None for `python -m kvtool`. how: further arguments of Popen.
     Raises AssertionError with the text on stderr if the server ends before it is ready.
     """
-    command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
+    kvtool = ["-m", "kvtool"] if program is None else ["-c", program]
+    command = [sys.executable, *kvtool, "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
     how = {"env": os.environ | ONE_THREAD, **how}
     process = forked.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **how)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -247,6 +248,45 @@ def test_a_signal_that_comes_before_http_has_started_stops_the_server(chat_model
     done = forked.run(command)
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")
+
+
+STOPPED_AMID = """
+import os
+import signal
+import threading
+from kvtool.__main__ import main
+from kvtool.llama.model import Model
+
+is_freed = threading.Event()
+close, tokenize = Model.close, Model.tokenize
+
+def noted_close(model):
+    is_freed.set()
+    close(model)
+
+def stopped(model, text, **how):
+    if "STOP" in text:
+        os.kill(os.getpid(), signal.SIGINT)
+        is_freed.wait()
+        os._exit(99)
+    return tokenize(model, text, **how)
+
+Model.close, Model.tokenize = noted_close, stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_the_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
+    body = {"content": "STOP", "messages": [message("user", "STOP")]}
+    with serving(chat_model, "--budget", "64", program=STOPPED_AMID) as server:
+        with asking.connected(server.url) as link:
+            link.request("POST", path, json.dumps(body))
+            answer = link.getresponse()
+            assert answer.status == (529 if "messages" in path else 503)
+            assert json.loads(answer.read())["error"]["message"] == "the server is stopping"
+        _, stderr = server.process.communicate(timeout=PATIENCE_S)
+        assert (server.process.returncode, stderr) == (130, "kvtool: stopped\n")
 
 
 def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):

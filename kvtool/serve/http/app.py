@@ -28,7 +28,8 @@ from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
-from kvtool.serve.queue import Job, JobQueue
+from kvtool.serve.http.threads import ModelThreads
+from kvtool.serve.queue import Job, JobQueue, stopped
 
 _T = TypeVar("_T")
 
@@ -70,6 +71,10 @@ class Site:
     caches
         Returns the maximum number of slots, the number of slots that were made, and the bytes of their
         caches.
+    threads
+        Runs `tokenize`, `detokenize` and `count`.
+    stopping
+        Set when the server stops. Requests whose answers have not begun then get an error.
     """
 
     model: str
@@ -87,6 +92,8 @@ class Site:
     log: Callable[[str], None] | None = None
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
     caches: Callable[[], tuple[int, int, int]] = lambda: (1, 1, 0)
+    threads: ModelThreads = field(default_factory=ModelThreads)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def make(site: Site) -> Starlette:
@@ -99,7 +106,7 @@ def make(site: Site) -> Starlette:
                     gate.check_key(site.limits, request)
                 if method == "POST":
                     _check_ready(site)
-                answer = await handler(site, request)
+                answer = await _unless(site.stopping.wait(), stopped(), handler(site, request))
                 answer.headers["request-id"] = request.state.id
                 return answer
             except ApiError as error:
@@ -180,21 +187,21 @@ async def _message(site: Site, http: HttpRequest) -> Response:
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
     chat = responses.as_chat(await gate.body(site.limits, http))
-    n = await _counted(site, _chat_request(site, http, *chat))
+    n = await _counted(site, http, _chat_request(site, http, *chat))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
 
 async def _count_message(site: Site, http: HttpRequest) -> Response:
     chat = anthropic.as_chat(await gate.body(site.limits, http), is_counted=True)
-    return JSONResponse({"input_tokens": await _counted(site, _chat_request(site, http, *chat))})
+    return JSONResponse({"input_tokens": await _counted(site, http, _chat_request(site, http, *chat))})
 
 
-async def _counted(site: Site, request: ChatRequest) -> int:
+async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt. Raises ApiError."""
     assert site.count
     try:
         # use another thread, because rendering a chat takes time
-        return await asyncio.to_thread(site.count, request)
+        return await _unless_gone(http, site.threads.run(site.count, request))
     except ApiError as error:
         raise request.places.in_error(error) from None
 
@@ -364,7 +371,7 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         return [{"id": each, "piece": site.detokenize([each])} for each in plain] if with_pieces else plain
 
     # use other threads here and below, because long texts take time
-    return JSONResponse({"tokens": await asyncio.to_thread(tokens)})
+    return JSONResponse({"tokens": await _unless_gone(http, site.threads.run(tokens))})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -372,7 +379,7 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
-    text = await asyncio.to_thread(site.detokenize, tokens)
+    text = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
     return JSONResponse({"content": text, "prompt": text})
 
 
@@ -388,16 +395,20 @@ def _loading() -> ApiError:
 
 async def _unless_gone(http: HttpRequest, result: Awaitable[_T]) -> _T:
     """Return the awaited result. Raises ClientDisconnect as soon as the client has left."""
-    waited = asyncio.ensure_future(result)
-    gone = asyncio.ensure_future(_gone(http))
+    return await _unless(_gone(http), ClientDisconnect(), result)
+
+
+async def _unless(event: Awaitable[object], error: Exception, result: Awaitable[_T]) -> _T:
+    """Return the awaited result. If the event comes first, cancel the result and raise the error."""
+    waited, happened = asyncio.ensure_future(result), asyncio.ensure_future(event)
     try:
-        await asyncio.wait({waited, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waited, happened}, return_when=asyncio.FIRST_COMPLETED)
         if waited.done():
             return waited.result()
-        raise ClientDisconnect
+        raise error
     finally:
         waited.cancel()
-        gone.cancel()
+        happened.cancel()
 
 
 async def _gone(http: HttpRequest) -> None:

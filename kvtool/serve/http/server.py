@@ -66,8 +66,12 @@ def serve(
     def work() -> None:
         try:
             with opened() as pool:
-                ready(pool)
-                pool.run(site.jobs)
+                try:
+                    ready(pool)
+                    pool.run(site.jobs)
+                finally:
+                    # the model is freed next, so no thread may use it
+                    site.threads.close()
         except BaseException as error:  # noqa: BLE001
             # the main thread raises this error again
             failed.append(error)
@@ -117,6 +121,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._site.jobs.close()
+        self._site.stopping.set()
         connections: list[Any] = list(self.server_state.connections)
         for each in connections:
             # do not wait for clients that are still sending a request or that do not read the answer
