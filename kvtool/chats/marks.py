@@ -33,6 +33,11 @@ removed, these two texts are tokenized separately. A CUT is needed for markers t
 in plain text. If a message itself contains one of the ornaments, the ornament is doubled.
 """
 
+_LONG = 2**14
+"""Number of characters after which a text is cut at its next marker, and the parts are tokenized separately.
+The time that llama.cpp takes for a text grows with the square of the number of its markers.
+"""
+
 _MARK = re.compile(f"[{JOINT}{CUT}]")
 _MARKS = re.compile(f"({JOINT}{JOINT}|{CUT}{CUT}|{JOINT}|{CUT})")
 
@@ -71,7 +76,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
 
     start: True to begin with a BOS token if the model needs one.
     """
-    if JOINT not in text and CUT not in text:
+    if JOINT not in text and CUT not in text and len(text) <= _LONG:
         return model.tokenize(text, special=True, start=start)
     # tokens that some models add at the start and the end of a text
     ends = model.tokenize("", start=start)
@@ -90,6 +95,9 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)
+        if marker and at - plain > _LONG and model.markers.separates(marker):
+            found.append(model.tokenize(text[plain:at], special=True))
+            plain = at
     return np.concatenate([*found, model.tokenize(text[plain:], special=True), ends[n:]])
 
 

@@ -85,6 +85,14 @@ class Markers:
         """Return True if llama.cpp finds the marker in any text, because the marker is user-defined."""
         return not self._attrs[marker] & CONTROL
 
+    def separates(self, marker: str) -> bool:
+        """Return True if the parts of a text before and after the marker can be tokenized separately."""
+        if self._attrs[marker] & api.LLAMA_TOKEN_ATTR_RSTRIP:
+            return False
+        # llama.cpp finds longer tokens first
+        longer = (text for text in {**self._attrs, **self._tags} if len(text) >= len(marker))
+        return not any(_may_overlap(marker, text) for text in longer if text != marker)
+
     def between(self, before: str, text: str, after: str) -> str:
         """Strip from a text the whitespace that llama.cpp drops next to markers.
 
@@ -95,3 +103,9 @@ class Markers:
         if self._attrs.get(after, 0) & api.LLAMA_TOKEN_ATTR_LSTRIP:
             text = text.rstrip(_BLANKS)
         return text
+
+
+def _may_overlap(one: str, other: str) -> bool:
+    """Return True if both can be at places of a text that overlap. other: at least as long as `one`."""
+    ends = range(1, len(one))
+    return one in other or any(other.startswith(one[n:]) or other.endswith(one[:n]) for n in ends)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 import httpx2 as httpx
 import pytest
 
+from kvtool.chats import marks
 from kvtool.chats.marks import CUT, JOINT, tokens_of
 from kvtool.chats.prompt import request_prefix, system_prefix, template_of
 from kvtool.chats.template import Template
@@ -167,6 +168,28 @@ def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, t
                 *model.tokenize(after[end:], special=True),
             ]
             assert tokens_of(model, whole, start=start).tolist() == wanted
+
+
+def test_a_long_chat_is_tokenized_in_parts_that_give_the_same_tokens(model, template, monkeypatch):
+    text = template.render([message(role, f"<b>  {n}<think> ") for n in range(30) for role in ROLES[1:3]])
+    assert len(text) <= marks._LONG
+    wholes = [tokens_of(model, text, start=start).tolist() for start in (False, True)]
+    sizes, tokenize = [], model.tokenize
+    monkeypatch.setattr(marks, "_LONG", 50)
+    monkeypatch.setattr(
+        model, "tokenize", lambda part, **how: sizes.append(len(part)) or tokenize(part, **how)
+    )
+    assert [tokens_of(model, text, start=start).tolist() for start in (False, True)] == wholes
+    assert max(sizes) < 200 < len(text)
+
+
+def test_a_long_text_is_not_cut_at_a_marker_that_another_token_may_hide(vocab, monkeypatch):
+    monkeypatch.setattr(marks, "_LONG", 1)
+    control = ["<a>", "<b>", "(<b>)", "<c", "c>>>", "<d>>", "d<d>"]
+    model = vocab(control=control)
+    assert [each for each in control if model.markers.separates(each)] == ["<a>", "(<b>)", "c>>>"]
+    text = "x<a>(<b>)y <b><c>>>z<d<d>> <d>>w"
+    assert tokens_of(model, text).tolist() == model.tokenize(text, special=True).tolist()
 
 
 def test_a_reply_may_begin_with_a_thought(vocab):
