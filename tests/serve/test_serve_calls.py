@@ -348,6 +348,23 @@ def test_only_the_first_call_counts_if_there_may_be_only_one(format):
     assert (parser.is_done, parser.has_left_out) == (True, False)
 
 
+@pytest.mark.parametrize("tag", ["", "```json\n", "<tools>"])
+def test_the_only_call_without_a_closing_tag_ends_where_the_next_begins(tag):
+    one = '{"name": "now", "arguments": {}}'
+    for text, n_call in (
+        (f'{one}\n{{"name": "now"', 1),
+        (f'{one} [{{"name": "now"', 1),
+        (f'{one}\n{{"name": "no', 0),
+        (f'{one}\n{{"other": "now"', 0),
+        (f"{one} is a call", 0),
+    ):
+        for pieces in ([tag + text], tag + text):
+            parser = Parser(HERMES, TOOLS, one_call=True)
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            assert parser.is_done == parser.has_left_out == bool(n_call)
+            assert joined([*events, *parser.end()]) == ([NOW] * n_call or [tag + text])
+
+
 def test_arguments_in_json_stay_as_they_are_written():
     written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
     reply = Reply(None, Parser(HERMES, TOOLS))

@@ -179,7 +179,7 @@ class Parser:
         self._rest = ""
         self._space, self._tag = text[:at], tag
         # skip the tag, but not a brace, because the brace is part of the call
-        self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
+        self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag), self._one_call)
         self._reading = reader(self._source, self._tools)
 
     def _call_events(self, calls: Calls) -> Iterator[Event]:
@@ -197,11 +197,14 @@ class _GrowingText:
     The methods that read are generators. A method yields if it needs more text to decide. When the text has
     ended, a method decides without more text. Results therefore do not depend on how the reply is cut into
     pieces. The methods raise NoCall if the text is not a call.
+
+    one_call: True if the reply ends after its first call. A reader may then leave further calls unread.
     """
 
-    def __init__(self, text: str, at: int) -> None:
+    def __init__(self, text: str, at: int, one_call: bool) -> None:
         self.text = text
         self.at = at
+        self.one_call = one_call
         self.has_ended = False
 
     def accept(self, *options: str) -> _Text:
@@ -290,6 +293,10 @@ class _GrowingText:
 _Read = Generator[None, None, Calls]
 _Reader = Callable[[_GrowingText, Tools], _Read]
 
+_ENDS = ("", "{", "[")
+"""What may follow the calls that `_objects` returns: the end of the reply, or a call that it left unread."""
+
+
 _AFTER_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 _OUTSIDE = re.compile(r'[\[\]{}"]')
 _IN_STRING = re.compile(r'["\\]')
@@ -307,7 +314,7 @@ def _objects(source: _GrowingText, tools: Tools) -> _Read:
     """Read JSON objects and lists of JSON objects, which must be calls. Stop before other text.
 
     The first member of a call must be its name, so that other JSON is soon recognized as text. In a list,
-    only the first call is checked for this.
+    only the first call is checked for this. If the reply has only one call, stop before a second object.
     """
     calls: Calls = []
     while (yield from source.skip_space()) in ("{", "["):
@@ -318,6 +325,8 @@ def _objects(source: _GrowingText, tools: Tools) -> _Read:
         yield from source.name(tools)
         yield from source.expect('"')
         source.at = start
+        if calls and source.one_call:
+            return calls
         calls += calls_in_json((yield from source.json()), tools, strictly=True)
     return calls or _no_call()
 
@@ -328,7 +337,7 @@ def _wrapped(close: str) -> _Reader:
     def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _objects(source, tools)
         # the tag may be missing at the end of the reply, because some models do not write it
-        if (yield from source.skip_space()):
+        if (yield from source.skip_space()) not in _ENDS:
             yield from source.expect(close)
         return calls
 
@@ -337,7 +346,7 @@ def _wrapped(close: str) -> _Reader:
 
 def _nothing_else(source: _GrowingText, tools: Tools) -> _Read:
     calls = yield from _objects(source, tools)
-    return calls if source.has_ended and source.at == len(source.text) else _no_call()
+    return calls if (yield from source.skip_space()) in _ENDS else _no_call()
 
 
 def _closed(close: str) -> _Reader:
