@@ -48,6 +48,14 @@ def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
         assert len(after["tokens"]) == len(after["text_offset"]) == len(TOKENS) + 3
 
 
+def test_the_likeliest_tokens_of_a_text_include_the_token_itself(chat_model):
+    with here(chat_model, policy="full") as server:
+        scores = scored(server, TOKENS, logprobs=0)["logprobs"]
+        assert scores["top_logprobs"][0] is None
+        pairs = zip(scores["tokens"][1:], scores["token_logprobs"][1:], strict=True)
+        assert scores["top_logprobs"][1:] == [{token: value} for token, value in pairs]
+
+
 def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)

@@ -169,16 +169,17 @@ class CompletionBodies(AnswerBodies):
         return {
             "tokens": [record["token"] for record in records],
             "token_logprobs": [record["logprob"] for record in records],
-            "top_logprobs": [_top(record["top_logprobs"]) for record in records],
+            "top_logprobs": [_top(record) for record in records],
             "text_offset": [record["text_offset"] for record in records],
         }
 
 
-def _top(likeliest: list[Body] | None) -> dict[str, float] | None:
-    if likeliest is None:
+def _top(record: Body) -> dict[str, float] | None:
+    """Return the log-probabilities of the likeliest tokens and, as in OpenAI's API, of the token itself."""
+    if record["top_logprobs"] is None:
         return None
     logprobs: dict[str, float] = {}
-    for top in likeliest:
+    for top in [*record["top_logprobs"], record]:
         # several tokens may have the same text, for example parts of a character; keep the likeliest token
         logprobs.setdefault(top["token"], top["logprob"])
     return logprobs
