@@ -225,7 +225,8 @@ def sent(path, body=None, method="POST", **how):
     """Return (status, body) of the answer to a request. The server has no engine, and its queue no room."""
     answer = send(path, method, body=body, n_waiting=0, **how)
     if answer.status_code != 200:
-        assert answer.headers["request-id"] == answer.json()["request_id"]
+        ids = [answer.headers[name] for name in ("request-id", "x-request-id")]
+        assert ids == [answer.json()["request_id"]] * 2
     return answer.status_code, answer.json()
 
 

@@ -171,6 +171,19 @@ def test_a_wrong_method_gets_the_right_ones():
     assert "allow" not in send("/nowhere").headers
 
 
+def test_each_answer_has_the_id_of_its_request():
+    for method, path, status in (
+        ("GET", "/v1/models", 200),
+        ("POST", "/v1/chat/completions", 400),
+        ("GET", "/nowhere", 404),
+        ("PUT", "/v1/models", 405),
+    ):
+        answer = send(path, method, content=b"{")
+        assert answer.status_code == status
+        assert re.fullmatch("req_[0-9a-f]{24}", answer.headers["x-request-id"])
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
 def test_a_slash_at_the_end_changes_nothing():
     listed = send("/v1/models")
     assert listed.json()["object"] == "list"

@@ -107,7 +107,7 @@ def make(site: Site) -> Starlette:
                 if method == "POST":
                     _check_ready(site)
                 answer = await _unless(site.stopping.wait(), stopped(), handler(site, request))
-                answer.headers["request-id"] = request.state.id
+                answer.headers.update(_ids(request.state.id))
                 return answer
             except ApiError as error:
                 site.counts.refused += 1
@@ -420,12 +420,16 @@ def _failed(http: HttpRequest, error: ApiError) -> Response:
     """Return the error response of the API that the client uses."""
     # store the error for the log
     http.state.error = error
-    headers = _HEADERS.get(error.status, {})
+    id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
+    headers = _HEADERS.get(error.status, {}) | _ids(id)
     if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
         return JSONResponse(error.body, error.status, headers)
-    id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
-    body, status = anthropic.error_body(error, id), anthropic.status_of(error)
-    return JSONResponse(body, status, headers | {"request-id": id})
+    return JSONResponse(anthropic.error_body(error, id), anthropic.status_of(error), headers)
+
+
+def _ids(id: str) -> dict[str, str]:
+    """Return the headers with the id of a request, as Anthropic's and OpenAI's clients expect it."""
+    return {"request-id": id, "x-request-id": id}
 
 
 async def _internal_error(http: HttpRequest, error: Exception) -> Response:
