@@ -322,8 +322,8 @@ def check_model(name: str | None, defaults: Defaults) -> None:
 
 def _n_share(options: dict[str, Any] | None) -> int:
     """Return `Request.n_share`: the value of "share" in the object `kvtool` of a request, or 0."""
-    fields = Fields(options or {})
-    n = fields.whole("share", 0, 2**31 - 1) or 0
+    fields = Fields({f"kvtool.{name}": value for name, value in (options or {}).items()})
+    n = fields.whole("kvtool.share", 0, 2**31 - 1) or 0
     fields.refuse(fields.left)
     return n
 
