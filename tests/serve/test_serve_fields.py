@@ -149,6 +149,14 @@ def test_a_stored_response_is_refused_with_the_way_out():
         checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
+def test_a_call_that_must_come_has_priority_over_a_schema():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    assert chat(tools=tools, response_format=schema).output_format
+    assert chat(tools=tools, response_format=schema, tool_choice="required").output_format is None
+    assert chat(tools=tools, grammar="root ::= x", tool_choice="required").output_format
+
+
 def test_what_kvtool_does_not_know_is_listed():
     assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")

@@ -206,16 +206,21 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     if n_top and not has_logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     key = fields.text("prompt_cache_key")
+    thinking_options = thinking.check(fields, defaults.thinking)
+    common = _common(fields, defaults)
+    if choice.kind == "required" and common["output_format"] and common["output_format"].kind == "schema":
+        # as in OpenAI's API, a schema is for replies without calls
+        common["output_format"] = None
     return ChatRequest(
         messages=checked,
         begun=begun,
-        thinking=thinking.check(fields, defaults.thinking),
+        thinking=thinking_options,
         name=name or key,
         tools=tools,
         choice=choice,
         logprobs=(n_top or 0) if has_logprobs else None,
         places=ClientPlaces(places, shift),
-        **_common(fields, defaults),
+        **common,
     )
 
 
