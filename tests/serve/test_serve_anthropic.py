@@ -200,7 +200,10 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"tool_choice": "any"}, "tool_choice must be an object"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type must be auto, any, tool or none"),
         ({"tool_choice": {"type": []}}, "tool_choice.type must be auto, any, tool or none"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice must not be 'required' without tools"),
+        (
+            {"tool_choice": {"type": "any"}, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tool_choice.type must not be any without a tool that has an input_schema",
+        ),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be the name of a tool"),
         ({"output_config": 5}, "output_config must be an object"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be json_schema"),

@@ -71,7 +71,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
     if given is not None:
         chat["tools"] = tools
     if (choice := fields.pop("tool_choice")) is not None:
-        chat["tool_choice"], places["tool_choice.function"] = _choice(choice), "tool_choice"
+        chat["tool_choice"], places["tool_choice.function"] = _choice(choice, tools), "tool_choice"
         where = "tool_choice.disable_parallel_tool_use"
         if optional(choice.get("disable_parallel_tool_use"), bool, where):
             chat["parallel_tool_calls"] = False
@@ -216,7 +216,12 @@ def _tools(value: object, places: dict[str, str]) -> list[Any]:
     return tools
 
 
-def _choice(value: object) -> object:
+def _is_function(tool: object) -> bool:
+    """Return False for Anthropic's own tools."""
+    return not isinstance(tool, dict) or tool.get("type") in (None, "custom")
+
+
+def _choice(value: object, tools: list[Any]) -> object:
     choice = need(value, dict, "tool_choice")
     kind = choice.get("type")
     if kind == "tool":
@@ -227,6 +232,11 @@ def _choice(value: object) -> object:
         )
     return _CHOICES[kind]
 
+    if kind == "any" and not tools:
+        raise ApiError(
+            "tool_choice.type must not be any without a tool that has an input_schema",
+            param="tool_choice.type",
+        )
 
 def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
     """Return (path in the request, schema) for the JSON schema of the answer. The schema may be None."""
