@@ -80,6 +80,7 @@ def test_a_request_is_a_chat():
         {"role": "tool", "tool_call_id": "c", "content": ""},
     ]
     assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
+    assert chat.pop("tools[2]") == tools[2]
     assert chat.pop("stop") == more.pop("stop_sequences")
     rest = {name: accepted[name] for name in ("metadata", "thinking", "context_management", "service_tier")}
     assert chat.pop("reasoning_effort") == "high"

@@ -12,7 +12,7 @@ import pytest
 from kvtool.llama.sampling import MOST
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError, ClientPlaces
-from kvtool.serve.api.fields import HARMLESS, NEUTRAL
+from kvtool.serve.api.fields import HARMLESS, INERT, NEUTRAL
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.queue import Job, answer
 from kvtool.serve.tools.formats import HERMES
@@ -48,10 +48,10 @@ def chat(defaults=None, **fields):
             "transforms": [],
             "plugins": [],
             "provider": {"sort": "price"},
-            "store": True,
+            "store": False,
             "metadata": {"a": "b"},
         },
-        {"prediction": {"type": "content", "content": "x"}, "service_tier": "flex", "logit_bias": {}},
+        {"cache_prompt": True, "priority": 0, "service_tier": "default", "logit_bias": {}},
     ],
     ids=lambda fields: " ".join(fields),
 )
@@ -77,8 +77,8 @@ def test_a_field_without_support_is_refused_by_name_unless_it_asks_for_nothing(f
 
 def test_no_field_is_in_two_tables():
     known = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
-    assert not NEUTRAL.keys() & HARMLESS
-    assert not (NEUTRAL.keys() | HARMLESS) & known
+    assert len(NEUTRAL.keys() | HARMLESS | INERT.keys()) == len(NEUTRAL) + len(HARMLESS) + len(INERT)
+    assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & known
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
@@ -162,6 +162,26 @@ def test_what_kvtool_does_not_know_is_listed():
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MOST_IGNORED
+
+
+def test_a_field_without_effect_is_listed_if_it_asks_for_something():
+    asks = {"cache_prompt": False, "id_slot": 0, "length_penalty": 2, "prediction": {}, "priority": 1}
+    asks |= {"service_tier": "flex", "store": True}
+    assert asks.keys() == INERT.keys()
+    assert chat(**asks).ignored == list(asks)
+
+
+def test_tools_that_a_provider_would_run_are_listed_as_ignored():
+    function = {"type": "function", "name": "f"}
+    hosted = [{"type": kind} for kind in ("web_search", "local_shell", "custom")]
+    tools = [hosted[0], function, hosted[1], {"type": "namespace", "name": "n", "tools": [hosted[2]]}]
+    request = checked({"input": "x", "tools": tools}, "responses")
+    assert [tool["function"]["name"] for tool in request.tools] == ["f"]
+    assert request.ignored == ["tools[0]", "tools[2]", "tools[3].tools[0]"]
+    tools = [{"name": "f", "input_schema": {"type": "object"}}, {"type": "bash_20250124", "name": "bash"}]
+    request = checked({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
+    assert [tool["function"]["name"] for tool in request.tools] == ["f"]
+    assert request.ignored == ["tools[1]"]
 
 
 @pytest.mark.parametrize("n", [0, 2, None])

@@ -70,6 +70,8 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         chat["stop"], places["stop"] = list(stops), "stop_sequences"
     if given is not None:
         chat["tools"] = tools
+        # pass these tools on as unknown fields, so that the answer lists them as ignored
+        chat |= {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
     if (choice := fields.pop("tool_choice")) is not None:
         chat["tool_choice"], places["tool_choice.function"] = _choice(choice, tools), "tool_choice"
         where = "tool_choice.disable_parallel_tool_use"
@@ -202,8 +204,8 @@ def _tools(value: object, places: dict[str, str]) -> list[Any]:
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
     is_hosted_search = any(isinstance(kind, str) and kind.startswith("tool_search_tool") for kind in kinds)
     tools: list[Any] = []
-    for i, (tool, kind) in enumerate(zip(given, kinds, strict=True)):
-        if kind not in (None, "custom"):
+    for i, tool in enumerate(given):
+        if not _is_function(tool):
             continue
         where, at = f"tools[{i}]", f"tools[{len(tools)}]"
         places |= {f"{at}.function.parameters": f"{where}.input_schema", f"{at}.function": where, at: where}
@@ -230,13 +232,13 @@ def _choice(value: object, tools: list[Any]) -> object:
         raise ApiError(
             f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", param="tool_choice.type"
         )
-    return _CHOICES[kind]
-
     if kind == "any" and not tools:
         raise ApiError(
             "tool_choice.type must not be any without a tool that has an input_schema",
             param="tool_choice.type",
         )
+    return _CHOICES[kind]
+
 
 def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
     """Return (path in the request, schema) for the JSON schema of the answer. The schema may be None."""

@@ -93,15 +93,14 @@ NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name
 HARMLESS = frozenset(
     (
         # OpenAI
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
-        *("prediction",),
+        *("user", "metadata", "safety_identifier", "prompt_cache_retention"),
         # llama-server. The last two fields belong to two samplers that kvtool does not have. They do not
         # matter, because a request that turns on one of these samplers is refused
-        *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
+        *("n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),
         # vLLM
-        *("priority", "request_id", "cache_salt", "kv_transfer_params", "length_penalty", "early_stopping"),
+        *("request_id", "cache_salt", "kv_transfer_params", "early_stopping"),
         *("spaces_between_special_tokens", "add_special_tokens"),
         # text-generation-webui and TGI
         *("details", "smoothing_curve", "temperature_last", "truncation_length", "static_cache"),
@@ -114,6 +113,20 @@ HARMLESS = frozenset(
     )
 )
 """Fields of other servers that do not change the answer. They are ignored."""
+
+INERT = {
+    "cache_prompt": (True,),
+    "id_slot": (-1,),
+    "length_penalty": (1,),
+    "prediction": (),
+    "priority": (0,),
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+}
+"""Fields of other servers that have no effect here, and their values that ask for nothing.
+
+If a request has another value, the answer lists the field.
+"""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(
@@ -254,13 +267,13 @@ class Fields:
             self._refuse(name, NOTHING, hint)
 
     def check_rest(self) -> None:
-        """Remove the fields in NEUTRAL and HARMLESS, which belong to other servers.
+        """Remove the fields in NEUTRAL and HARMLESS, and those in INERT that ask for nothing.
 
-        Raises ApiError if a field in NEUTRAL is turned on.
+        These fields belong to other servers. Raises ApiError if a field in NEUTRAL is turned on.
         """
         for name, (neutral, hint) in NEUTRAL.items():
             self._refuse(name, neutral, hint)
-        for name in HARMLESS:
+        for name in HARMLESS | {name for name, nothing in INERT.items() if self._left.get(name) in nothing}:
             self.pop(name)
 
     def _refuse(self, name: str, neutral: tuple[Any, ...], hint: str) -> None:

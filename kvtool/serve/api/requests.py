@@ -99,7 +99,7 @@ class Request:
         Number of tokens at the end of the chat. For each of them, the answer reports the share of rows that
         hold the token. 0 to report nothing.
     ignored
-        Unknown fields. The answer lists them.
+        Fields that have no effect, such as unknown ones. The answer lists them.
     places
         Translates places in errors to places in the client's request.
     """

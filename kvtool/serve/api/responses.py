@@ -53,6 +53,8 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
     if tools := fields.pop("tools"):
         chat["tools"] = _tools(tools, places)
+        # pass these tools on as unknown fields, so that the answer lists them as ignored
+        chat |= {place: tool for place, _, tool in _listed(tools) if not _is_function(tool)}
     if (choice := fields.pop("tool_choice")) is not None:
         is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
         function = {"name": _full_name(choice.get("namespace"), choice["name"])} if is_named else None
@@ -125,7 +127,9 @@ def _thought(item: Body) -> str:
 def _tools(value: object, places: dict[str, str]) -> object:
     """Convert tools to tools of a chat, in which the fields of a function are one level deeper."""
     tools: list[object] = []
-    for where, group, tool in _functions(value):
+    for where, group, tool in _listed(value):
+        if not _is_function(tool):
+            continue
         at = f"tools[{len(tools)}]"
         places |= {f"{at}.function": where, at: where}
         if isinstance(tool, dict):
@@ -136,21 +140,27 @@ def _tools(value: object, places: dict[str, str]) -> object:
     return tools
 
 
-def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
-    """Yield (place, name of the namespace or None, tool) for each function. Raises ApiError.
+def _listed(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
+    """Yield (place, name of the namespace or None, tool) for each tool. Raises ApiError.
 
     The place is the path of the tool in the request, such as "tools[0]".
-
-    Two kinds of tools are left out: tools that OpenAI's servers run, such as web_search, and tools whose
-    input is not JSON. These tools do not cause an error, because clients send them to every model.
     """
     for i, tool in enumerate(need(tools, list, where)):
-        kind, at = tool.get("type") if isinstance(tool, dict) else None, f"{where}[{i}]"
-        if kind == "namespace":
-            for place, _, inner in _functions(tool.get("tools"), f"{at}.tools"):
+        at = f"{where}[{i}]"
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            for place, _, inner in _listed(tool.get("tools"), f"{at}.tools"):
                 yield place, tool.get("name"), inner
-        elif kind == "function" or not isinstance(kind, str):
+        else:
             yield at, None, tool
+
+
+def _is_function(tool: object) -> bool:
+    """Return False for tools that OpenAI's servers run, such as web_search, and for tools without JSON.
+
+    Such tools are left out. They do not cause an error, because clients send them to every model.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind == "function" or not isinstance(kind, str)
 
 
 def _full_name(group: object, name: object) -> object:
@@ -185,8 +195,8 @@ class ResponseBodies(AnswerBodies):
         # functions that have a namespace, by their names in the prompt
         self._namespaced = {
             _full_name(group, tool.get("name")): {"name": tool.get("name"), "namespace": group}
-            for _, group, tool in _functions(asked.get("tools") or [])
-            if isinstance(tool, dict) and group
+            for _, group, tool in _listed(asked.get("tools") or [])
+            if isinstance(tool, dict) and group and _is_function(tool)
         }
         names = ("instructions", "temperature", "top_p", "max_output_tokens", "metadata", "text")
         common: Body = {
