@@ -7,6 +7,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.models.layers import Layers
 from kvtool.policy import Policy
+from kvtool.units import archive_types
 
 _COARSE = ("q4_0", "q4_1")
 """Number formats of keys that lose too much precision each time the keys are re-rotated."""
@@ -35,6 +36,11 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if settings.prefill == "exact" and not (policy.recall and layers.has_values):
         why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"
         raise UsageError(f"--prefill exact attends to evicted tokens, and {why}; choose --prefill stream")
+    if settings.prefill == "exact" and len({*archive_types(settings.archive_type)}) > 1:
+        raise UsageError(
+            "--prefill exact needs the same type for archived keys and values; choose --archive-type q8_0, "
+            "or --prefill stream"
+        )
     if policy.slack and layers.only_full:
         raise UsageError(f"this model runs only with --policy full: {layers.only_full}")
     if settings.n_draft and not layers.can_drop:

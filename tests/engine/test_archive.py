@@ -282,6 +282,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         ("auto", "blk.0.attn_k.weight", (64, 64), True, {}, "q8_0"),
         ("auto", "blk.0.attn_k.weight", (64, 64), True, {"gpu_layers": 0}, "q5_0/q4_0"),
         ("auto", "blk.0.attn_k.weight", (64, 64), True, {"rpc": "there:50052"}, "q5_0/q4_0"),
+        ("auto", "blk.0.attn_k.bias", (64, 64), False, {"prefill": "exact"}, "q8_0"),
         ("auto", "blk.0.attn_k.weight", (80, 64), True, {}, "f16"),
         ("auto", "blk.0.attn_k.weight", (64, 80), False, {}, "f16"),
         ("f32", "blk.0.attn_k.bias", (80, 80), True, {}, "f32"),

@@ -69,6 +69,15 @@ def test_a_text_is_read_as_with_the_full_cache(tiny_model, arch, shape, settings
     assert n_bytes == logits_of(path, fit(), parts, **with_archive)[2]
 
 
+def test_keys_and_values_in_different_types_are_refused_before_the_text_is_read(tiny_model):
+    settings = {"prefill": "exact", "archive_type": "q5_0/q4_0"}
+    with (
+        pytest.raises(UsageError, match="choose --archive-type q8_0"),
+        open_engine(tiny_model(n_head_kv=2), fit(), **settings),
+    ):
+        pass
+
+
 def test_it_differs_from_reading_by_clusters(tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     full, _, _ = logits_of(path, policies.fit("full", 1024), parts)
