@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import settings
-from kvtool.cli.command import default_of, refusal
+from kvtool.cli.command import default_of, refusal, source_of
 from kvtool.cli.completion import models
 from kvtool.cli.declared import Json, command_words
 from kvtool.cli.listed import flag
@@ -55,6 +55,8 @@ def config(
     if path:
         typer.echo(settings.config_file())
         return
+    # a default of -m is for commands that run a model
+    model = model if source_of(context, "model") == "COMMANDLINE" else None
     if model and not words:
         raise UsageError("-m needs a command: kvtool config chat -m MODEL")
     file = settings.read()[1]

@@ -300,9 +300,12 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
     rows = json.loads(done.stdout)["settings"]
     assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
     assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
+    # this is no default of the command's own -m
+    monkeypatch.setenv("KVTOOL_MODEL", "other")
     assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
     assert done.stderr.startswith(
         "kvtool: $KVTOOL_BUDGTE does not belong to an option. Did you mean KVTOOL_BUDGET "
+    assert {"command": "all", "option": "--model", "value": "other", "source": "$KVTOOL_MODEL"} in rows
     )
 
 
