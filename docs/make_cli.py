@@ -58,6 +58,7 @@ threads = 4
 
 [chat]                       # one command
 system-file = "/home/me/tutor.txt"
+policy = "h2o"
 option = ["window=64"]       # -o, once for each
 
 [session.show]               # a command of two words

@@ -61,7 +61,7 @@ def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[st
             raise UsageError(f"{flag} takes name=value, got {option!r}")
         if name not in known:
             names = ", ".join(known) or "none"
-            raise UsageError(f"{of}: there is no parameter {name!r}; its parameters: {names}")
+            raise UsageError(f"{of}: there is no parameter {name!r} ({flag}); its parameters: {names}")
         try:
             parsed[name] = _value(kinds[name], name, text)
         except ValueError as error:

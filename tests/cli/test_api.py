@@ -83,7 +83,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert sorted(mass[0].tolist(), reverse=True)[:3] == [raw[pos] for pos in tokens.tolist()]
     capsys.readouterr()
     run(code[3])
-    assert "h2o: there is no parameter 'windw'; its parameters: window" in capsys.readouterr().out
+    assert "h2o: there is no parameter 'windw' (-o); its parameters: window" in capsys.readouterr().out
     run(code[4])
     opened = names["opened"]
     assert (opened.run.budget, opened.engine.policy.budget, opened.notes) == ("10%", 819, [])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+from kvtool import policies
 from kvtool.cli import app, settings
 from kvtool.errors import UsageError
 from tests.cli.called import one_line
 from tests.cli.test_cli import kvtool
 
 ROOT = get_command(app)
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 FILE = """
 budget = 512
@@ -296,16 +300,16 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
     path = file(FILE)
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
     monkeypatch.setenv("KVTOOL_BUDGTE", "4")
+    # this is no default of the command's own -m
+    monkeypatch.setenv("KVTOOL_MODEL", "other")
     done = kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
     assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
+    assert {"command": "all", "option": "--model", "value": "other", "source": "$KVTOOL_MODEL"} in rows
     assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
-    # this is no default of the command's own -m
-    monkeypatch.setenv("KVTOOL_MODEL", "other")
     assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
     assert done.stderr.startswith(
         "kvtool: $KVTOOL_BUDGTE does not belong to an option. Did you mean KVTOOL_BUDGET "
-    assert {"command": "all", "option": "--model", "value": "other", "source": "$KVTOOL_MODEL"} in rows
     )
 
 
@@ -367,6 +371,18 @@ def test_config_shows_what_holds_for_a_command(file):
     assert shown["--option"] == (["window=64"], f"{path}: [chat] option")
     assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
     assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
+
+
+def test_the_documented_example_runs_and_an_error_names_the_setting(file):
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    path = file(example)
+    settings_of_chat = held("chat")
+    policies.spec(settings_of_chat["policy"], None, settings_of_chat["options"])
+    file('[chat]\noption = ["window=64"]')
+    words = rf"no parameter 'window' \(-o\); its .* \(--option is set by {path}: \[chat\] option\)"
+    done = kvtool("chat", "-m", "nope")
+    assert done.returncode == 2
+    assert re.search(words, done.stderr)
 
 
 def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
