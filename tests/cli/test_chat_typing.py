@@ -92,7 +92,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     (tmp_path / "x.py").write_text("\ufeffprint(1)\n", encoding="utf-8")
     text = with_files('Explain @x.py and @"a b.txt" to me@here.org and @someone')
     assert text == "Explain print(1) and two\nlines to me@here.org and @someone"
-    for wrong in ("@no.txt", "@./no", '@"no"'):
+    for wrong in ("@no.txt", "(@no.txt)?", "@./no", f"@{tmp_path}/no", '@"no"'):
         with pytest.raises(InputError, match="there is no file "):
             with_files(f"Explain {wrong}")
     os.mkfifo("pipe")
@@ -115,6 +115,40 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
         with_files("@z.bin")
     with pytest.raises(InputError, match="cannot read .*directory"):
         with_files(f"@{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("What is in @x.txt?", "What is in text?"),
+        ("(see @x.txt).", "(see text)."),
+        ("Read \"@x.txt\", @x.txt; '@x.txt'", "Read \"text\", text; 'text'"),
+        # a file whose name ends in a mark
+        ("@x.txt! and @x.txt!,", "other and other,"),
+    ],
+)
+def test_marks_around_a_file_stay(tmp_path, monkeypatch, typed, sent):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "x.txt!").write_text("other")
+    assert with_files(typed) == sent
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ('@app.route("/x") what', ['app.route("/x']),
+        ("@pytest.mark.parametrize", ["pytest.mark.parametrize"]),
+        ("npm i @types/node, @angular/core.", ["types/node", "angular/core"]),
+        ("@someone, (@media) and @.", []),
+        ('@app.route("/x")\ndef f():', []),
+    ],
+)
+def test_names_that_only_look_like_files_are_sent_and_reported(tmp_path, monkeypatch, typed, names):
+    monkeypatch.chdir(tmp_path)
+    missing = []
+    assert with_files(typed, missing=missing.append) == typed
+    assert missing == names
 
 
 @pytest.fixture

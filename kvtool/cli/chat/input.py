@@ -30,7 +30,13 @@ BLOCK = '"""'
 _OF_LINES = ("/system", "/edit")
 """Commands whose argument is a text, which may have several lines."""
 
-_INSERTED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_INSERTED = re.compile(r"""(?<![^\s("'\[{<])@(?:"([^"\n]+)"|(\S+))""")
+
+_MARKS = ".,;:!?)\"']}>"
+"""Characters that may follow the name of a file and do not belong to it."""
+
+_TEXTS = re.compile(r"\.(txt|md|rst|tex|log|csv|jsonl?|ya?ml|toml|xml|html|py|c|h|cpp|rs|go|sh)$", re.I)
+"""Endings of names of text files."""
 
 Words = Callable[[], Iterable[str]]
 
@@ -130,24 +136,37 @@ def goes_on(typed: str) -> bool:
     return typed.endswith("\\")
 
 
-def with_files(text: str, inserted: Callable[[Path, str], None] = lambda path, text: None) -> str:
+def with_files(
+    text: str,
+    inserted: Callable[[Path, str], None] = lambda path, text: None,
+    missing: Callable[[str], None] = lambda name: None,
+) -> str:
     """Return the text with each @PATH or @"PATH" replaced by the text of the file.
 
-    inserted: called with the path and the text of each file.
+    Marks that enclose or follow @PATH stay in the text, as in "(@PATH)?".
+
+    inserted: called with the path and the text of each file. missing: called if the text is a single line,
+    with each PATH that looks like a path but stays in the text.
 
     If there is no such file, @PATH stays in the text, because code has words like @name. InputError is raised
-    instead if PATH is in quotes, or if the text is a single line and PATH looks like a path.
+    instead if @"PATH" has quotes, or if the text is a single line and PATH has an existing folder or the
+    ending of a text file.
 
     InputError is also raised if a file cannot be read, is empty or is not UTF-8.
     """
     is_line = "\n" not in text
 
     def text_of(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
+        word = match[1] or match[2]
+        name = word if match[1] else _without_marks(word)
         path = Path(os.path.expanduser(name))
-        if not exists(name):
-            if match[1] or (is_line and re.search(r"[/\\]|\.\w+$", name)):
+        if not (name and exists(name)):
+            folder = os.path.dirname(name)
+            is_path = _TEXTS.search(name) or (folder and exists(folder))
+            if match[1] or (is_line and is_path):
                 raise InputError(f"there is no file {name}")
+            if is_line and re.search(r"[/\\]|\.\w+$", name):
+                missing(name)
             return match[0]
         try:
             file_text = decoded(path.read_bytes()).rstrip("\n")
@@ -158,9 +177,19 @@ def with_files(text: str, inserted: Callable[[Path, str], None] = lambda path, t
         if not file_text.strip():
             raise InputError(f"{path} is empty; it must be a text")
         inserted(path, file_text)
-        return file_text
+        return file_text + word[len(name) :]
 
     return _INSERTED.sub(text_of, text)
+
+
+def _without_marks(word: str) -> str:
+    """Return the longest start of a word that names a file. The rest of the word must be marks.
+
+    If there is no such file, all marks are removed from the end of the word. "" if a word has only marks.
+    """
+    least = word.rstrip(_MARKS)
+    starts = (word[:n] for n in range(len(word), len(least), -1) if least)
+    return next((start for start in starts if exists(start)), least)
 
 
 def _history() -> History:

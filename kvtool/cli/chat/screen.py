@@ -143,14 +143,16 @@ class Terminal:
 
         again: the turn replaces the last turn.
         """
-        replaced, inserted = None, list[str]()
+        replaced, notes = None, list[str]()
 
         def note(path: Path, text: str) -> None:
             n = len(self.engine.model.tokenize(text, start=False))
-            inserted.append(f"inserted {path}, {format_tokens(n)}")
+            notes.append(f"inserted {path}, {format_tokens(n)}")
 
         try:
-            sent = with_files(text, note)
+            sent = with_files(
+                text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
+            )
             if again:
                 replaced = self.conversation.take_out_turn()
         except (InputError, SessionError, UsageError) as error:
@@ -159,7 +161,7 @@ class Terminal:
             # after a SessionError or a UsageError, the last change is no turn that could be replaced
             self.edits = again and isinstance(error, InputError)
             return
-        for line in inserted:
+        for line in notes:
             self.note(line)
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
