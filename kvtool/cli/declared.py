@@ -97,6 +97,8 @@ def _typer_option(kind: type[Options], hint: Any, option: Option) -> Any:
         *option.flags,
         help=help,
         metavar=option.metavar,
+        # commands check their files themselves, and name the right fault
+        readable=False,
         show_default=default,
         count=option.is_count,
         rich_help_panel=option.group,

@@ -22,6 +22,8 @@ File = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
+        # reading reports an unreadable file as a SessionError
+        readable=False,
         help="A session file, which `kvtool chat --session` has written.",
         autocompletion=sessions,
     ),

@@ -523,3 +523,11 @@ def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk,
     assert done.returncode == 0, done.stderr
     assert len(exported(path)) == 2 * 8
     assert session.read_meta(path)["options"]["options"] == ["sinks=4"]
+
+
+@pytest.mark.parametrize("command", [["session", "show"], ["session", "export"], ["chat", "--session"]])
+def test_an_unreadable_session_is_an_error_of_sessions(monkeypatch, tmp_path, command):
+    (tmp_path / "chat.kv").write_text("no session")
+    # root may read all files, so only the check itself can be tested
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    one_line(called(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")
