@@ -206,6 +206,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     if path.is_file() and path.stat().st_size:
         # check this, because filelock would empty the file
         raise OSError(errno.EINVAL, f"{path.name} is not a lock of kvtool; rename it", str(path))
+    # raise OSError if the folder cannot hold the file, because filelock would report a lock in use
+    path.touch()
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()

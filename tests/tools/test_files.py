@@ -169,6 +169,12 @@ def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
     assert not lock.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that cannot hold files, also for root")
+def test_a_lock_in_a_folder_that_cannot_hold_it_is_no_lock_in_use():
+    with pytest.raises(FileNotFoundError), files.locked(Path("/proc/x.lock"), wait=False):
+        pass
+
+
 def test_a_lock_of_a_killed_process_is_free(tmp_path):
     lock = tmp_path / "x.lock"
     code = (
