@@ -124,6 +124,8 @@ def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
 def check_picture(path: Path | None) -> None:
     """Raise UsageError if the picture of --plot cannot be drawn or written."""
     check_writable(path)
+    if path and path.suffix.lower() not in ("", ".png"):
+        raise UsageError(f"--plot draws a PNG picture; end its name in .png, not in {path.suffix}")
     if path:
         check_packages("--plot", ("matplotlib",), "plot")
 

@@ -461,6 +461,12 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}
+    # a KL of 0 cannot be drawn, so nll is
+    lines.clear()
+    compare_plot.picture([row("h2o", "128", kl=0.0)], "wiki.test.raw", "SmolLM2")
+    assert lines["h2o"] == [(1.0, 3.4)]
+    # without results there is no legend
+    compare_plot.picture(ROWS[-1:], "wiki.test.raw", "SmolLM2")
     for _, values in ROWS:
         values |= {"kl": None} if "kl" in values else {}
     lines.clear()
@@ -479,6 +485,13 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
         for file in ("out.jsonl", "new.jsonl") if locked == tmp_path else ("out.jsonl",):
             with pytest.raises(UsageError, match="no permission"):
                 output.records_path(str(tmp_path / file), True)
+
+
+def test_a_picture_is_a_png():
+    for name in ("out.png", "out.PNG", "out"):
+        output.check_picture(Path(name))
+    with pytest.raises(UsageError, match=r"end its name in .png, not in .svg"):
+        output.check_picture(Path("out.svg"))
 
 
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):

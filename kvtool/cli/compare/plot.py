@@ -15,12 +15,12 @@ from kvtool.cli.compare.table import Line
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     """Draw the quality of each policy against bytes: one line per policy, one point per run.
 
-    The quality is the KL from the full cache, or nll if there is no KL. A point is drawn at the bytes of the
-    budget's cells, and a thin line connects it to the bytes that were allocated. `full` has no budgets, but
-    one point for each cache type.
+    The quality is the KL from the full cache, or nll if there is no KL above 0. A point is drawn at the bytes
+    of the budget's cells, and a thin line connects it to the bytes that were allocated. `full` has no
+    budgets, but one point for each cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
-    has_kl = any(record["kl"] is not None for _, record in done)
+    has_kl = any((record["kl"] or 0) > 0 for _, record in done)
     name = "kl" if has_kl else "nll"
     # for each label, the points: MiB of the budget's cells, MiB allocated, and KL or nll
     lines_of: dict[str, list[tuple[float, float, float]]] = {}
@@ -65,5 +65,6 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         ylabel="KL from the full cache, nats per token" if has_kl else "nll, nats per token",
     )
     axes.grid(True, which="both", alpha=0.2)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    if done:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     return figure
