@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable
 from json import dumps
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
     def wrong(fault: str, command: str) -> None:
         problems.append({"wrong": fault, "command": command})
 
+    _cache(wrong)
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
     models = cache_dir() / "models"
@@ -63,6 +65,16 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
         "models": {"path": str(models), "files": files},
         "leftovers": _leftovers(remove),
     }
+
+
+def _cache(wrong: Callable[[str, str], None]) -> None:
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=cache_dir()):
+            pass
+    except OSError as error:
+        fault = f"cannot write to the cache folder {cache_dir()}: {error.strerror}"
+        wrong(fault, "export KVTOOL_CACHE=FOLDER")
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:

@@ -66,6 +66,12 @@ def test_all_is_well(run):
     run(0, "no problems found", "CPU: x, 1.0 GiB of 2.0 GiB free", "small.gguf")
 
 
+def test_a_cache_folder_that_cannot_be_written_is_a_problem(run, monkeypatch, tmp_path):
+    (tmp_path / "text").touch()
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "text"))
+    run(1, f"problem: cannot write to the cache folder {tmp_path}/text: ", "export KVTOOL_CACHE=FOLDER")
+
+
 def test_json_has_it_all(run):
     report = json.loads(run(0, json=True))
     assert (report["ok"], report["problems"]) == (True, [])
