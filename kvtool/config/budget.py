@@ -186,7 +186,12 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     is_whole = budget.in_bytes and n >= budget.n_ctx_train
     if budget.in_bytes and not run.scores:
         n -= max(n_batch - spec.slack(n), 0)
-    policy = spec.fit(n, lambda policy: policy.on(layers.n_group, layers.has_values))
+    try:
+        policy = spec.fit(n, lambda policy: policy.on(layers.n_group, layers.has_values))
+    except UsageError as error:
+        if run.budget is None and n == run.n_ctx:
+            raise UsageError(f"--ctx-size {n} limits the budget: {error}") from None
+        raise
     if budget.in_bytes and policy.budget > n:
         raise UsageError(
             f"--budget {budget.text}: with these parameters a row takes more than its budget at times, so "

@@ -139,7 +139,8 @@ class Context(Decoder):
             why = error_text()
             self.close()
             if no_memory():
-                raise OutOfMemory(f"no memory for a cache of {n_cell} cells: {why}", on_gpu=model.uses_gpu)
+                what = f"no memory for a cache of {n_cell} cells and batches of {n_batch} tokens"
+                raise OutOfMemory(f"{what}: {why}", on_gpu=model.uses_gpu)
             raise ModelError(f"{model.path.name} cannot be used yet: {why}")
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)

@@ -121,9 +121,8 @@ class Decoder:
             self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
             if no_memory():
-                raise OutOfMemory(
-                    f"no memory for a cache of {n_cell} cells{because()}", on_gpu=model.uses_gpu
-                )
+                what = f"no memory for a cache of {n_cell} cells and batches of {n_batch} tokens"
+                raise OutOfMemory(f"{what}{because()}", on_gpu=model.uses_gpu)
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
         model.adapt(self._context)
         self.n_ctx: int = api.llama_n_ctx(self._context)

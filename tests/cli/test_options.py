@@ -169,6 +169,12 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
         assert opened.notes == (notes if is_other else [])
 
 
+def test_a_small_context_is_named_as_the_limit_of_the_budget(tiny_model):
+    run = RunOptions(model=str(tiny_model()), n_ctx=1)
+    with pytest.raises(UsageError, match="^--ctx-size 1 limits the budget: a budget of 1 is"), open_run(run):
+        pass
+
+
 def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
     def resumed(run, policy, budget=None):
         fixed = {"parameters": {"budget": 1024}}

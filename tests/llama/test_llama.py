@@ -852,7 +852,8 @@ def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, be
     path = tiny_model(**SHAPE)
     with failing_caches(*[False] * before, True, True) as unused:
         refusal = pytest.raises(
-            OutOfMemory, match="^no memory for a cache of 512 cells: .*; choose a smaller"
+            OutOfMemory,
+            match=r"^no memory for a cache of 512 cells and batches of \d+ tokens: .*; choose a smaller",
         )
         with refusal, opened(path, 512, signals=signals, n_query=30 if signals else 0):
             pass
