@@ -13,6 +13,7 @@ from kvtool.cli.console import print_table, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
+from kvtool.cli.settings import default_model
 from kvtool.config.model import fitted_weights, in_words
 from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError, UsageError
@@ -63,8 +64,9 @@ def list_(
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
 
-    known = [(entry, stored.of_entry(entry)) for entry in registry().values()]
-    others, default = stored.downloads(), known[0][0]
+    entries = registry()
+    known = [(entry, stored.of_entry(entry)) for entry in entries.values()]
+    others, default = stored.downloads(), entries.get(default_model() or next(iter(entries)))
     room = fits.room()
     best = fits.best((entry for entry, _ in known), room)
     if as_json:

