@@ -189,7 +189,11 @@ def show(
     types: _CacheTypes,
     as_json: Json = False,
 ) -> None:
-    """Show a model's header, and how many of its tokens fit into memory."""
+    """Show a model's header, and how many of its tokens fit into memory.
+
+    This downloads the model if necessary. `kvtool models list --all` shows without a download which models
+    fit.
+    """
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 

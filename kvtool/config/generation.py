@@ -40,7 +40,8 @@ class _LengthOptions(Options):
     think: str | None = _option(
         "--think EFFORT",
         None,
-        "Thinking before the answer: on, off, or a level (low, medium, high) if the model has levels.",
+        "Thinking before the answer: on, off, or a level if the model has levels (minimal, low, medium, "
+        "high, xhigh or max).",
         default_text="the model's own",
         choices=EFFORTS,
         read=lambda raw, flag: raw and {"none": "off"}.get(raw.lower(), raw.lower()),

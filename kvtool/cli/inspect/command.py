@@ -36,7 +36,8 @@ class _InspectRun(ScoreOptions):
         ScoreOptions,
         "prefill",
         "stream",
-        help="How to read the text: stream (evict after each batch) or whole (evict once at the end).",
+        help="How to read the text: stream (evict after each batch) or whole (evict once at the end). Here, "
+        "exact reads like stream.",
         group=None,
         default_text=True,
     )
