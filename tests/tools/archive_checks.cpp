@@ -1649,6 +1649,19 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     const auto best = s.best(scores, 100, false);
     const double share = std::accumulate(best.begin(), best.end(), 0.0, [&](double sum, int i) { return sum + scores[i]; })/s.sum;
 
+    // The places of the resident clusters of head 0. Their means are hidden.
+    const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
+    const auto here = [&](const device_cells & cells) {
+        std::set<int> res;
+        for (size_t i = 0; i < sizes.size(); ++i) {
+            const size_t cell = sizes.size() - n_cluster - i/n_cluster*n_cluster + i % n_cluster; // the newest block comes first
+            if (sizes[i] > 0 && cells.mask(0, cell) == -INFINITY) {
+                res.insert(i);
+            }
+        }
+        return res;
+    };
+
     device_cells cells(s, 8*n_cluster, 100);
     cells.update(1301);
     EXPECT(share > 0.04);
@@ -1660,16 +1673,27 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     cells.update(1301);
     EXPECT(cells.choose(0, { s.query }, 1301)[0] == 0.0f);
 
-    std::set<int> places;
-    const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
-    for (size_t i = 0; i < sizes.size(); ++i) {
-        const size_t cell = sizes.size() - n_cluster - i/n_cluster*n_cluster + i % n_cluster; // the newest block comes first
-        if (sizes[i] > 0 && cells.mask(0, cell) == -INFINITY) {
-            places.insert(i);
+    EXPECT(n_other(here(cells), best) == 0);
+    EXPECT(n_other(here(cells), s.best(s.attention, 100, false)) > 1);
+
+    // in the choice for the next step, resident clusters count twice; a repeated step gets the clusters that it wants
+    for (const bool is_repeated : { false, true }) {
+        device_cells later(s, 8*n_cluster, 100);
+        later.update(1301);
+        later.choose(0, some_queries(1), 1301);
+        later.update(1301);
+        const auto before = here(later);
+        EXPECT(later.choose(0, { s.query }, 1301)[0] > 0.0f);
+        later.update(is_repeated ? 1301 : 1302);
+
+        auto own = scores;
+        for (const int i : before) {
+            own[i] *= 2.0;
         }
+        const auto stayed = s.best(own, 100, false);
+        EXPECT(n_other(before, best) > 1 && n_other(stayed, before) > 1 && n_other(stayed, best) > 1);
+        EXPECT(n_other(here(later), is_repeated ? best : stayed) == 0);
     }
-    EXPECT(n_other(places, best) == 0);
-    EXPECT(n_other(places, s.best(s.attention, 100, false)) > 1);
 
     // with several queries, each has its share
     const auto missed = other.choose(0, { s.query, std::vector<float>(n_embd, 0.0f) }, 1301);

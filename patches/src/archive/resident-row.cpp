@@ -18,6 +18,7 @@ resident_row::resident_row(const resident_sizes & n, int64_t base) : n(n), base(
     score   .assign(n.n_mean, 0.0f);
     sizes   .assign(n.n_mean, 0);
     wanted  .assign(n.n_mean, 0);
+    next    .assign(n.n_mean, 0);
     is_here .assign(n.n_mean, 0);
     heads   .assign(n.n_mean, -1);
     sets    .resize(n.n_mean_set/n_set);
@@ -44,6 +45,7 @@ void resident_row::drop_page(int at) {
     for (int i = at*n_cluster; i < (at + 1)*n_cluster; ++i) {
         remove(i);
         wanted[i] = 0;
+        next  [i] = 0;
         sizes [i] = 0;
         score [i] = 0.0f;
         mask  [i] = unseen;

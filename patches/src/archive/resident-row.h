@@ -89,7 +89,8 @@ struct resident_row {
     std::vector<page>    pages;
     std::vector<float>   score;   // The missing attention per token, from the last choice.
     std::vector<int32_t> sizes;   // The number of tokens in each cluster.
-    std::vector<uint8_t> wanted;  // True if the cluster is chosen.
+    std::vector<uint8_t> wanted;  // True if the cluster is chosen for the last queries.
+    std::vector<uint8_t> next;    // True if the cluster is chosen for the next step.
     std::vector<uint8_t> is_here; // True if the cluster is resident.
     std::vector<int32_t> heads;   // The first slot of each cluster; -1 if it is not resident.
 

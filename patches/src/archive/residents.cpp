@@ -13,6 +13,9 @@ namespace kvtool {
 // Queries are compared with the clusters of the best sets, which have this many tokens for each resident token
 static constexpr int n_compared = 3;
 
+// Factor by which a resident cluster counts more than another one in the choice for the next step
+static constexpr float stay = 2.0f;
+
 // maximum number of sets that get cells in a step
 static constexpr size_t n_admitted = 4;
 
@@ -101,6 +104,9 @@ void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, i
 }
 
 void residents::begin(int64_t rot) {
+    is_repeated = rot == this->rot;
+    this->rot   = rot;
+
     // Keys beyond n_near should be at the distance n_near from the query. They are rotated again when their distance is
     // too large by n_near/64
     if (anchor < 0 || rot < anchor || 64*(rot - anchor) >= tokens.n_near) {
@@ -190,20 +196,21 @@ void residents::update_tail(resident_row & r, size_t layer, int head, cells & ou
 }
 
 void residents::update_slots(resident_row & r, size_t layer, int head, cells & out) {
-    const auto & own = tokens.clusters_of(layer, head);
+    const auto & own    = tokens.clusters_of(layer, head);
+    const auto & wanted = is_repeated ? r.wanted : r.next;
 
     std::vector<int> arriving, leaving;
     int64_t n_arriving = 0;
     for (int at = 0; at < n.n_mean; at += n_cluster) {
         // most pages do not change
-        if (std::equal(r.wanted.begin() + at, r.wanted.begin() + at + n_cluster, r.is_here.begin() + at)) {
+        if (std::equal(wanted.begin() + at, wanted.begin() + at + n_cluster, r.is_here.begin() + at)) {
             continue;
         }
         for (int i = at; i < at + n_cluster; ++i) {
-            if (r.wanted[i] && !r.is_here[i]) {
+            if (wanted[i] && !r.is_here[i]) {
                 arriving.push_back(i);
                 n_arriving += r.sizes[i];
-            } else if (r.is_here[i] && !r.wanted[i]) {
+            } else if (r.is_here[i] && !wanted[i]) {
                 leaving.push_back(i);
             }
         }
@@ -258,8 +265,28 @@ struct choice_memory {
     ranking            found;
     std::vector<float> sums;   // missing attention to each found cluster, added over all queries
     std::vector<int>   index;  // index of each found cluster in its row; -1 if it has no cell
-    std::vector<int>   chosen; // indices of the chosen clusters
+    std::vector<float> scores; // `score` of a row, but resident clusters count more
 };
+
+// choose the clusters with the highest scores, as many as fit into n_token
+static void choose_fitting(
+        const std::vector<float> & scores, const std::vector<int32_t> & sizes, int n_token, std::vector<uint8_t> & out) {
+    choose(scores.data(), sizes.data(), scores.size(), n_token, out.data());
+
+    std::vector<int> chosen;
+    int64_t n_chosen = 0;
+    for (auto it = out.begin(); (it = std::find(it, out.end(), 1)) != out.end(); ++it) {
+        chosen.push_back(it - out.begin());
+        n_chosen += sizes[chosen.back()];
+    }
+    // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
+    while (n_chosen > n_token) {
+        const auto last = std::min_element(chosen.begin(), chosen.end(), [&](int a, int b) { return scores[a] < scores[b]; });
+        out[*last] = 0;
+        n_chosen -= sizes[*last];
+        chosen.erase(last);
+    }
+}
 
 // Give cells to the found sets that have none, first to those with the most missing attention. sums: see choice_memory
 static void admit_sets(resident_row & r, const row_clusters & own, const std::vector<size_t> & places, const std::vector<float> & sums) {
@@ -287,13 +314,14 @@ void residents::choose(
 
     std::fill(r.score .begin(), r.score .end(), 0.0f);
     std::fill(r.wanted.begin(), r.wanted.end(), 0);
+    std::fill(r.next  .begin(), r.next  .end(), 0);
     std::fill_n(missed, n_query, 0.0f);
     if (own.begin() == own.end()) {
         return;
     }
 
     used_again<choice_memory> memory;
-    auto & [searched, found, sums, index, chosen] = memory;
+    auto & [searched, found, sums, index, scores] = memory;
 
     search(tokens, layer, anchor, n_query, logits, 0).rank(head, queries, live, n_compared*n.n_token, searched, found);
 
@@ -315,21 +343,13 @@ void residents::choose(
         }
     }
 
-    kvtool::choose(r.score.data(), r.sizes.data(), n.n_mean, n.n_token, r.wanted.data());
+    choose_fitting(r.score, r.sizes, n.n_token, r.wanted);
 
-    chosen.clear();
-    int64_t n_chosen = 0;
-    for (auto it = r.wanted.begin(); (it = std::find(it, r.wanted.end(), 1)) != r.wanted.end(); ++it) {
-        chosen.push_back(it - r.wanted.begin());
-        n_chosen += r.sizes[chosen.back()];
+    scores.resize(n.n_mean);
+    for (int i = 0; i < n.n_mean; ++i) {
+        scores[i] = r.is_here[i] ? stay*r.score[i] : r.score[i];
     }
-    // drop the chosen clusters with the lowest scores until the tokens of all chosen clusters fit
-    while (n_chosen > n.n_token) {
-        const auto last = std::min_element(chosen.begin(), chosen.end(), [&](int a, int b) { return r.score[a] < r.score[b]; });
-        r.wanted[*last] = 0;
-        n_chosen -= r.sizes[*last];
-        chosen.erase(last);
-    }
+    choose_fitting(scores, r.sizes, n.n_token, r.next);
 
     for (size_t i = 0; i < n_found; ++i) {
         if (index[i] >= 0 && r.wanted[index[i]] && !r.is_here[index[i]]) {

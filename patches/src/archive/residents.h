@@ -6,7 +6,9 @@
 // while the clusters of the set have cells. These are the sets that queries attended to most.
 //
 // The queries of the last step choose which clusters are resident. If the queries of a step attend strongly to other
-// clusters, the step has to be repeated: see `choose`.
+// clusters, the step has to be repeated: see `choose`. For the next step, clusters that are resident already count
+// more than others, so that fewer cells change: 113 instead of 191 of a row (Qwen2.5 0.5B, 7,168 tokens, 2,048 resident
+// tokens).
 
 #pragma once
 
@@ -43,7 +45,8 @@ public:
         void clear() { at.clear(); }
     };
 
-    // Call this before `update` of the layers. rot: position that the next query is rotated to
+    // Call this before `update` of the layers. rot: position that the next query is rotated to. If it is the same as
+    // before, the step is repeated, and the clusters that its queries want become resident
     void begin(int64_t rot);
 
     // Add the new contents of a layer's cells to `out`, and set the layer's mask. Returns false if there are too many
@@ -56,11 +59,11 @@ public:
     const std::vector<ggml_fp16_t> & mask(size_t layer, int head) const { return rows[layer][head].mask; }
 
     // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
-    // token that their means do not represent.
+    // token that their means do not represent. Unless the step is repeated, resident clusters count twice.
     // queries: [n_query][n_embd_k], from the step that was computed last.
     // live: [n_query], logarithm of each query's softmax sum over the live cells.
-    // missed: [n_query], receives each query's attention to chosen clusters that are not resident yet, without the part
-    // that their means represent
+    // missed: [n_query], receives each query's attention to the clusters that a repeated step would add, without the
+    // part that their means represent
     void choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live, float * missed);
 
     const resident_sizes n;
@@ -71,6 +74,9 @@ private:
     // Keys beyond n_near are rotated to the right distance from a query at this position. The position follows the
     // stream in steps, because all these keys must be written again when it changes
     int64_t anchor = -1;
+
+    int64_t rot         = -1;
+    bool    is_repeated = false;
 
     std::vector<std::vector<resident_row>> rows; // [layer][head]
 
