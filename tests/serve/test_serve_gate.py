@@ -238,6 +238,17 @@ def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
         assert before.headers["access-control-allow-private-network"] == "true"
 
 
+def test_the_page_of_the_server_may_ask_under_any_name_of_the_machine():
+    for scheme, host, may in (
+        ("http", "gpu.lan:8080", True),
+        ("https", "gpu.lan:8080", True),
+        ("http", "gpu.lan", False),
+        ("app", "gpu.lan:8080", False),
+    ):
+        headers = {"Host": "gpu.lan:8080", "Origin": f"{scheme}://{host}"}
+        assert send("/v1/models", headers=headers).status_code == (200 if may else 403)
+
+
 def test_a_file_without_an_api_key_is_refused(tmp_path):
     keys = tmp_path / "keys.txt"
     keys.write_text("# none yet\n")
