@@ -85,6 +85,11 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool, 
         lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
         if len(lost):
             raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
+    if view.held:
+        lost = np.flatnonzero(((view.pos >= max(view.next - view.held, 0)) & ~keep).any(axis=1))
+        if len(lost):
+            row = int(lost[0])
+            raise PlanError(f"{name}: row {row} evicts one of the newest {view.held} tokens (view.held)")
     if plan.merge is not None:
         check_merge(name, plan.merge, keep)
     return counts

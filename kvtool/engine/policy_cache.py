@@ -199,10 +199,12 @@ class PolicyCache:
 
     def hold(self, n: int) -> None:
         """Keep the newest n tokens at every eviction. Raises UsageError if n is too large."""
-        if n >= self.policy.n_keep - self.n_pinned:
+        sinks, n_pinned = self.policy.exempt[0], self.n_pinned
+        if n > self.policy.n_keep - max(n_pinned + 1, sinks):
+            first = f"{sinks} are sinks" if sinks > n_pinned else f"{n_pinned} are pinned"
             raise UsageError(
-                f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
-                f"choose a larger budget ({self._budget_for(self.n_pinned + n)} is enough)"
+                f"the chat template's reply header takes {n} cells, and {first}; "
+                f"choose a larger budget ({self._budget_for(max(n_pinned, sinks) + n)} is enough)"
             )
         self.n_held = n
 

@@ -230,7 +230,8 @@ class PolicySpec(NamedTuple):
     def _smallest_budget(self, above: int, n_held: int = 0, on: Adapt = lambda policy: policy) -> int | None:
         def works(budget: int) -> bool:
             try:
-                return on(self._fitted(budget)).n_keep > n_held
+                policy = on(self._fitted(budget))
+                return policy.n_keep - max(policy.exempt[0], 1) >= n_held
             except Exception:  # noqa: BLE001  (a user's policy may raise anything; `fit` reports it)
                 return False
 

@@ -355,6 +355,8 @@ def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
     path = tiny_model(n_head_kv=4)
     with open_engine(path, fit(smallest, None)) as engine:
         engine.hold(20)
+        engine.read(text(200))
+        assert engine.cells().pos[0, -20:].tolist() == list(range(180, 200))
     with open_engine(path, fit(smallest - 1, None)) as engine, pytest.raises(UsageError):
         engine.hold(20)
 

@@ -166,6 +166,7 @@ def planned(*lines):
 def fill_and_evict(engine):
     """Let an engine evict from a full cache. If the eviction fails, check that it has changed nothing."""
     engine.pin(6)
+    engine.hold(3)
     for token in text(48):
         engine.step(np.array([token]))
     before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
@@ -187,6 +188,8 @@ def fill_and_evict(engine):
         ("    reads = Signal", "    sums = ('attn',)\n    other = Signal", "add Signal.ATTENTION to reads"),
         (SCORES, planned("keep[:] = True", "return Plan(keep)"), "row 0 keeps 48 cells of a budget of 48$"),
         (SCORES, planned("return Plan(np.asfortranarray(keep))"), "keep is not C-contiguous; copy it with"),
+        (SCORES, planned("return Plan(view.pos >= 8)"), "row 0 evicts a pinned token$"),
+        (SCORES, planned("return Plan(view.pos < 40)"), r"row 0 evicts one of the newest 3 tokens \(view.held\)$"),
     ],
 )
 def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
