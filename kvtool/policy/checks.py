@@ -45,11 +45,11 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
         raise error(f"{name} must be a whole number, got {value!r}") from None
 
 
-def check_score(score: object, pos: np.ndarray) -> None:
-    """Raise TypeError or ValueError unless a kernel can use the score f32[row, n_kv or more].
+def checked_score(score: object, pos: np.ndarray) -> np.ndarray:
+    """Return the score f32[row, n_kv or more], C-contiguous and writeable, as kernels need it.
 
-    It must be C-contiguous and writeable, and no live cell may be NaN. Kernels do not check their arguments,
-    and with too few columns they would read out of bounds. pos: as in `View`.
+    Raises TypeError or ValueError for another type or shape, and if a live cell is NaN. Kernels do not check
+    their arguments, and with too few columns they would read out of bounds. pos: as in `View`.
     """
     n_row, n_kv = pos.shape
     if not isinstance(score, np.ndarray):
@@ -58,9 +58,8 @@ def check_score(score: object, pos: np.ndarray) -> None:
         raise TypeError(f"the score must be of type float32, got {score.dtype}; convert it with astype")
     if score.ndim != 2 or score.shape[0] != n_row or score.shape[1] < n_kv:
         raise ValueError(f"the score must be of shape [{n_row}, {n_kv} or more], got {list(score.shape)}")
-    if not score.flags.carray:
-        raise ValueError("the score must be C-contiguous and writeable; copy it with np.array")
-    score = score[:, :n_kv]
+    live = score[:, :n_kv]
     # a NaN anywhere makes the maximum NaN, and finding the maximum is fast
-    if score.size and np.isnan(score.max()) and np.isnan(score[pos >= 0]).any():
-        raise ValueError("the score has a value that is not a number")
+    if live.size and np.isnan(live.max()) and len(nan := np.argwhere(np.isnan(live) & (pos >= 0))):
+        raise ValueError("the score of row {}, cell {}, is not a number (NaN)".format(*nan[0]))
+    return score if score.flags.carray else np.array(score, order="C")

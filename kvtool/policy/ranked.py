@@ -24,7 +24,7 @@ import numpy as np
 
 from kvtool.kernels.selection import keep_highest, keep_shared, layer_entropy
 from kvtool.policy.base import Policy, State, split_budget
-from kvtool.policy.checks import check_choice, check_kept, check_score, check_whole
+from kvtool.policy.checks import check_choice, check_kept, check_whole, checked_score
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
@@ -119,7 +119,7 @@ class Ranked(Policy):
         """Return b1[row, n_kv]: True for the cells that stay if tokens are ranked by these scores."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
-        check_score(scores, view.pos)
+        scores = checked_score(scores, view.pos)
         first, recent = protected(view, self.n_keep, *self.exempt)
         n_keep = self._shares(view, scores, first, recent)
         floor = self.floor if self.heads == "adaptive" else 1.0
@@ -176,7 +176,7 @@ def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: 
     Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more]. Among equal scores the
     newer token stays. Raises TypeError or ValueError if the score has another type or shape.
     """
-    check_score(score, view.pos)
+    score = checked_score(score, view.pos)
     first, recent = protected(view, n_keep, sinks, window)
     keep = np.empty(view.pos.shape, np.bool_)
     keep_highest(view.pos, score, first, recent, n_keep, keep)
@@ -191,7 +191,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     shape.
     """
     check_choice("per", per, ("row", "layer", "all"))
-    check_score(score, view.pos)
+    score = checked_score(score, view.pos)
     if per == "row":
         return score
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)

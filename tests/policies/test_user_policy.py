@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cache import kept_at_first, view_of
+from fake_cache import kept, kept_at_first, view_of
 
 from kvtool import parameters, policies
 from kvtool.errors import PlanError, UsageError
+from kvtool.policy import Plan
 from tests.cli.called import called
 from tests.engine.running import open_engine, text
 
@@ -209,16 +210,23 @@ TYPE = "TypeError: the score must be of type float32, got"
         ("score[None]", FEW),
         ("score.astype(np.float64)", TYPE),
         ("score.astype(int)", TYPE),
-        ("np.asfortranarray(score)", "the score must be C-contiguous"),
-        ("np.broadcast_to(score[:1], score.shape)", "the score must be C-contiguous and writeable"),
         ("score.tolist()", "the score must be a NumPy array, got list"),
         ("None", "the score must be a NumPy array, got NoneType"),
-        ("np.where(view.pos == 9, np.float32(np.nan), score)", "the score has a value that is not a number"),
+        ("np.where(view.pos == 9, np.float32(np.nan), score)", r"the score of row 0, cell 9, is not a number"),
     ],
 )
 def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
     new = SCORES.replace("return", "score =") + f"        return {score}\n"
     refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
+
+
+@pytest.mark.parametrize("layout", [np.array, np.asfortranarray, lambda a: np.repeat(a, 2, 1)[:, ::2]])
+def test_a_score_may_have_any_layout_in_memory(written, layout):
+    view = view_of([[3, 0, 2, 1, 4]] * 2, attn=None)
+    policy = policies.load(str(written))(4, 2, window=1, sinks=0)
+    score = layout(np.array([[1, 3, 2, 0, 0], [3, 1, 2, 0, 0]], np.float32))
+    score.flags.writeable = False
+    assert kept(view, Plan(policy.highest(view, score))) == [[0, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
