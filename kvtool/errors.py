@@ -110,6 +110,22 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
     return [spelled[other] for other in meant]
 
 
+def users_traceback(error: BaseException) -> list[str]:
+    """Return the traceback of an error in a user's policy, beginning after kvtool's own calls.
+
+    The list is empty for any other error.
+    """
+    # imported here, because only a failing command needs it
+    from traceback import TracebackException
+
+    if not (cause := error.__cause__):
+        return []
+    shown = TracebackException.from_exception(cause)
+    while shown.stack and shown.stack[0].filename.startswith((_PACKAGE, "<")):
+        shown.stack.pop(0)
+    return list(shown.format(chain=False)) if shown.stack or isinstance(cause, SyntaxError) else []
+
+
 def where(error: BaseException) -> str:
     """Describe an error in one line, with its source file and line number.
 

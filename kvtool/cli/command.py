@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from kvtool.cli import near
 from kvtool.cli.listed import flag, words_of
-from kvtool.errors import KvtoolError, ModelError, UsageError
+from kvtool.errors import KvtoolError, ModelError, UsageError, users_traceback
 from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
@@ -131,7 +131,7 @@ class Command(_Shared, TyperCommand):
             return super().invoke(ctx)
         except KvtoolError as error:
             if ctx.params.get("verbose"):
-                _show_users_traceback(error)
+                sys.stderr.writelines(users_traceback(error))
             if isinstance(error, UsageError) and (origins := _origins(ctx, str(error))):
                 error.args = (f"{error} ({origins})",)
             elif isinstance(error, ModelError) and (origin := _origin_of_model(ctx, str(error))):
@@ -260,18 +260,3 @@ def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:
         is_path = param.param_type_name == "option" and param.type.name == "path"
         if is_path and typed.get(param.name) == "":
             raise UsageError(f"the {flag(param).lstrip('-')}'s name is empty; name a file")
-
-
-def _show_users_traceback(error: BaseException) -> None:
-    """Write the traceback of an error in a user's policy, beginning after kvtool's own calls."""
-    import traceback
-    from pathlib import Path
-
-    if not (cause := error.__cause__):
-        return
-    shown = traceback.TracebackException.from_exception(cause)
-    package = f"{Path(__file__).parent.parent}{os.sep}"
-    while shown.stack and shown.stack[0].filename.startswith((package, "<")):
-        shown.stack.pop(0)
-    if shown.stack or isinstance(cause, SyntaxError):
-        sys.stderr.writelines(shown.format(chain=False))

@@ -205,6 +205,8 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]
                 bars.remove_task(tasks[run])
                 left = (time.monotonic() - start) / n_done * (n_run - n_done)
                 end = "" if bars.console.is_terminal else f" ({n_done}/{n_run}, {left / 60:.0f} min left)"
+                if event.log:
+                    bars.console.print(event.log, soft_wrap=True)
                 bars.console.print(f"{run.name}: {_in_short(record)}{end}", soft_wrap=True)
             else:
                 words = f"{event.n:,} tokens, perplexity {perplexity_of(event.nll):.3f}" if event.n else ""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.config.run import ScoreOptions
-from kvtool.errors import KvtoolError, OutOfMemory, where
+from kvtool.errors import KvtoolError, OutOfMemory, users_traceback, where
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,6 +189,8 @@ def main() -> None:
         guard()
         send(record=measure(job, lambda n, nll: send(n=n, nll=nll)))
     except KvtoolError as error:
+        if job.options.verbose:
+            sys.stderr.writelines(users_traceback(error))
         send(error=str(error), exit_code=error.exit_code)
     except MemoryError:
         send(error=str(OutOfMemory()), exit_code=OutOfMemory.exit_code)

@@ -40,12 +40,15 @@ class Event:
         Mean nll of these tokens in nats.
     record
         Record of the run, or of its error. None while the run is active.
+    log
+        Output of the process, for example of a user's policy. "" while the run is active.
     """
 
     run: Run
     n: int = 0
     nll: float = 0.0
     record: dict[str, Any] | None = None
+    log: str = ""
 
 
 class Runner:
@@ -87,7 +90,8 @@ class Runner:
                 self._start(waiting.pop(0), against, writes)
             run, message = self._said.get()
             if message is None:
-                yield Event(run, record=self._record(run, ends.get(run)))
+                log = self._log(run).read_text(encoding="utf-8", errors="replace").strip()
+                yield Event(run, record=self._record(run, ends.get(run), log), log=log)
             elif "n" in message:
                 yield Event(run, message["n"], message["nll"] / max(message["n"], 1))
             else:
@@ -121,14 +125,14 @@ class Runner:
     def _log(self, run: Run) -> Path:
         return Path(self._folder.name) / f"{id(run)}.log"
 
-    def _record(self, run: Run, end: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the record of a process that has ended."""
+    def _record(self, run: Run, end: dict[str, Any] | None, log: str) -> dict[str, Any]:
+        """Return the record of a process that has ended. log: its output."""
         status = self._running.pop(run).returncode
         what = identity(self.common, run)
         if end:
             return what | dict(end.get("record", end))
         # the last line may be from `llama.crash.guard`, which ends a process that llama.cpp would abort
-        last_line = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        last_line = log.rpartition("\n")[2]
         if last_line.startswith("kvtool: "):
             return what | {"error": last_line.removeprefix("kvtool: "), "exit_code": status}
         error = f"the process was ended by signal {-status}" if status < 0 else f"exit status {status}"

@@ -228,6 +228,7 @@ from kvtool.policies.local import Local
 @dataclass(frozen=True)
 class Breaks(Local):
     def plan(self, view, state):
+        print(f"{view.n_kv} cells")
         raise ValueError("no luck")
 
 POLICY = Breaks
@@ -239,12 +240,14 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
     arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
     done = compare(*arguments, check=False)
     assert done.returncode == 1
-    assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
+    assert "64 cells\nmine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
     assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
-    again = compare(*arguments, "--resume", check=False)
+    again = compare(*arguments, "--resume", "-v", check=False)
     assert again.returncode == 1
+    assert re.search(r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', again.stderr, re.M)
     assert "1 of 2 runs are done already" in again.stderr
     assert len(read(folder / "failed.jsonl")) == 2
 
