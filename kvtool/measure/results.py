@@ -12,6 +12,9 @@ from kvtool.measure import records
 from kvtool.measure.grid import KEY, Common, Run, identity
 from kvtool.measure.statistics import mean_of_text
 
+_AGAINST_BEST = ("best_other", "nll_minus_best", "nll_minus_best_stderr")
+"""Fields that compare a run with the best other run of its group."""
+
 
 @dataclass(slots=True)
 class ComparisonResults:
@@ -69,13 +72,24 @@ class ComparisonResults:
         """Return the runs whose record is an error."""
         return [run for run in self.grid if _rank(self.of_run.get(run)) == 1]
 
-    def finished(self) -> list[dict[str, Any]]:
-        """Return all records: this grid's records in order, then other grids' records.
+    def stored(self) -> list[dict[str, Any]]:
+        """Return all records for the file: this grid's records in order, then other grids' records.
 
-        Each record of this grid gets the fields of `_against_best`, unless its run failed.
+        They do not have the fields of `_AGAINST_BEST`: another grid may add a better run to the file.
+        """
+        done = [self.of_run[run] for run in self.grid if run in self.of_run]
+        return [
+            {name: value for name, value in record.items() if name not in _AGAINST_BEST}
+            for record in done + self.others
+        ]
+
+    def compared(self) -> list[tuple[Run, dict[str, Any]]]:
+        """Return the runs that have a record, in order, with their records.
+
+        The records also have the fields of `_AGAINST_BEST`, unless the run failed.
         """
         done = [(run, self.of_run[run]) for run in self.grid if run in self.of_run]
-        return [r if "error" in r else r | self._against_best(run) for run, r in done] + self.others
+        return [(run, r if "error" in r else r | self._against_best(run)) for run, r in done]
 
     def _against_best(self, run: Run) -> dict[str, Any]:
         """Return the fields that compare the nll with the best other run of the same budget and cache types.
@@ -91,11 +105,11 @@ class ComparisonResults:
             and "nll" in self.of_run.get(other, {})
         ]
         if not others:
-            return {"best_other": None, "nll_minus_best": None, "nll_minus_best_stderr": None}
+            return dict.fromkeys(_AGAINST_BEST)
         best = self.grid[min(others)[1]]
         record, other = self.of_run[run], self.of_run[best]
         mean, error = mean_of_text(np.subtract(record["nll_blocks"], other["nll_blocks"]), record["n_scored"])
-        return {"best_other": best.label, "nll_minus_best": mean, "nll_minus_best_stderr": error}
+        return dict(zip(_AGAINST_BEST, (best.label, mean, error), strict=True))
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:

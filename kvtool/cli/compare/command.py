@@ -277,11 +277,10 @@ def _finish(
         def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             # the file may have new records of another process, so use these records as well
             results.add(records)
-            return results.finished()
+            return results.stored()
 
         records.rewrite(path, order)
-    done = (run for run in results.grid if run in results.of_run)
-    rows = list(zip(done, results.finished(), strict=False))
+    rows = results.compared()
     text = results.common.what["text"]
     if as_json:
         for _, record in rows:
