@@ -66,9 +66,10 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool, 
         raise PlanError(f"{name}: keep is not C-contiguous; copy it with np.ascontiguousarray")
     counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
     if may_fill and n_kv >= budget and counts.min() == n_kv:
+        larger = "the budget" if budget < view.n_ctx else "--ctx-size"
         raise StreamEnd(
             f"the cache ({n_kv:,} tokens) is full, and the policy evicts nothing; "
-            "raise --ctx-size, or choose another policy, such as --policy recall"
+            f"raise {larger}, or choose another policy, such as --policy recall"
         )
     if ragged:
         dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))

@@ -581,12 +581,13 @@ def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     assert len(steps) < 300 // 8
 
 
-def test_a_full_cache_ends_the_stream(tiny_model):
-    with open_engine(tiny_model(), policies.fit("full", 100)) as engine:
+@pytest.mark.parametrize(("n_ctx", "remedy"), [(100, "raise --ctx-size"), (None, "raise the budget")])
+def test_a_full_cache_ends_the_stream(tiny_model, n_ctx, remedy):
+    with open_engine(tiny_model(), policies.fit("full", 100), n_ctx=n_ctx) as engine:
         engine.read(text(100))
         before = engine.context.state()
         with pytest.raises(
-            StreamEnd, match=r"\(100 tokens\) is full, and the policy evicts nothing; raise --ctx-size"
+            StreamEnd, match=rf"\(100 tokens\) is full, and the policy evicts nothing; {remedy}, or"
         ):
             engine.evict_if_due()
         assert engine.context.state() == before
