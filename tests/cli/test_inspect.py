@@ -63,6 +63,12 @@ def test_without_colour_each_column_has_a_mark_below_it():
     assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
 
 
+def test_the_columns_of_the_strip_are_spread_evenly():
+    # tokens are held by all rows or by none in turn, so a column of two tokens has the mark for one half
+    strip = shown(["a"] * 30, [1, 0] * 15).split("right:\n")[1].split("\n")[0]
+    assert strip == "#6.6" * 5
+
+
 def test_lines_break_between_words_and_show_what_steers_a_terminal():
     assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
     assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [

@@ -218,13 +218,13 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
     """Split the stream into equal parts. Return a line that has a coloured blank for each part.
 
-    The level of a part is ARCHIVED if most of its tokens are archived. Otherwise it is the level of their
-    mean share.
+    If the parts cannot be equal, longer and shorter parts alternate evenly. The level of a part is ARCHIVED
+    if most of its tokens are archived. Otherwise it is the level of their mean share.
     """
-    mean, is_archived = (
-        np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
-        for of_tokens in (share, archived)
-    )
+    n, n_part = len(share), min(width, len(share))
+    starts = np.arange(n_part) * n // n_part
+    lengths = np.diff(starts, append=n)
+    mean, is_archived = (np.add.reduceat(x, starts, dtype=np.float64) / lengths for x in (share, archived))
     return [(" ", level) for level in _levels(mean, is_archived > 0.5)]
 
 
