@@ -15,18 +15,18 @@ from kvtool.policy.view import SIGNALS
 
 
 def ask(policy: Policy, method: str, *args: object) -> Any:
-    """Call a method of a policy. Any error but KvtoolError becomes a PlanError."""
+    """Call a method of a policy. Any error but KvtoolError becomes a PlanError, even SystemExit."""
     try:
         return getattr(policy, method)(*args)
     except KvtoolError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = next(_absent(policy, error, args), None)
         told = TypeError(hint).with_traceback(error.__traceback__) if hint else error
         raise PlanError(f"{type(policy).__name__}.{method}: {where(told)}") from error
 
 
-def _absent(policy: Policy, error: Exception, args: Iterable[object]) -> Iterator[str]:
+def _absent(policy: Policy, error: BaseException, args: Iterable[object]) -> Iterator[str]:
     """Yield a line for each signal that the failed code uses, but that `reads` does not name."""
     code = " ".join(frame.line or "" for frame in extract_tb(error.__traceback__))
     used = {*re.findall(r"\bview\.(\w+)", code), *policy.sums}
@@ -81,7 +81,8 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool, 
     outside = np.flatnonzero((counts < 1) | (counts >= budget))
     if len(outside):
         row = int(outside[0])
-        raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
+        kept = f"{counts[row]} cells of a budget of {budget}"
+        raise PlanError(f"{name}: row {row} keeps {kept}; it must keep 1 to {budget - 1}")
     if view.pinned:
         lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
         if len(lost):

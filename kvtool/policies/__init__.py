@@ -99,7 +99,7 @@ def _load_file(path: Path) -> type[Policy]:
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{path}: {where(error)}") from error
     return _checked(getattr(module, "POLICY", None), f"{path}: POLICY")
 
@@ -118,10 +118,18 @@ def _load_installed(name: str) -> type[Policy]:
 
 
 def _checked(policy: object, what: str) -> type[Policy]:
-    from kvtool.policy import Policy
+    from kvtool.policy import Policy, Ranked
 
     if not (isinstance(policy, type) and is_dataclass(policy) and issubclass(policy, Policy)):
         raise UsageError(f"{what} must be a dataclass that derives from kvtool.policy.Policy")
+    declared = {field.name for field in fields(policy)}
+    # a policy with its own `fit` may have a property instead of a field
+    absent = [f"the field {name}" for name in _COMMON if name not in declared and not hasattr(policy, name)]
+    method = "scores" if policy.plan is Ranked.plan else "plan"
+    if getattr(policy, method) in (Policy.plan, Ranked.scores):
+        absent.append(f"the method {method}")
+    if absent:
+        raise UsageError(f"{what} must define {' and '.join(absent)}")
     return policy
 
 

@@ -107,6 +107,15 @@ def test_the_smallest_budget_is_named_for_it_too(written):
         policies.fit(str(written), 20, 2)
 
 
+LACKING = """from dataclasses import dataclass
+from kvtool.policy import Policy, Ranked
+
+@dataclass(frozen=True)
+class POLICY({}):
+    {}
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "complaint"),
     [
@@ -115,6 +124,9 @@ def test_the_smallest_budget_is_named_for_it_too(written):
         ("", "POLICY must be a dataclass that derives from kvtool.policy.Policy"),
         ("POLICY = 3", "POLICY must be a dataclass"),
         ("from kvtool.policy import Policy as POLICY", "POLICY must be a dataclass"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(mine.py, line 1\)"),
+        (LACKING.format("Policy", "budget: int"), "POLICY must define the field slack and the method plan$"),
+        (LACKING.format("Ranked", "budget: int; slack: int"), "POLICY must define the method scores$"),
     ],
 )
 def test_a_file_that_is_no_policy_is_refused_in_one_line(tmp_path, code, complaint):
@@ -187,10 +199,20 @@ def fill_and_evict(engine):
         (SCORES, planned("keep = 1 / 0"), r"Average.plan: ZeroDivisionError: .* \(mine.py, line 3"),
         ("+= view.attn", "+= view.last", r"view.last is None; add Signal.LAST to reads \(mine.py, line"),
         ("    reads = Signal", "    sums = ('attn',)\n    other = Signal", "add Signal.ATTENTION to reads"),
-        (SCORES, planned("keep[:] = True", "return Plan(keep)"), "row 0 keeps 48 cells of a budget of 48$"),
+        (
+            SCORES,
+            planned("keep[:] = True", "return Plan(keep)"),
+            "row 0 keeps 48 cells of a budget of 48; it must keep 1 to 47",
+        ),
+        (SCORES, planned("return Plan(keep & False)"), "row 0 keeps 0 cells .*; it must keep 1 to 47"),
+        (SCORES, planned("raise SystemExit(3)"), r"Average.plan: SystemExit: 3 \(mine.py, line 3"),
         (SCORES, planned("return Plan(np.asfortranarray(keep))"), "keep is not C-contiguous; copy it with"),
         (SCORES, planned("return Plan(view.pos >= 8)"), "row 0 evicts a pinned token$"),
-        (SCORES, planned("return Plan(view.pos < 40)"), r"row 0 evicts one of the newest 3 tokens \(view.held\)$"),
+        (
+            SCORES,
+            planned("return Plan(view.pos < 40)"),
+            r"row 0 evicts one of the newest 3 tokens \(view.held\)$",
+        ),
     ],
 )
 def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
@@ -212,7 +234,10 @@ TYPE = "TypeError: the score must be of type float32, got"
         ("score.astype(int)", TYPE),
         ("score.tolist()", "the score must be a NumPy array, got list"),
         ("None", "the score must be a NumPy array, got NoneType"),
-        ("np.where(view.pos == 9, np.float32(np.nan), score)", r"the score of row 0, cell 9, is not a number"),
+        (
+            "np.where(view.pos == 9, np.float32(np.nan), score)",
+            r"the score of row 0, cell 9, is not a number",
+        ),
     ],
 )
 def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
