@@ -312,6 +312,8 @@ def _prefill(engine: Engine) -> str:
     if engine.n_batch < engine.settings.n_batch:
         # `Sizes` has reduced the batch to the policy's chunk
         stream += " (recall's `chunk`) once tokens are archived"
+    if engine.policy.slack and not engine.settings.over_budget:
+        stream += ", each of which ends where an eviction is due"
     if engine.exact_reader.n_chunk:
         chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
         return f"exact up to half of the context ({engine.n_ctx // 2:,}), {chunks}; then {stream}"

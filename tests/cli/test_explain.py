@@ -208,6 +208,15 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
         assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
 
 
+def test_the_batches_of_a_scored_text_end_at_evictions(tiny_model):
+    for over_budget, end in (
+        (True, "64 tokens"),
+        (False, "64 tokens, each of which ends where an eviction is due"),
+    ):
+        with open_engine(tiny_model(), policies.fit("local", 96, 8), over_budget=over_budget) as engine:
+            assert _prefill(engine) == f"stream: in batches of up to {end}"
+
+
 def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
     policy = policies.fit("buzz", 32, None, ["kept=true"])
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
