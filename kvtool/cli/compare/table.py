@@ -30,7 +30,10 @@ LEGEND = (
 )
 MARKS = "{mark}: best of its budget"
 RANGE = "; in parentheses: 95 % interval of the perplexity"
-BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps of 256 cells (64 if rows differ in length)"
+BYTES = (
+    "budget: bytes of the budget's cells; "
+    "cache: bytes allocated, in steps of 256 cells (64 if rows differ in length)"
+)
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
