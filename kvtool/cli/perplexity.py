@@ -61,6 +61,7 @@ def perplexity(
     if args.stride is not None and (args.windows is None or args.stride >= args.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
+    from kvtool import policies
     from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
@@ -92,6 +93,7 @@ def perplexity(
         noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
         before_text(engine, opened.run, noun, n)
         n_all = _n_scored(len(tokens), args.windows, args.stride)
+        policies.load_kernels(engine.policy)
         started, total, n_done = time.monotonic(), 0.0, 0
         work = SimpleNamespace(stop=False)
         with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(KeyboardInterrupt):

@@ -57,6 +57,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
     """Execute the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
+    from kvtool import policies
     from kvtool.config.opening import open_run
     from kvtool.config.report import report as describe
     from kvtool.measure import divergence, perplexity
@@ -68,6 +69,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
         run = run.changed(archive_file=f"{run.archive_file}.{os.getpid()}")
     with open_run(run, length=lambda model: len(tokens)) as opened:
         engine = opened.engine
+        policies.load_kernels(engine.policy)
         against: AbstractContextManager[Scores | None] = nullcontext()
         if job.reference:
             reference = Path(job.reference), len(tokens), engine.model.n_vocab

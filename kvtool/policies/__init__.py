@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -258,3 +259,16 @@ def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ())
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
     """Return a named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
     return spec(name, evict_every, options).fit(budget)
+
+
+def load_kernels(policy: Policy) -> None:
+    """Load or compile a policy's kernels now, so that the time of its first plan does not include this."""
+    # imported here, because not every command runs a policy
+    from kvtool.kernels.kernel import of_module
+    from kvtool.kernels.load import find
+
+    for kind in type(policy).__mro__:
+        for kernel in of_module(sys.modules[kind.__module__]):
+            # a user's kernel may be faulty; the first plan that calls it reports this
+            with suppress(Exception):
+                find(kernel.name, kernel.signatures) or kernel.compile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -310,6 +311,28 @@ def test_an_error_of_a_kernel_names_its_cause_and_its_line(tiny_model, written):
         SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"),
         complaint,
     )
+    # a policy need not call all of its kernels, so a faulty one is no error before it is called
+    policies.load_kernels(policies.fit(str(written), 48))
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
+@pytest.mark.parametrize("command", ["perplexity", "inspect", "compare"])
+def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command):
+    code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
+    code = code.replace("scores.no_such_attribute", "scores * np.float32(2)")
+    code = code.replace(SCORES, SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"))
+    # the kernel tells whether it is compiled when the text begins
+    start = "        print('compiled', _scaled._compiled is not None)\n"
+    code = code.replace("def observe(self, view, state):\n", f"def observe(self, view, state):\n{start}")
+    written.write_text(code, encoding="utf-8")
+    file = written.with_name("text.txt")
+    file.write_text("The tide came in. " * 10)
+    policy = "--policies" if command == "compare" else "--policy"
+    options = ("-m", tiny_model(), policy, written, "--budget", 48, "-t", 1, "--max-tokens", 60)
+    done = called(command, file, *options)
+    assert done.returncode == 0, done.stderr
+    # `compare` shows a policy's output on stderr, after the line about the run of `full`
+    assert re.search("^compiled (.*)", done.stdout + done.stderr, re.M)[1] == "True"
 
 
 def test_a_parameter_without_a_default_is_asked_for(written):

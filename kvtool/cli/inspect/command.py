@@ -69,6 +69,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
     output.check_writable(args.html)
     output.check_picture(args.plot)
 
+    from kvtool import policies
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
     from kvtool.config.opening import open_run
@@ -92,6 +93,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         check_length(engine, len(tokens))
         if run.explain:
             explain_run(engine, policy, "text", len(tokens))
+        policies.load_kernels(engine.policy)
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:
             held = holdings.watch(engine, tokens, args.snapshots, step)
