@@ -43,7 +43,7 @@ public:
     ggml_tensor * store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale);
 
     // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. The
-    // devices must not be computing. They may still copy when this returns: the next step is computed after that.
+    // devices must not be computing. They may still copy when this returns: steps of lctx are computed after that.
     // Returns false if a device failed
     bool place(llama_context & lctx, int64_t rot);
 

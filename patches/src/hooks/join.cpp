@@ -259,8 +259,14 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
     m.mctx = m.lctx->memory->init_batch(*m.lctx->balloc, m.lctx->cparams.n_ubatch, false);
 
-    return m.mctx && m.mctx->get_status() == LLAMA_MEMORY_STATUS_SUCCESS && (int) m.mctx->get_ubatch().n_tokens == m.n &&
-        llama_kvtool_prepare(*m.lctx, m.n) && m.mctx->apply();
+    const bool is_ready = m.mctx && m.mctx->get_status() == LLAMA_MEMORY_STATUS_SUCCESS &&
+        (int) m.mctx->get_ubatch().n_tokens == m.n && llama_kvtool_prepare(*m.lctx, m.n) && m.mctx->apply();
+
+    // The joint step is computed on other queues of the devices, which do not wait for the copies of the member's
+    // residents
+    m.lctx->synchronize();
+
+    return is_ready;
 }
 
 namespace {
