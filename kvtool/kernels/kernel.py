@@ -24,9 +24,14 @@ class Kernel(Generic[P, R]):
         self._compiled: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        called = self._called
+        return (self.prepare() if called is None else called)(*args, **kwargs)
+
+    def prepare(self) -> Callable[P, R]:
+        """Get the compiled function, so that the first call does not have to."""
         if self._called is None:
             self._called = load.find(self.name, self.signatures) or self.compile()
-        return self._called(*args, **kwargs)
+        return self._called
 
     def compile(self) -> Callable[P, R]:
         """Compile the function with numba, or load it from numba's disk cache."""

@@ -265,10 +265,9 @@ def load_kernels(policy: Policy) -> None:
     """Load or compile a policy's kernels now, so that the time of its first plan does not include this."""
     # imported here, because not every command runs a policy
     from kvtool.kernels.kernel import of_module
-    from kvtool.kernels.load import find
 
     for kind in type(policy).__mro__:
         for kernel in of_module(sys.modules[kind.__module__]):
             # a user's kernel may be faulty; the first plan that calls it reports this
             with suppress(Exception):
-                find(kernel.name, kernel.signatures) or kernel.compile()
+                kernel.prepare()
