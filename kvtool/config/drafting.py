@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
-from kvtool.drafts.drafter import MOST, Drafter
+from kvtool.drafts.drafter import Drafter
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.layers import Layers
+from kvtool.units import MAX_DRAFT
 
 if TYPE_CHECKING:
     from kvtool.drafts.model import ModelDraft
@@ -47,8 +48,8 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     if obstacle:
         return 0
     # each draft token needs one more copy of all recurrent states
-    most = max(_STATE_BYTES // layers.recurrent_bytes, 1) if layers.recurrent_bytes else MOST
-    return min(MOST, n_batch - 1, most)
+    most = max(_STATE_BYTES // layers.recurrent_bytes, 1) if layers.recurrent_bytes else MAX_DRAFT
+    return min(MAX_DRAFT, n_batch - 1, most)
 
 
 def uses_mtp(run: RunOptions, info: ModelInfo) -> bool:

@@ -11,9 +11,6 @@ from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.lookup import Lookup
 from kvtool.llama.constraint import Constraint
 
-MOST = 15
-"""Maximum number of draft tokens of a step."""
-
 
 class Source(Protocol):
     """Source of draft tokens. It holds a copy of the stream, which `cut` and `add` keep up to date."""

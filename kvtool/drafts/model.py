@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtool import policies
-from kvtool.drafts.drafter import MOST
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
+from kvtool.units import MAX_DRAFT
 
 _BUDGET, _EVICT_EVERY = 256, 64
 """Number of cells of the draft model's cache, and number of tokens between evictions.
@@ -37,7 +37,7 @@ class ModelDraft:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
         # recurrent layers cannot drop tokens of several steps: to drop drafts, restore a copy of the cache
         self._has_copy = model.layers.recurrent_bytes > 0
-        n_draft, checkpoints = (0, None) if self._has_copy else (MOST, 0)
+        n_draft, checkpoints = (0, None) if self._has_copy else (MAX_DRAFT, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
         self._engine = Engine(model, policy, settings)
         # `_read_draft` makes the copies: the engine itself must make no checkpoints

@@ -7,15 +7,15 @@ from itertools import count
 
 import numpy as np
 
-from kvtool.drafts.drafter import MOST
 from kvtool.drafts.model import likely_tokens
 from kvtool.engine.loop import Engine
 from kvtool.llama.mtp import MtpContext, output_hidden, read_hidden
+from kvtool.units import MAX_DRAFT
 
 N_CELL = 512
 """Cells of the MTP layers' cache."""
 
-_N_ROW = N_CELL - MOST
+_N_ROW = N_CELL - MAX_DRAFT
 _N_FIRST, _N_NEWEST = 4, 256
 """Numbers of first rows and of newest rows that `MtpDraft` keeps when it has `_N_ROW` rows."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_RESIDENT, MOST_THREADS, PLAIN
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_DRAFT, MOST_RESIDENT, MOST_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
@@ -113,5 +113,6 @@ class Settings:
             raise UsageError(f"resident must be in 0..{MOST_RESIDENT}, got {self.resident}")
         if self.checkpoints is not None and self.checkpoints < 0:
             raise UsageError(f"checkpoints must be at least 0, got {self.checkpoints}")
-        if not 0 <= self.n_draft < self.n_batch:
-            raise UsageError(f"n_draft must be in 0..{self.n_batch - 1}, got {self.n_draft}")
+        max_draft = min(MAX_DRAFT, self.n_batch - 1)
+        if not 0 <= self.n_draft <= max_draft:
+            raise UsageError(f"n_draft must be in 0..{max_draft}, got {self.n_draft}")

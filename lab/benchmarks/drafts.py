@@ -25,12 +25,13 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.chats.prompt import template_of
 from kvtool.chats.writer import Writer
-from kvtool.drafts.drafter import MOST, Drafter
+from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.sampler import Sampler
+from kvtool.units import MAX_DRAFT
 from lab.benchmarks.common import add_common, load_model, machine, make_parser, note, write_json
 
 EDITED = Path(__file__).parent / "data" / "edited.txt"
@@ -89,7 +90,7 @@ def main() -> None:
             check_draft(model, draft)
             source = stack.enter_context(closing(ModelDraft(draft, args.threads)))
         policy = policies.fit(args.policy, args.budget)
-        settings = Settings(n_draft=MOST, n_threads=args.threads)
+        settings = Settings(n_draft=MAX_DRAFT, n_threads=args.threads)
         engine = stack.enter_context(closing(Engine(model, policy, settings)))
         drafter = Drafter(Lookup(), source)
         template = template_of(model)

@@ -15,7 +15,7 @@ from kvtool.chats.writer import Writer
 from kvtool.config.drafting import max_draft_tokens
 from kvtool.config.run import WriteOptions
 from kvtool.drafts.draft_length import DraftLength
-from kvtool.drafts.drafter import MOST, Drafter
+from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.errors import UsageError
@@ -24,6 +24,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
+from kvtool.units import MAX_DRAFT
 from tests.cli.called import called
 from tests.engine.running import open_engine
 
@@ -80,23 +81,23 @@ def timed(slope):
     A step of one token takes 0.01 s. Each further token adds `slope` * 0.01 s.
     """
     length = DraftLength()
-    for n in range(1, MOST + 2):
+    for n in range(1, MAX_DRAFT + 2):
         for _ in range(3):
             length.took(n, 0.01 * (1 + slope * (n - 1)))
     return length
 
 
 @pytest.mark.parametrize(
-    ("share", "slope", "least", "most"), [(1, 0.1, MOST, MOST), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
+    ("share", "slope", "least", "most"), [(1, 0.1, MAX_DRAFT, MAX_DRAFT), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
 )
 def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
     pace, rng = timed(slope), np.random.default_rng(0)
     for _ in range(200):
         n_true = 0
-        while n_true < MOST and rng.random() < share:
+        while n_true < MAX_DRAFT and rng.random() < share:
             n_true += 1
-        pace.judge(3, n_true, MOST)
-    chosen = [pace.choose(3, MOST) for _ in range(20)]
+        pace.judge(3, n_true, MAX_DRAFT)
+    chosen = [pace.choose(3, MAX_DRAFT) for _ in range(20)]
     assert least <= min(chosen) <= max(chosen) <= most
     assert pace.choose(3, 0) == 0
 
@@ -105,7 +106,7 @@ def test_guesses_that_do_not_pay_are_tried_now_and_then():
     pace = timed(0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
-    chosen = [pace.choose(20, MOST) for _ in range(200)]
+    chosen = [pace.choose(20, MAX_DRAFT) for _ in range(200)]
     assert 2 <= sum(n > 0 for n in chosen) <= 8
 
 
@@ -114,8 +115,8 @@ def test_what_is_well_supported_is_judged_by_itself():
     for _ in range(100):
         pace.judge(3, 0, 4)
         pace.judge(30, 8, 8)
-    assert pace.choose(30, MOST) > 8
-    assert pace.choose(3, MOST) == 0
+    assert pace.choose(30, MAX_DRAFT) > 8
+    assert pace.choose(3, MAX_DRAFT) == 0
 
 
 def test_a_guess_is_judged_with_those_that_as_much_supports():
@@ -124,8 +125,8 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
         pace.judge(3, 1, 8)
     # in each step, a token with support 3 was accepted, and then a token with support 4 was rejected.
     # Therefore only tokens with support 3 are still drafted
-    assert pace.choose(3, MOST) == 1
-    assert pace.choose(4, MOST) == 0
+    assert pace.choose(3, MAX_DRAFT) == 1
+    assert pace.choose(4, MAX_DRAFT) == 0
 
 
 class Told:
@@ -199,7 +200,7 @@ def written(path, drafter, settings, n=120, policy="recall"):
     # with search=all, a step attends exactly to all tokens, so rounding cannot change which clusters are
     # chosen
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
-    with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
+    with open_engine(path, chosen, n_draft=MAX_DRAFT, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**settings), seed=3)
         with closing(sampler):
             writer = Writer(engine, sampler, drafter)
@@ -241,7 +242,7 @@ def test_what_a_schema_forces_is_guessed(talker):
 
 def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
     for n_piece in (1, 7, 30):
-        with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MOST, n_output=1) as engine:
+        with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MAX_DRAFT, n_output=1) as engine:
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
             writer.read(engine.model.tokenize(SAID))
             pieces = writer.write(100)
@@ -256,7 +257,7 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
 
 
 def test_a_new_text_is_not_guessed_from_the_old_one(talker):
-    with open_engine(talker, policies.fit("full", 400), n_draft=MOST, n_output=1) as engine:
+    with open_engine(talker, policies.fit("full", 400), n_draft=MAX_DRAFT, n_output=1) as engine:
         writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
         for reset in (writer.reset, lambda: writer.postpone(np.arange(3, 9, dtype=np.int32))):
             writer.read(engine.model.tokenize(SAID))
@@ -378,6 +379,6 @@ def test_recurrent_layers_that_cannot_drop_tokens_get_none():
 
 
 def test_large_recurrent_states_get_few_draft_tokens():
-    for n_bytes, n in ((2**10, MOST), (2**26, 4), (2**30, 1)):
+    for n_bytes, n in ((2**10, MAX_DRAFT), (2**26, 4), (2**30, 1)):
         layers = Layers((Layer(0, Kind.RECURRENT, 0, 0, 0, 0, n_bytes),))
         assert max_draft_tokens(WriteOptions(), layers, policies.load("h2o"), 256) == n

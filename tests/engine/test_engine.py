@@ -653,6 +653,7 @@ def test_keys_of_four_bits_are_not_turned_at_every_eviction(tiny_model, type_k):
         ({"n_batch": 0}, "n_batch must be at least 1, got 0"),
         ({"n_output": 0}, "n_output must be at least 1, got 0"),
         ({"n_ctx": -5}, "n_ctx must be at least 1, got -5"),
+        ({"n_draft": 16}, "n_draft must be in 0..15, got 16"),
         ({"n_threads": 0}, "n_threads must be at least 1, got 0"),
     ],
 )
