@@ -11,7 +11,7 @@ import numpy as np
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import LibraryError, SessionError, StreamEnd
 
-_COUNTERS = (
+COUNTERS = (
     "rows.n_past",
     "rows.n_kv",
     "n_pinned",
@@ -54,7 +54,7 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
     """
     context, rows = cache.context, cache.rows
     n = rows.n_kv
-    yield "engine", np.array(attrgetter(*_COUNTERS)(cache), np.int64)
+    yield "engine", np.array(attrgetter(*COUNTERS)(cache), np.int64)
     yield "live", rows.live
     yield "layer_cells", context.layer_cells
     yield "pos", rows.pos[:, :n]
@@ -93,7 +93,7 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
 def check(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> Counters:
     """Return the saved counters. Raises SessionError if the arrays do not fit. Changes nothing."""
     try:
-        counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
+        counters = dict(zip(COUNTERS, saved["engine"].tolist(), strict=True))
         _check_fixed(cache, saved)
         fits = _fits(cache, saved, counters, n_cell)
     except (KeyError, ValueError, TypeError, AttributeError):

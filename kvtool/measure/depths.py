@@ -18,6 +18,7 @@ import numpy as np
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.engine.snapshot import COUNTERS, Counters
 from kvtool.llama.model import Model
 from kvtool.llama.segment import CLUSTERS, TABLE, layer_name
 from kvtool.models.layers import Kind
@@ -101,7 +102,11 @@ def start(
 
 def n_past(saved: Arrays) -> int:
     """Number of tokens of the saved stream."""
-    return int(saved["engine"][0])
+    return _counters(saved)["rows.n_past"]
+
+
+def _counters(saved: Arrays) -> Counters:
+    return dict(zip(COUNTERS, saved["engine"].tolist(), strict=True))
 
 
 def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
@@ -110,12 +115,11 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
     The tokens in the cells are also the newest tokens of the longer stream. If there is an archive, n tokens
     are added at its end.
     """
-    # indices in `snapshot._COUNTERS`: 0 is n_past, 5 is next_rot, 6 is n_planned, 7 is since
-    counters = saved["engine"].copy()
-    n_after, next_rot = n_past(saved) + n, int(counters[5])
-    for at in (0, 6, 7):
-        counters[at] += n
-    longer = saved | {"engine": counters}
+    counters = _counters(saved)
+    for name in ("rows.n_past", "n_planned", "signals.since"):
+        counters[name] += n
+    n_after, next_rot = counters["rows.n_past"], counters["rows.next_rot"]
+    longer = saved | {"engine": np.array(list(counters.values()), np.int64)}
     if TABLE not in saved:
         return longer
     begin, end = saved[TABLE][:2].tolist()
