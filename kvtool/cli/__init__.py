@@ -24,13 +24,13 @@ _HANGUP, _PIPE = 128 + 1, 128 + 13
 """Exit codes that a shell reports for a program that was ended by SIGHUP or SIGPIPE."""
 
 _ALIKE = 0.75
-"""An option is suggested only if difflib's ratio between its name and the typed name is at least this."""
+"""Minimum similarity (difflib's ratio) between an unknown option and the option that is suggested."""
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. Each command is imported when it is used.
+    """Commands by name. A command is imported only when it is used.
 
-    Importing all commands takes as long as loading a model.
+    Importing all commands would take as long as loading a model.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -48,7 +48,7 @@ class _Commands(UserDict[str, Any]):
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # replace typer's dictionary, which is empty, because no command is registered with typer
+        # typer's own dictionary is empty: no command is registered with typer
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:
@@ -80,7 +80,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compare the name, because click 8.1 has no class NoArgsIsHelpError and prints the help itself
+        # compare the name, because click 8.1 does not have this class: it prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -138,8 +138,8 @@ def _no_such_option(name: str, possible: Sequence[str]) -> str:
 def _of_output(error: OSError) -> tuple[int, str]:
     """Return the exit code and the message for an error of stdout or of the terminal.
 
-    The message is empty if the pipe has no reader any more, or if the terminal is closed. This function never
-    gets errors of other files, because the functions that read and write files raise KvtoolError.
+    The message is empty if stdout is a pipe whose reader has ended, or if the terminal is closed. Errors of
+    other files never come here, because the functions that read and write files raise KvtoolError.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -179,7 +179,7 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # no panels: for thirty options, they would take longer than the rest of --help
+    # no panels: drawing them for thirty options takes longer than the rest of --help
     rich_markup_mode=None,
     # all commands inherit these settings
     context_settings={"help_option_names": ["-h", "--help"]},

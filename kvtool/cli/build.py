@@ -62,7 +62,7 @@ def _examined() -> dict[str, Any]:
     """
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "doctor", "--json"],
-        # `-m` first looks for packages in the current folder, so use a folder without another kvtool
+        # `python -m` first searches the current folder, so use a folder that contains no other kvtool
         cwd=sys.prefix,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,

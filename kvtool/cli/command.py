@@ -233,7 +233,10 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Return a text that says which settings set the options in an error message, or "" if none did."""
+    """Return a text such as "--budget is set by $KVTOOL_BUDGET" for the options that a message names.
+
+    Options that no setting has set are left out.
+    """
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"
@@ -243,7 +246,10 @@ def _origins(ctx: Any, message: str) -> str:
 
 
 def _origin_of_model(ctx: Any, message: str) -> str | None:
-    """Return a text that says which setting names the model in an error message. None if no setting does."""
+    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names the model of a setting.
+
+    Otherwise return None.
+    """
     for param in ctx.command.params:
         is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
         # an argument may name another model than the setting

@@ -55,7 +55,7 @@ def config(
     if path:
         typer.echo(settings.config_file())
         return
-    # a default of -m is for commands that run a model
+    # use only a typed -m: a default of -m is meant for commands that run a model
     model = model if source_of(context, "model") == "COMMANDLINE" else None
     if model and not words:
         raise UsageError("-m needs a command: kvtool config chat -m MODEL")

@@ -97,7 +97,7 @@ def _typer_option(kind: type[Options], hint: Any, option: Option) -> Any:
         *option.flags,
         help=help,
         metavar=option.metavar,
-        # commands check their files themselves, and name the right fault
+        # click should not check files: the commands check them, and name the right fault
         readable=False,
         show_default=default,
         count=option.is_count,
@@ -112,11 +112,11 @@ def _number_parser(
 ) -> Callable[[Any], int | float]:
     """Return a function that click calls to read and check a number.
 
-    The number is checked while click parses the command line, so that an error can name the setting from
-    which the number comes.
+    The number is checked while click parses the command line. An error can then name the setting from which
+    the number comes.
 
-    is_list: True for a repeatable option. The function then skips `Option.parse`, which takes all numbers of
-    the option, because click passes one number at a time.
+    is_list: True for a repeatable option. click calls the function once for each number. `Option.parse` takes
+    all numbers at once, so the function does not call it.
     """
 
     def parse(raw: Any) -> int | float:

@@ -150,7 +150,7 @@ def evaluate(
         for given in (args, eval_run, sampler):
             for name, its in declared(type(given)).items():
                 if name in given.typed:
-                    # of --chat/--raw, the first
+                    # for the option --chat/--raw, name only --chat
                     flag = its.name.partition("/")[0]
                     raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
         _list(as_json=as_json)
@@ -286,7 +286,7 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int
 def _policy_for(
     spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """Return a function that makes the policy for an item, and the batch size. Raises UsageError.
+    """Return (function, batch size). The function makes the policy for an item. Raises UsageError.
 
     The function takes the lengths of the prompt and of the answer, in tokens. n_held: number of tokens that
     are never evicted.
@@ -308,7 +308,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function that takes the lengths of prompt and answer and makes a policy that never evicts."""
+    """Return a function of the lengths of prompt and answer. It makes a policy that never evicts."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -346,7 +346,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
 
 
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
-    """Return the fields of a record about the model, the options and the versions, but not about the task."""
+    """Return a record's fields that describe the model, the options and the versions, but not the task."""
     from kvtool.config import archive
     from kvtool.llama.adapters import identities
     from kvtool.measure import records

@@ -60,7 +60,7 @@ def before_text(
 class Notice:
     """Reports on stderr that a text is longer than the budget, or too long for the model.
 
-    Each is reported only once, but a text of which a part will be forgotten is reported each time.
+    Each fact is reported once. The first is reported again for every text that will be partly forgotten.
 
     Attributes
     ----------
@@ -169,7 +169,7 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 def spare_line(engine: Engine) -> str | None:
     """Return a text that lists the bytes of the budget's cells and the bytes of other cells.
 
-    None if there are only the budget's cells, or if rows are ragged.
+    None if there are no other cells, or if rows may keep different numbers of cells (`Policy.ragged`).
     """
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
@@ -310,7 +310,7 @@ def _prefill(engine: Engine) -> str:
         )
     stream = f"in batches of up to {min(engine.n_batch, engine.n_cell):,} tokens"
     if engine.n_batch < engine.settings.n_batch:
-        # `Sizes` has reduced the batch to the policy's chunk
+        # only recall reduces n_batch: `Sizes.of` limits it to recall's `chunk`
         stream += " (recall's `chunk`) once tokens are archived"
     if engine.policy.slack and not engine.settings.over_budget:
         stream += ", each of which ends where an eviction is due"

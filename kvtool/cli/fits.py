@@ -15,11 +15,11 @@ _OTHER_BYTES = 2**29
 """Bytes that kvtool needs in addition to the model, for a model of any size."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights that a CPU processes per second: with one core, and at most with all cores.
+"""Bytes of weights that one core processes per second, and the maximum for all cores together.
 
 Memory bandwidth limits the speed of all cores together. Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to
-16 GB/s on one core of an AMD EPYC (Zen 5). The number for one core is lower on purpose, because many users
-have slower cores, and other programs also use the cores.
+16 GB/s on one core of an AMD EPYC (Zen 5). The number for one core is lower on purpose: many users have
+slower cores, and other programs also use the cores.
 """
 
 _TOKENS_S = 10

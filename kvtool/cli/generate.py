@@ -187,8 +187,8 @@ def _rendered(
     Also set up the writer, so that it shows the tags of a thought, limits the thought's length, and applies a
     grammar only after the thought.
 
-    first: start of the request, which is the end of the prefix. If it is "", the prefix ends with the system
-    prompt.
+    first: start of the request, which is pinned. The prefix ends after it. If it is "", the prefix ends after
+    the system prompt.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts

@@ -32,7 +32,7 @@ GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Function of each command whose own name is a built-in function of Python."""
+"""Functions of two commands. The names `eval` and `help` would hide built-in functions of Python."""
 
 
 def module_of(command: str) -> str:

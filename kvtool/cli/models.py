@@ -206,7 +206,7 @@ def show(
     sizes = _sizes(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
     placed = None
     if n_device is not None:
-        # with the default cache
+        # assume a cache of the default size
         n_cell = RunOptions.default_recall + RunOptions.default_n_batch
         placed = fitted_weights(info, n_cell, n_device, 1, types.type_k, types.type_v)
     if as_json:

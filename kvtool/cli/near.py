@@ -37,7 +37,7 @@ INSTEAD = {
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""Our commands, by group and by the name that other programs use."""
+"""For each group of commands, a map from the names in other programs to our commands."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
@@ -119,7 +119,10 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Options that only other programs have, or whose values differ in kvtool, by the advice about them."""
+"""Maps advice to the options of other programs to which it applies.
+
+A command gives the advice if it does not have the option.
+"""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}

@@ -36,9 +36,9 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_apart(*named: tuple[str, Path | None]) -> None:
-    """Raise UsageError if two options name the same file, also if the paths differ.
+    """Raise UsageError if two options name the same file, even by different paths.
 
-    named: pairs of an option and its file. Without a file, the option is ignored.
+    named: pairs of an option and its file. Options without a file are ignored.
     """
     taken: dict[tuple[int, int] | str, str] = {}
     for flag, path in named:
@@ -74,7 +74,7 @@ def with_records(args: Sequence[str]) -> list[str]:
 
 
 def _is_records(word: str) -> bool:
-    """Return True if the word after --json names a file for records or is `-`.
+    """Return True if the word after --json is `-` or names a file for records.
 
     Otherwise the word is an option or a task.
     """
@@ -114,7 +114,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
     """Return the message after Ctrl-C.
 
-    n_done, n: numbers of finished and of all units. path: the file of --records.
+    n_done: number of finished units. n: number of all units. path: the file of --records.
     """
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"

@@ -73,14 +73,14 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        # with a stride, the first token after a piece begins the piece whose end is scored
+        # with a stride, a piece is scored only if a token follows it, as in llama-perplexity
         start, n_least = args.windows is None, (args.windows or 2) + (args.stride is not None)
         tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)
-    # evict after each batch, even if the policy usually decodes a whole prompt before it evicts, because
-    # every token must be scored
+    # every token must be scored under the policy, so evict after each batch. Some policies would decode a
+    # whole prompt before they evict
     run = run.changed(prefill="stream")
     with (
         closing(source(file)) as text,

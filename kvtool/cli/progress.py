@@ -161,8 +161,8 @@ def line_progress(label: str, unit: str = "tokens") -> Iterator[Callable[[int, i
 def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
     """Yield a callback that takes the number of finished tokens and, optionally, a new text for the bar.
 
-    n: number of all tokens. label: the first text next to the bar. n_done: number of tokens that were already
-    done.
+    n: number of all tokens. label: the first text next to the bar. n_done: number of tokens that are finished
+    at the start.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 

@@ -99,7 +99,7 @@ class _ServeOptions(Options):
 
 @dataclass(frozen=True)
 class _RequestDefaults(GenerationOptions):
-    # no API has a finish reason for a loop
+    # hide --stop-loops: no API has a finish reason for an answer that ended in a loop
     hidden: ClassVar = ("stop_loops",)
 
     n: int = redeclared(

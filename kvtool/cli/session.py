@@ -22,7 +22,7 @@ File = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        # reading reports an unreadable file as a SessionError
+        # click should not check the file: the commands report an unreadable file as a SessionError
         readable=False,
         help="A session file, which `kvtool chat --session` has written.",
         autocompletion=sessions,

@@ -32,7 +32,7 @@ Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # `kvtool policies` runs no model. These options only change the list that it prints
+    # `kvtool policies` runs no model: settings that are meant for runs would only change its list
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
@@ -44,7 +44,7 @@ Settings for all commands do not change them.
 
 _MODELS = "models"
 _MOST_WORDS = 4
-"""The names of a table that is for one model and one command have this many parts at most."""
+"""Maximum number of parts of a table's name: "models", the model, and at most two words of a command."""
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
@@ -105,7 +105,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # skip the top level if it can set no option of the command, because OPTIONS_OF_ONE lists them all
+    # if OPTIONS_OF_ONE lists all options of the command, the top level can set none: skip it
     chosen = [
         table
         for table in all_tables
@@ -261,7 +261,8 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings that a table has for the given options, by parameter name.
 
-    Raises UsageError for a key that is not an option, or not of the command that owns the table.
+    Raises UsageError if a key is not an option. In a command's own table, it has to be an option of this
+    command.
     """
     result = {}
     for key, value in table.values.items():

@@ -24,7 +24,11 @@ File = Annotated[
 """The argument that names a text."""
 
 _MARGIN = 256
-"""Number of tokens that are read in excess and dropped: near a cut, a text may be tokenized differently."""
+"""Number of additional tokens to read and drop.
+
+Only the start of a text is tokenized. Near the end of this part, the tokens may differ from those of the
+whole text.
+"""
 
 _TOKEN_BYTES = 8
 """Bytes to read per token at first. If they hold too few tokens, more bytes are read."""

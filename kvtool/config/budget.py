@@ -148,7 +148,7 @@ def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx
     """Fit the policy of a run before its model is loaded. info: the model's header. Raises UsageError.
 
     Only a budget in cells can be fitted without the loaded model. The result is None if the policy never
-    evicts, or if the budget is in bytes. If it is in bytes, only the policy's parameters are checked.
+    evicts, or if the budget is in bytes. For a budget in bytes, only the policy's parameters are checked.
     """
     if not spec.kind.evicts:
         return None

@@ -71,8 +71,8 @@ def _no_mtp(path: Path, reason: str) -> UsageError:
 class Drafts:
     """Factory of drafters for the engines of a run. `opened` creates it.
 
-    draft_model: the model that makes draft tokens if lookup finds none. None if --draft names no model.
-    mtp: True if the engine's own model makes draft tokens if lookup finds none.
+    draft_model: the model that --draft names, or None. It makes draft tokens where lookup finds nothing.
+    mtp: True if the engine's own model makes draft tokens where lookup finds nothing.
     """
 
     def __init__(self, draft_model: Model | None, *, mtp: bool = False) -> None:
@@ -121,7 +121,8 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     # reset --rpc, --lora and the options that place tensors, because they are for the large model
     own = replace(run, rpc=None, lora=(), override_tensor=(), cpu_moe=False, n_cpu_moe=None)
     if run.rpc:
-        # the draft model uses no workers: reset the options whose values also count the workers' devices
+        # The draft model uses no workers. The values of these options also count the workers' devices, so
+        # reset them
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:

@@ -116,7 +116,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # a similar name may be one that only requests use: suggest its field
+            # suggest the field's own name, even if the similar name is another name of the field
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")

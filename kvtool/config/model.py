@@ -65,8 +65,8 @@ def opened_on_model(
     guarded: True if a crash of compiled code should end the process with one line on stderr.
     mtp: True to also load the layers for multi-token prediction.
     n_cell: number of cells of each row. If --gpu-layers is auto, the GPU keeps room for these cells.
-    say: function that prints a line. It is called if not all weights fit on the GPU, or if an option for
-    tensors matches no tensor.
+    say: function that prints a line. It is called if not all weights fit on the GPU, or if an option that
+    places tensors matches no tensor.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
@@ -116,7 +116,7 @@ def opened_on_model(
 
 
 def _unmatched(run: RunOptions, path: Path) -> list[str]:
-    """Return a line for each option for tensors that matches no tensor of the model."""
+    """Return a line for each option that should place tensors, but matches no tensor of the model."""
     if not run.placement.overrides:
         return []
     weights = read(path).weights
@@ -188,7 +188,7 @@ def fitted_weights(
 
 
 def in_words(placed: PlacedWeights, info: ModelInfo) -> str:
-    """Return the weights on a GPU in words, to follow "the GPU has room for"."""
+    """Return the weights on a GPU as text, such as "20 of 25 layers; the rest is in host memory"."""
     n, n_layer = placed.n_gpu_layers, info.weights.n_layer
     if n <= n_layer:
         experts = ", without their experts" if placed.n_cpu_moe else ""

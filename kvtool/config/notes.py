@@ -51,7 +51,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
 
 def resident_note(engine: Engine) -> str | None:
-    """Return a note if the device cannot hold archived tokens, as --resident asks, else None."""
+    """Return a note if --resident was given and the device cannot hold archived tokens, else None."""
     why = engine.residents.obstacle
     return f"--resident {engine.settings.resident} does nothing: {why}" if why else None
 

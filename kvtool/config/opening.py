@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _N_CELL = 4096
-"""Number of cells per row for which a GPU keeps room, if the number is unknown before the model is loaded."""
+"""A GPU keeps room for this many cells per row if the cache size is unknown until the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 def budget(record: Mapping[str, Any]) -> int:
     """Return the budget in a report, in cells per row.
 
-    This is the maximum of a row. If rows or layers share a budget, it is the mean that the user requested.
+    Normally, this is the maximum number of cells of a row. If rows or layers share a budget, it is the mean
+    per row that the user requested.
     """
     is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
     return int(record["asked"] if is_shared else record["budget"])

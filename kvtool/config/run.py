@@ -306,8 +306,8 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive. Then it is an error if recall does
-        not work.
+        None if the user chose the policy, its parameters or its archive. In this case, it is an error if
+        recall does not work.
         """
         return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
 

@@ -1,4 +1,7 @@
-"""Download one GGUF file by URL. All downloads share its messages and its progress callback."""
+"""Download one GGUF file by URL.
+
+All kinds of downloads use the messages and the type of the progress callback in this file.
+"""
 
 from __future__ import annotations
 

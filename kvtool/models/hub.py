@@ -21,7 +21,7 @@ from kvtool.models.split import part_names
 DEFAULTS = ("Q4_K_M", "Q8_0")
 """Quantizations to try if the user names none, in llama.cpp's order.
 
-If a repository has neither of them, its first model file is used.
+If a repository has no file of either quantization, its first model file is used.
 """
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -136,9 +136,9 @@ def choose(names: Iterable[str], quant: str) -> str | None:
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
     """Return the path of the model's file or first part in the cache. Return None unless all parts are there.
 
-    sure: which file to accept if the reference names no quantization. True: only the first quantization of
-    DEFAULTS, which the server may have even if the cache does not. False: the file that `choose` finds in the
-    cache.
+    sure: used only if the reference names no quantization. True: accept only the first quantization of
+    DEFAULTS. If it is not cached, the server may still have it. False: accept the file that `choose` finds in
+    the cache.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []

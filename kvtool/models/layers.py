@@ -83,8 +83,8 @@ class Layers:
     n_swa
         Size of the sliding window in tokens; 0 if no layer has a sliding window.
     most_cells
-        Maximum number of cells of a row. Without an index there is no maximum. With an index, it is the
-        number of cells that the index selects for a query, because the index then selects every cell.
+        Maximum number of cells of a row; 2^31 - 1 if the model has no index. The index selects this many
+        cells for a query. In a larger row, it would leave out cells.
     n_group
         Maximum number of query heads per KV head in layers of kind `ROWS`.
     has_alibi

@@ -85,8 +85,8 @@ def chat(
         if args.session:
             if saved is not None:
                 files.resume(args.session)
-            # check this before the first turn: if another file has the path of the session's archive, no turn
-            # can be saved
+            # fail before the first turn: no turn can be saved if another file has the path of the session's
+            # archive
             archive_file.check_place(args.session)
         with_thinking(generation, conversation.set_effort)
         conversation.pin_system()

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class ChatFiles:
     """Session and transcript of a chat.
 
-    The session file is replaced whenever a turn is finished or undone. No chat is lost by this: if the file
-    holds turns that the chat does not have, for example after a reset, the file is first renamed to FILE.1
-    (or FILE.2, ...).
+    The session file is replaced whenever a turn is finished or undone. If it holds turns that the chat does
+    not have, for example after a reset, it is first renamed to FILE.1 (or FILE.2, ...). Undone and replaced
+    turns are the exception: they are not kept.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class ChatFiles:
         """Continue the chat that a session holds. Raises SessionError if the given options do not match."""
         system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path, typed=self.run.typed)
-        # the prompt may contain the budget; sessions of earlier versions have none
+        # the prompt may contain the thinking budget; sessions of earlier versions do not store it
         self.chat.set_effort(None, meta["options"].get("think_budget"))
         with restoring_progress(self.chat.archive):
             self.chat.resume(meta, arrays)
@@ -102,7 +102,7 @@ class ChatFiles:
     def read(self, path: Path, typed: Collection[str] = ()) -> tuple[Meta, Arrays]:
         """Read a session that this chat can continue. Raises SessionError for any other file.
 
-        typed: names of the options that the user could leave out to continue the session.
+        typed: see `difference`.
         """
         meta, arrays = session.read(path)
         session.check_chat(path, meta)
@@ -167,8 +167,8 @@ class ChatFiles:
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the chat to `path`, unless `path` is None. If this fails, store the error in `unsaved`.
 
-        undone: True after an undo. If the file holds an earlier chat, it is then not written, because the
-        user may return to that chat with further undos.
+        undone: True if a turn was undone or replaced. After an undo, a file that holds an earlier chat is not
+        changed: the user may return to that chat with further undos.
 
         is_new_turn: True after a new turn. The file is then always written.
         """
@@ -185,7 +185,7 @@ class ChatFiles:
                 self._saved = self._comparable()
 
     def moved_line(self) -> str | None:
-        """Return the message that the last save renamed another chat's archive, or None if it did not."""
+        """Return a message if the last save renamed another chat's archive, else None."""
         if not (spare := self.moved_archive):
             return None
         # if `spare` is FILE.1.archive, the archive's path was FILE.archive
@@ -285,8 +285,8 @@ class ChatFiles:
     def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
         """Open the session's files if they hold the current state of the chat. Otherwise return None.
 
-        The session may be replaced while the files are open. Only POSIX systems can still read the old files
-        then, so the result is None on other systems.
+        The session may be replaced while the files are open. On POSIX systems, the open files then still have
+        the old content. On other systems, the result is None.
         """
         if self.path and self._saved_version == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
@@ -307,7 +307,7 @@ class ChatFiles:
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """Return values that a session stores in addition to the values that `Conversation.save` returns.
+    """Return the values that a session stores in addition to those of `Conversation.save`.
 
     kept: values of the options that are saved in the session.
     """
@@ -331,9 +331,9 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
 
     The policy of the session is treated as if the user had typed it.
 
-    A session of an old kvtool may have parameters that the policy no longer has. In that case, unless the
-    user typed -o, the session's values of these parameters and of the adjustable parameters are not used.
-    A chat need not continue with the same adjustable parameters.
+    A session of an old kvtool may have parameters that the policy no longer has. If the user did not type -o,
+    these parameters are then dropped from the options. The session's adjustable parameters are also dropped:
+    their default values are used, because they need not be the same when a chat is continued.
     """
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]

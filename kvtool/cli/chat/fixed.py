@@ -33,9 +33,9 @@ _FIELDS = {
     "archive_type": "archive_type",
     "llama_cpp": "",
 }
-"""Fields of `RunOptions` that set the values that `fixed_of` returns.
+"""For each value of `fixed_of`: the field of `RunOptions` that sets it.
 
-All other values are parameters of the policy, which "options" sets.
+Values without an entry are parameters of the policy. The field "options" sets them.
 """
 
 _NAMES = {"policy_package": "a policy of the package", "llama_cpp": "llama.cpp"}
@@ -72,8 +72,8 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 def _stored_type(name: str) -> str:
     """Return the name of an archive type in a session.
 
-    Types of few bits are rotated: q4_1 is stored as "rotated q4_1". The name "q4_1" without the prefix means
-    an archive that is not rotated, which old versions of kvtool wrote.
+    Types of few bits are rotated: q4_1 is stored as "rotated q4_1". Old versions of kvtool did not rotate
+    archives. A session of such a version has "q4_1" without the prefix.
     """
     return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
 
@@ -81,10 +81,12 @@ def _stored_type(name: str) -> str:
 def difference(
     theirs: dict[str, Any], ours: dict[str, Any], their_model: Path, model: Path, typed: Collection[str] = ()
 ) -> str | None:
-    """Return why the present chat cannot continue a session, up to the last remedy. None if it can.
+    """Return a message that says why the present chat cannot continue a session. None if it can.
+
+    The message has no end: the caller appends what else the user can do.
 
     theirs, ours: results of `fixed_of` for the session and for the chat. their_model, model: files of the
-    models. typed: names of the options that the user could leave out to continue the session.
+    models. typed: names of the typed options that the message may advise to leave out.
     """
     # put the policy's parameters among the other values
     theirs, ours = ({**fixed["parameters"], **fixed} for fixed in (theirs, ours))
@@ -96,14 +98,14 @@ def difference(
     now = " ".join(_typed(name, ours.get(name), models[1], is_ambiguous=same) for name in names)
     fields = dict.fromkeys(_FIELDS.get(name, "options") for name in names)
     flags = [_flag(field) for field in fields if field in typed]
-    # defaults of a policy's parameters depend on other options, so a parameter may differ that was not typed
+    # a policy's parameter may differ even if the user did not type it: its default depends on other options
     can_continue = flags and all(field in typed or field == "options" for field in fields)
     instead = f"leave out {' and '.join(flags)} to continue it, or " if can_continue else ""
     return f"was started with {before}; it cannot continue with {now}; {instead}"
 
 
 def _flag(field: str) -> str:
-    """Return the name of an option of `RunOptions` as other messages write it."""
+    """Return the option that sets a field of `RunOptions`, under the name that other messages use."""
     option = declared(RunOptions)[field]
     return option.flags[0] if field in ("model", "options") else option.name
 
@@ -111,8 +113,8 @@ def _flag(field: str) -> str:
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Return the names of the values that differ between a session and the present chat.
 
-    If the models differ, only "model_sha256" is returned. The same is true for adapters, policies and
-    budgets, in this order. If all four are the same, all other differences are returned.
+    Models, adapters, policies and budgets are compared first, in this order. If one of them differs, only the
+    name of this value is returned.
     """
     # a chat without adapters has no value "lora"
     every = dict.fromkeys([*ours, "lora"])

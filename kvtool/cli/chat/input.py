@@ -101,9 +101,9 @@ def confirmed(question: str) -> bool:
 def meant(typed: str) -> tuple[str, bool]:
     '''Remove the quotes around a text of several lines and the backslashes at line ends.
 
-    Returns the text, and True if it is a command. A line that starts with a slash is a command. Several lines
-    that start with a slash are a command only if this command takes a text. A text in `"""` is always a turn.
-    A line that starts with `//` is a turn: only its first slash is removed.
+    Returns the text, and True if it is a command. A single line is a command if it starts with a slash. A
+    text of several lines is a command only if it starts with a command that takes a text. A text in `"""` is
+    always a turn. A line that starts with `//` is a turn: only its first slash is removed.
     '''
     text = typed.strip()
     if text.startswith(BLOCK):
@@ -145,14 +145,13 @@ def with_files(
 
     Marks that enclose or follow @PATH stay in the text, as in "(@PATH)?".
 
-    inserted: called with the path and the text of each file. missing: called if the text is a single line,
-    with each PATH that looks like a path but stays in the text.
+    If there is no file PATH, @PATH stays in the text, because code has words like @name. There are two cases
+    in which InputError is raised instead: PATH is in quotes, or the text is a single line and PATH is in an
+    existing folder or ends like a text file. InputError is also raised if a file cannot be read, is empty or
+    is not UTF-8.
 
-    If there is no such file, @PATH stays in the text, because code has words like @name. InputError is raised
-    instead if @"PATH" has quotes, or if the text is a single line and PATH has an existing folder or the
-    ending of a text file.
-
-    InputError is also raised if a file cannot be read, is empty or is not UTF-8.
+    inserted: called with the path and the text of each file. missing: called with each PATH that stays in the
+    text although it looks like a path. It is not called for a text of several lines.
     """
     is_line = "\n" not in text
 
@@ -183,9 +182,9 @@ def with_files(
 
 
 def _without_marks(word: str) -> str:
-    """Return the longest start of a word that names a file. The rest of the word must be marks.
+    """Remove marks from the end of a word until the rest names a file.
 
-    If there is no such file, all marks are removed from the end of the word. "" if a word has only marks.
+    If there is no such file, all marks are removed from the end. The result is "" if a word has only marks.
     """
     least = word.rstrip(_MARKS)
     starts = (word[:n] for n in range(len(word), len(least), -1) if least)

@@ -51,7 +51,7 @@ class Terminal:
     typed
         Text to put at the next prompt.
     selects
-        True if typing at the next prompt replaces the text in `typed`, for example a refused turn.
+        True if `typed` is selected at the next prompt: the first character that the user types replaces it.
     edits
         True if the next turn replaces the last turn.
     last_typed
@@ -133,7 +133,7 @@ class Terminal:
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
         # If the template has a separate field for thoughts, "content" is only the answer. Otherwise "content"
-        # is the whole reply, which begins inside a thought if the reply header opens one
+        # is the whole reply. It begins inside a thought if the reply header opens the thought
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -158,7 +158,7 @@ class Terminal:
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self._refuse(text, again)
-            # after a SessionError or a UsageError, the last change is no turn that could be replaced
+            # after an error of `take_out_turn`, the next turn cannot replace the last turn
             self.edits = again and isinstance(error, InputError)
             return
         for line in notes:
@@ -267,10 +267,9 @@ class Terminal:
     def _refuse(self, text: str, again: bool) -> None:
         """Put a refused turn at the next prompt.
 
-        again: True if the turn should have replaced the last turn. The user can then edit the refused turn at
-        the prompt, and the next turn still replaces the last turn. False for a new turn: the turn is put at
-        the prompt only if it has a single line, and the first character that the user types replaces the
-        turn.
+        again: True if the turn was to replace the last turn. The user can then edit the refused turn, and the
+        next turn still replaces the last turn. False for a new turn. It is put at the prompt only if it is a
+        single line, and the first character that the user types replaces it.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects, self.edits = not again, again
@@ -298,7 +297,7 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
     """Return a line about a chat of n tokens: the shares that are cached, archived and forgotten.
 
     If the KV heads have cached different tokens, these three shares do not add up to 100 %. The line then has
-    only the mean share that a KV head has cached, and the share that is forgotten.
+    two shares: how much a KV head has cached in the mean, and how much is forgotten.
 
     n_held: mean number of tokens that a KV head of a layer has cached. n_forgotten: number of tokens that no
     KV head has cached and that are not archived.

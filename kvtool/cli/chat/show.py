@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def count(text: str, default: int, usage: str) -> int:
-    """Parse a number above 0 that was typed after a command; "" is the default.
+    """Parse a number above 0 that was typed after a command. If the text is "", return the default.
 
-    Raises UsageError with the text `usage`.
+    Raises UsageError with the message `usage`.
     """
     if text and not (text.isdecimal() and len(text) < 10 and int(text)):
         raise UsageError(usage)
@@ -93,7 +93,7 @@ def stats(terminal: Terminal) -> None:
 
 
 def _renumbered(engine: Engine) -> str:
-    """Return a note if the chat exceeded the context, so that cached tokens got new positions, else ""."""
+    """Return a note if cached tokens got new positions, because the chat exceeded the context. Else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 

@@ -93,7 +93,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # Ctrl-C is ignored except while the model is hashed, and `confirm` takes it as the answer "no"
+            # Ctrl-C raises this error only while the model is hashed
             self.terminal.note("stopped")
         return True
 
@@ -116,8 +116,8 @@ class Commands:
     def _meant(self, name: str) -> str | None:
         """Return the command that the user may have meant by the unknown command `name`, or None.
 
-        If the name, without its slash, is an argument of a command, return this command with the argument.
-        Otherwise return the command with the most similar name.
+        If the name without its slash is an argument of a command, return the command with this argument, such
+        as "/set temp" for "/temp". Otherwise return the command with the most similar name.
         """
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
@@ -192,8 +192,8 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # some templates put the thinking budget into the prompt, so that the model has to read the chat
-            # again if the budget changes
+            # some templates put the thinking budget into the prompt: if it changes, the model has to read the
+            # chat again
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
@@ -248,8 +248,8 @@ class Commands:
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
         """Change how much the model thinks before a reply. Return False if nothing was changed.
 
-        If the change alters the text of the chat so far, the chat is first copied for /undo. If the disk has
-        no room for the copy, the user is asked, and may keep the old setting.
+        If the model's template then renders earlier turns differently, the chat is first copied for /undo. If
+        the disk has no room for the copy, the user is asked, and may keep the old setting.
 
         change: the command that the user typed. /undo shows it.
         """

@@ -235,8 +235,8 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say(f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}")
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # do the run of `full` first, even if its result is not missing: it writes the reference for all other
-        # runs
+        # do the run of `full` first, because it writes the reference for all other runs. Do it even if its
+        # result is already stored
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 

@@ -16,8 +16,8 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     """Draw the quality of each policy against bytes: one line per policy, one point per run.
 
     The quality is the KL from the full cache, or nll if there is no KL above 0. A point is drawn at the bytes
-    of the budget's cells, and a thin line connects it to the bytes that were allocated. `full` has no
-    budgets, but one point for each cache type.
+    of the budget's cells, and a thin line connects it to the bytes that were allocated. `full` has no budget:
+    it has one point for each cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any((record["kl"] or 0) > 0 for _, record in done)

@@ -39,8 +39,8 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # total attention of each row, divided by `unit` like `attn`. For each head and query, attention
-            # sums to 1, so the total is the number of heads times the number of queries
+            # total attention of each row, in multiples of `unit` as in `attn`. For each query, a head's
+            # attention sums to 1, so the total is the number of heads times the number of queries
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),
