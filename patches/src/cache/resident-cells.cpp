@@ -293,7 +293,7 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
         }
     };
     workers::group all;
-    std::string    own; // why this thread failed; the other threads use `work` until they have been waited for
+    std::string    own; // this thread's error; it is thrown after the wait, because other threads still use `work`
     try {
         for (size_t t = 0; t < threads.size(); ++t) {
             threads.add(all, work);
