@@ -219,7 +219,7 @@ void archive::expect(int64_t begin, int64_t end) {
     for (auto & l : layers) {
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
-            // these values hold until set_table is called
+            // temporary values, until set_table is called
             frames.clear();
             far = begin;
         }

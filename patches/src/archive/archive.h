@@ -21,7 +21,7 @@
 namespace kvtool {
 
 // A run of tokens whose keys are rotated to their positions minus `base`. In a long stream, the gaps between positions
-// are closed whenever the end of the context is reached. Each time, another run begins.
+// are closed whenever the end of the context is reached. A new run begins each time.
 struct frame {
     int64_t first; // position of the run's first token
     int64_t base;
@@ -56,14 +56,14 @@ struct leaving {
     const int32_t * cells;
 
     int32_t n_cell;
-    int64_t pos_0; // Position of the first leaving token.
-    int64_t n_max; // Maximum size of the archive. If there are more tokens, the oldest are deleted.
-    int64_t next;  // The cache's next token will be rotated to this position.
+    int64_t pos_0; // Position of the first token that leaves.
+    int64_t n_max; // Maximum number of tokens in the archive. The oldest tokens beyond it are deleted.
+    int64_t next;  // Position that the cache's next token will be rotated to.
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // Return the oldest token that remains after the leaving tokens are added to an archive of the tokens
-    // begin .. end - 1
+    // An archive holds the tokens begin .. end - 1, and the leaving tokens are added. Return the oldest token that is
+    // kept
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -128,7 +128,7 @@ public:
     const ggml_type type_k;
     const ggml_type type_v;
 
-    // sizes of the Hadamard matrices that stored keys and values are multiplied by; 0 if they are not
+    // sizes of the Hadamard matrices by which stored keys and values are multiplied; 0 if there is no matrix
     const int n_map_k;
     const int n_map_v;
 
@@ -152,7 +152,7 @@ private:
     uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
 };
 
-// tokens of a layer in the format of archive::get, beginning with token `first`
+// a part of a layer's tokens, from token `first` on, in the format of archive::get
 struct archive_part {
     const uint8_t * data;
     int64_t         first;
@@ -213,9 +213,9 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from `end` on, and restore the state of the archive just after token end - 1 was archived.
-    // next: the stream's next position at that time. The caller must call `set_base` afterwards, because runs may have
-    // been removed.
+    // Delete the tokens from `end` on. Restore the state that the archive had just after token end - 1 was archived.
+    // next: the stream's next position at that time. Runs may be removed, so the caller must call `set_base`
+    // afterwards.
     void cut(int64_t end, int64_t next);
 
     void clear();
@@ -232,8 +232,8 @@ public:
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
     // Clusters of a saved archive, see llama_kvtool_clusters. is_far: kind of the clusters, see bearing::is_far.
-    // get_clusters returns false unless every row has clusters of this kind for all blocks in begin .. end. To restore
-    // an archive, call set_clusters after `fill` and before set_table.
+    // get_clusters returns true if every row has clusters of this kind for all blocks in begin .. end, otherwise false.
+    // To restore an archive, call set_clusters after `fill` and before set_table.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
@@ -267,17 +267,17 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Tokens before this position are far: more than n_near before the stream's next token. Queries attend to far
-    // tokens as if the distance were n_near. A clustered block is far if bearing::is_far is true. This flag may lag
-    // behind the position: it changes only when the block is clustered again.
+    // Tokens before this position are far: they are more than n_near positions before the stream's next token. Queries
+    // attend to far tokens as if the distance were n_near. A clustered block is far if bearing::is_far is true. This
+    // flag may change later than this position: it changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
     // runs of the archived tokens, the oldest first; the newest run may not have any tokens yet
     std::vector<frame> frames;
 
-    // Return all tokens as ranges, each with the number of positions by which a query is rotated for it. The tokens
-    // before far_end are one range with delta = far_turn: RoPE is undone for their keys. Each other range has the
-    // tokens of one run, whose keys have the same base.
+    // Return all tokens as ranges. A range's delta is the number of positions by which a query is rotated for the
+    // tokens of the range. The tokens before far_end are one range with delta = far_turn: RoPE is undone for their
+    // keys. Each other range has the tokens of one run, whose keys have the same base.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     int64_t base_of(int64_t i) const;
@@ -338,7 +338,7 @@ private:
 
     void move_far(int64_t end);
 
-    // Update the clusters: cluster the blocks that have become complete, cluster the blocks again that are now beyond
+    // Update the clusters: cluster the blocks that have become complete, cluster blocks again if they are now beyond
     // n_near, and remove the clusters of deleted blocks.
     void seal(int n_thread);
     void seal_row(int row);
@@ -348,7 +348,7 @@ private:
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // remove the tokens before `begin`, which no longer have slabs
+    // Remove the tokens before `begin`. The caller has already fitted `memory` to the remaining tokens
     void forget(int64_t begin);
 };
 

@@ -117,8 +117,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
         // The key at position i must be rotated by base - i positions. With the block's last position `last`, this is
-        // (base - last) + (last - i). The first term is the same for all keys: the queries are rotated by last - base
-        // instead. multiply_turned_rows rotates each key by the second term, which is less than a block
+        // (base - last) + (last - i). The first term is the same for all keys, so the queries are rotated instead, by
+        // last - base. multiply_turned_rows rotates each key by the second term, which is less than a block
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -241,7 +241,8 @@ void attention::read_part(int head, int span, F && done) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column); // for few queries, [query][n_together] also fits, because n_query <= n_column
+    // [token][n_column] for many queries. This is enough for [query][n_together], because n_query <= n_column
+    powers.resize(n_together*n_column);
 
     const auto & row = work.rows[head];
 

@@ -50,10 +50,11 @@ struct attention_memory {
     // queries, rotated to the right distance from the last token of a block; see attention::read
     std::vector<float> turned;
 
-    // Data of the current batch. powers: the products of keys and queries, later the exponentials of the logits.
+    std::vector<float> keys;   // Keys of the current batch: [token][n_embd_k].
+    std::vector<float> values; // Values of the current batch: [token][n_value].
+
+    // Products of the current batch's keys with the queries; later the exponentials of the logits. The shape is
     // [query][n_together] for few queries, otherwise [token][n_column]
-    std::vector<float> keys;   // [token][n_embd_k]
-    std::vector<float> values; // [token][n_value]
     std::vector<float> powers;
 
     std::vector<float> most, factor, sum; // [n_column], see exponential_columns
@@ -80,14 +81,14 @@ public:
 
     void attend(int part);
 
-    // Combine all parts. Writes the value[n_embd_v] of a query, and returns the logarithm of its softmax's denominator.
-    // Keys that are NaN add nothing. If a result is still not finite, value becomes 0 and the function returns
-    // -INFINITY.
+    // Combine all parts for a query. Writes its attention output to value[n_embd_v], and returns the logarithm of its
+    // softmax's denominator. Keys that are NaN add nothing. If a result is still not finite, value becomes 0 and the
+    // function returns -INFINITY.
     double result(int head, int query, float * value) const;
 
-    // To compute the attention to each token that is attended to exactly, call set_sum for all queries, and then weigh
-    // for all parts. sum: logarithm of the softmax's denominator over live cells and archive. A query is ignored if its
-    // sum is -INFINITY
+    // set_sum and weigh compute the attention to each token that is attended to exactly. First call set_sum for all
+    // queries, then weigh for all parts. sum: logarithm of the softmax's denominator over live cells and archive. A
+    // query is ignored if its sum is -INFINITY
     void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
     void weigh(int part);
 

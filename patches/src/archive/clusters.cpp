@@ -11,7 +11,7 @@
 
 namespace kvtool {
 
-// a list that is full gets room for this many more blocks
+// number of blocks for which a full list gets additional room
 static constexpr size_t n_more = 16;
 
 // Resize a list to n entries of n_each elements. If it has to grow, it grows in small steps: by default, its capacity

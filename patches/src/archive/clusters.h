@@ -15,9 +15,9 @@
 
 namespace kvtool {
 
-constexpr int n_cluster = 16;                     // clusters in a block of archived tokens
-constexpr int n_set     = n_side;                 // sets in a group of blocks, each of n_side clusters
-constexpr int n_grouped = n_set*n_side/n_cluster; // blocks in a group
+constexpr int n_cluster = 16;                     // Number of clusters in a block of archived tokens.
+constexpr int n_set     = n_side;                 // Number of sets in a group of blocks. A set has n_side clusters.
+constexpr int n_grouped = n_set*n_side/n_cluster; // Number of blocks in a group.
 
 // rotation (RoPE) of a block's keys while they are clustered
 struct bearing {
@@ -34,7 +34,7 @@ using membership = std::array<uint8_t, store::n_block/2>;
 // a clustered block: its tokens are stored in the order of their clusters
 struct sealed_block {
     bearing to;
-    int     first; // index in the block of its first archived token; not 0 if the archive begins inside the block
+    int     first; // index of the block's first archived token; not 0 if the archive begins inside the block
 
     std::array<uint8_t,  store::n_block> order; // Index of the token that is stored at each place of the block.
     std::array<uint16_t, n_cluster + 1> start; // First place of each cluster's tokens.
@@ -90,9 +90,9 @@ public:
 
     const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
-    // Compute the clusters of the next block, or compute them again for an existing block. keys:
-    // [256 - first][n_embd_k], rotated according to `to`. values: [256 - first][n_embd_v]. known: the cluster of each
-    // token, or null to compute it. The caller must then reorder the block's tokens as in the block's `order`.
+    // Compute the clusters of the next block, or of an existing block again. keys: [256 - first][n_embd_k], rotated
+    // according to `to`. values: [256 - first][n_embd_v]. known: the cluster of each token, or null to compute it. The
+    // caller must then reorder the block's tokens according to its `order`.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
     // allocate memory for the clusters of these blocks; growing in small steps would take longer than clustering
@@ -148,7 +148,8 @@ private:
 
     std::vector<sealed_block> blocks;
 
-    // For each place, the index of its cluster: in the group if the group is ordered set by set, otherwise in the block
+    // For each place, the index of its cluster. The index counts from the start of the group if the group is ordered
+    // set by set, otherwise from the start of the block
     std::vector<uint8_t> member;
 
     std::vector<uint8_t> grouped; // for each group: 1 if the group is ordered set by set, else 0
@@ -165,9 +166,9 @@ private:
     void permute(size_t at, const std::vector<uint8_t> & from);
 };
 
-// Logarithm of the ratio between the attention to a cluster's keys and the attention to as many copies of their mean
-// key. exp is convex, so the ratio grows with the variance of the logits. For normally distributed logits, the
-// logarithm is half of the variance. The limit prevents that a cluster with a few very different keys is always chosen
+// A cluster's keys get more attention than as many copies of their mean key. Return the logarithm of the ratio. exp is
+// convex, so the ratio grows with the variance of the logits. For normally distributed logits, the logarithm is half of
+// the variance. Without the limit, a cluster with a few very different keys would always be chosen
 inline float spread_gain(float variance) { return 0.5f*std::min(variance, 16.0f); }
 
 } // namespace kvtool

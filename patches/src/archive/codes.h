@@ -40,8 +40,8 @@ struct of_q8_0 {
     }
 };
 
-// Formats whose elements are scale*code + least. A group ends with n_group/2 bytes for the low four bits of all codes.
-// Byte i of them has the bits of code i in its low half, and the bits of code i + n_group/2 in its high half
+// Formats whose elements are scale*code + least. The last n_group/2 bytes of a group have the low four bits of all
+// codes. Byte i has the bits of code i in its low half, and the bits of code i + n_group/2 in its high half
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
     const __m128i both = _mm_loadu_si128((const __m128i *) from);
@@ -101,8 +101,8 @@ struct q5_0 {
 
 template <typename Q>
 struct of_codes {
-    // codes: Q::zero is already subtracted. If Q::zero is not 0, the elements are therefore scale*codes. The sum
-    // scale*code + least, with the original code, would lose the sign of a 0: in ggml, a 0 has the sign of the scale
+    // codes: the stored codes minus Q::zero. If Q::zero is not 0, an element is therefore scale*codes. Computing it
+    // from the stored code, as scale*code + least, would lose the sign of a 0: in ggml, a 0 has the sign of the scale
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
         return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);

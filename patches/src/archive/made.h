@@ -1,6 +1,5 @@
-// Synthetic cells. For each token and each row, there is one synthetic cell per query head of the row. Its keys and
-// values are computed so that attention to the live cells and the synthetic cells equals attention to the live cells
-// and the whole archive.
+// Synthetic cells. For each token and each row, there is one synthetic cell per query head of the row. Attention to the
+// live cells and the synthetic cells equals attention to the live cells and the whole archive.
 
 #pragma once
 
@@ -15,11 +14,11 @@ namespace kvtool {
 
 // Computes the keys and values of a token's synthetic cells in one row.
 //
-// Each key is a combination of the row's queries. For each head, the exponentials of its logits on the cells must add
-// up to the archive's softmax sum of that head. Most of this sum should be on the head's own cell.
+// Each key is a combination of the row's queries. For each head, the exponentials of the logits on all cells must add
+// up to the head's softmax sum over the archive. Most of this sum should be on the head's own cell.
 //
-// The values are the solution of a linear system: the sum of the values, weighted by these exponentials, must be the
-// head's attention output over the archive.
+// The values are the solution of a linear system: for each head, the mean of the values, weighted by these
+// exponentials, must be the head's attention output over the archive.
 class made_cells {
 public:
     // n_head: number of query heads of the row. type_k: type of the cache's keys; the synthetic keys are rounded to it
@@ -43,11 +42,11 @@ private:
 
     std::vector<float>       rounded; // queries, rounded in the same way as attention to the cache rounds them
     std::vector<ggml_fp16_t> halves;
-    std::vector<uint8_t>     bytes;   // The key that was quantized last.
+    std::vector<uint8_t>     bytes;   // The last quantized key.
     std::vector<double>      gram;    // Gram matrix of the queries: [n_head][n_head].
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus the ridge.
     std::vector<double>      weights; // Weights of the row's queries in a cell's key: [cell][n_head].
-    std::vector<double>      target;  // Correction of each head's products, then the queries' weights for it: [n_head].
+    std::vector<double>      target;  // Correction of each head's products, later the queries' weights: [n_head].
     std::vector<double>      share;   // Share of a head's softmax sum that is on a cell: [head][cell].
 
     // conversions between a logit and a product (query . key)
@@ -60,9 +59,9 @@ private:
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Improve k, which is the exact key of cell c (`key`) after quantization. An element of k is replaced by the
-    // quantized value on the other side of its exact value if this brings k's products with the queries closer to those
-    // with `key`. The scales do not change, so the cache quantizes k without further rounding
+    // Improve the quantized key k of cell c. `key` is the exact key. An element of k is replaced by the quantized value
+    // on the other side of its exact value if the products of k and the queries then come closer to the exact products.
+    // The scales do not change, so the cache quantizes k without further rounding
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
     // own, elsewhere: intended shares of a head's softmax sum on its own cell, and on the cell of each other head

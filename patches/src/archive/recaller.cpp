@@ -78,12 +78,12 @@ struct gathering {
     }
 };
 
-// a step of n tokens attends exactly to min(n, n_apart)*n_exact clustered tokens
+// n tokens that share a search attend exactly to min(n, n_apart)*n_exact clustered tokens
 static constexpr int n_apart = 5;
 
-// If the archive is longer than this, steps of several tokens attend exactly to more tokens: twice as many if the
-// archive is 16 times as long. The reason is that a longer archive has more tokens that are similar to a query. For
-// steps of one token the number stays the same, because more tokens would make these steps slower.
+// If the archive has more tokens than this, steps of several tokens attend exactly to more tokens, because more
+// archived tokens are similar to a query. The number grows with the fourth root of the archive's size. For steps of one
+// token it stays the same, because more tokens would make these steps slower.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
@@ -91,11 +91,11 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
 
     const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
 
-    // attend exactly to at least as many tokens as are recalled
+    // the recalled tokens are chosen from the tokens that are attended to exactly
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
-// consecutive tokens of a step that share one search, and so attend exactly to the same archived tokens
+// consecutive tokens of a step. They share one search, so they attend exactly to the same archived tokens
 struct some_tokens {
     int first;
     int n;
@@ -154,8 +154,8 @@ static void attend(attention & one, const ggml_tensor * dst, some_tokens some, r
     all.meet(nth);
 }
 
-// Compute the attention to each archived token, as a share of the attention to live cells and archive together. All
-// threads call this after `attend`; each thread sets the sums of some rows.
+// Compute the attention to each archived token that is attended to exactly, as a share of the attention to live cells
+// and archive together. All threads call this after `attend`; each thread sets the sums of some rows.
 static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
@@ -259,7 +259,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         const int head = i/some.n;
         const int t    = i % some.n;
 
-        // t < nth at the thread's first token of a row: get the row's queries of all tokens
+        // if t < nth, this is the thread's first token of a row: get the row's queries of all tokens
         if (t < nth) {
             queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }

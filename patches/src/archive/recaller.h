@@ -21,8 +21,8 @@ struct recalled_layer {
 
     // data of the newest graph
     logit_params logits;
-    ggml_type    type_k; // type of the cache's keys
-    ggml_type    type_q; // type to which attention to the cache rounds queries; F32 if it does not round them
+    ggml_type    type_k; // Type of the cache's keys.
+    ggml_type    type_q; // Type to which attention to the cache rounds queries; F32 if queries are not rounded.
 
     // [n_head][n_traced]: the tokens that each row attended to most in the last step. If there are fewer than n_traced,
     // the remaining entries have position -1
@@ -48,8 +48,8 @@ public:
     // Calls f(i, contents) for each layer i, with the contents of these n cells. Returns false if a device failed
     using gatherer = std::function<bool (const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f)>;
 
-    // Copy these cells of all rows to the archive. If memory is short, throws no_room, and the archive is unchanged.
-    // staging: copies the cells later if it can; may be null
+    // Copy these cells of all rows to the archive. If memory is short, throws no_room and leaves the archive unchanged.
+    // staging: if not null, it copies the cells later if it can
     void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
 
     // see llama_kvtool_rewind; no graph that uses these layers may be running

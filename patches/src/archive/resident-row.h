@@ -1,4 +1,4 @@
-// The contents of a row's cells for residents: which cluster, set or token has which cell. See residents.h.
+// A row's cells for residents: which cluster, set or token each cell represents. See residents.h.
 
 #pragma once
 
@@ -11,14 +11,15 @@
 
 namespace kvtool {
 
-// Numbers of a row's cells for residents. The cells are in the order of these members, with the tail before the tokens
+// Number of a row's cells for each kind of resident. The cells are in this order: means of clusters, means of sets,
+// tokens without clusters, resident tokens
 struct resident_sizes {
     int n_mean;     // Means of clusters; a multiple of n_cluster.
     int n_mean_set; // Means of sets; a multiple of n_set. 0 if all clusters have cells.
     int n_token;    // Resident tokens.
 
-    // Tokens without clusters. This is more than one block, because a block may be clustered up to a quarter of a block
-    // late. Another quarter is a reserve.
+    // Cells for tokens without clusters: one and a half blocks. One block may be incomplete. A complete block may be
+    // clustered up to a quarter of a block late. The last quarter is a reserve.
     static constexpr int n_tail = 3*store::n_block/2;
 
     int first_tail()  const { return n_mean + n_mean_set; }
@@ -26,15 +27,15 @@ struct resident_sizes {
     int n_cell()      const { return first_token() + n_token; }
 };
 
-// elements of a mask; see residents::mask
+// element of a mask for a cell that represents n_token tokens; see residents::mask
 ggml_fp16_t mask_of(int n_token);
 
 struct resident_row {
     resident_row(const resident_sizes & n, int64_t base);
 
-    // The clusters at n_cluster consecutive places of row_clusters, which have consecutive cells: a set of a grouped
-    // block's group, or a block that is not grouped. Pages have the numbers of blocks: page n_grouped*g + i is set i of
-    // group g if the group is ordered set by set, else block i of the group
+    // The clusters at n_cluster consecutive places of row_clusters. They have consecutive cells. A page is a set if its
+    // group is ordered set by set, otherwise a block. Pages are numbered like blocks: page n_grouped*g + i is set i or
+    // block i of group g
     struct page {
         int64_t number = -1; // -1 if the cells are free
         bool    is_set = false;
@@ -42,7 +43,7 @@ struct resident_row {
 
         bool    is_written = false;
         int64_t anchor     = -1; // The value of residents::anchor when the cells were written.
-        int64_t last       = 0;  // The last choice that compared queries with the page's clusters.
+        int64_t last       = 0;  // Number of the last choice that compared queries with the page's clusters.
     };
 
     // the means of a group's sets, which have consecutive cells
@@ -62,8 +63,9 @@ struct resident_row {
     // index of a page in `pages`; -1 if its clusters have no cells
     int find(const row_clusters & own, int64_t number) const;
 
-    // Give cells to the clusters of a page. If no cells are free, the page replaces the set that was compared with
-    // queries least recently, but no later than in the choice `last`. Returns false if there is no such set
+    // Give cells to the clusters of a page. If no cells are free, a set loses its cells: the set that was compared with
+    // queries least recently. Sets that were compared after the choice `last` keep their cells. Returns false if no set
+    // can lose its cells
     bool admit(const row_clusters & own, int64_t number, int64_t last);
 
     // free the cells of pages and sets that have changed
@@ -89,13 +91,13 @@ struct resident_row {
     std::vector<page>    pages;
     std::vector<float>   score;   // The missing attention per token, from the last choice.
     std::vector<int32_t> sizes;   // The number of tokens in each cluster.
-    std::vector<uint8_t> wanted;  // True if the cluster is chosen for the last queries.
-    std::vector<uint8_t> next;    // True if the cluster is chosen for the next step.
+    std::vector<uint8_t> wanted;  // True if the cluster should be resident when the last step is repeated.
+    std::vector<uint8_t> next;    // True if the cluster should be resident in the next step.
     std::vector<uint8_t> is_here; // True if the cluster is resident.
     std::vector<int32_t> heads;   // The first slot of each cluster; -1 if it is not resident.
 
     std::vector<set_cells>   sets;     // Group g is at index g % sets.size().
-    std::vector<ggml_fp16_t> set_logs; // For each cell of a set: its element in the mask while it is shown.
+    std::vector<ggml_fp16_t> set_logs; // For each cell of a set: its element in the mask while the cell is shown.
 
     std::vector<slot>    slots; // [n.n_token]
     std::vector<int32_t> free;  // Slots without a token.
@@ -106,7 +108,8 @@ struct resident_row {
     int64_t n_choice = 0; // number of choices so far
 
 private:
-    std::vector<int32_t> index_of; // For each page number, modulo the length: an index in `pages`, or -1.
+    // Page number x is at index index_of[x % index_of.size()] of `pages`; -1 if no such page has cells
+    std::vector<int32_t> index_of;
 
     void drop_page(int at);
 };

@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// Queries are compared with the clusters of the best sets, which have this many tokens for each resident token
+// Number of tokens, per resident token, in the sets whose clusters are compared with queries
 static constexpr int n_compared = 3;
 
 // Factor by which a resident cluster counts more than another one in the choice for the next step
@@ -64,7 +64,7 @@ void residents::drop() {
 }
 
 //
-// cells
+// updating cells
 //
 
 // add a cell; returns where its key and its value must be written
@@ -153,7 +153,7 @@ void residents::update_sets(resident_row & r, size_t layer, int head, cells & ou
 void residents::update_means(resident_row & r, size_t layer, int head, cells & out) {
     const auto & own = tokens.clusters_of(layer, head);
 
-    // first the pages that need cells, then as many sets as there is room for
+    // first give cells to the pages that need them, then to as many sets as there is room for
     int64_t n_free = std::count_if(r.pages.begin(), r.pages.end(), [](const auto & p) { return p.number < 0; });
     for (const bool is_needed : { true, false }) {
         for (int64_t number = own.end() - 1; number >= own.begin() && (is_needed || n_free > 0); --number) {
@@ -202,7 +202,7 @@ void residents::update_slots(resident_row & r, size_t layer, int head, cells & o
     std::vector<int> arriving, leaving;
     int64_t n_arriving = 0;
     for (int at = 0; at < n.n_mean; at += n_cluster) {
-        // most pages do not change
+        // skip pages that do not change, which are most pages
         if (std::equal(wanted.begin() + at, wanted.begin() + at + n_cluster, r.is_here.begin() + at)) {
             continue;
         }
@@ -257,15 +257,15 @@ void residents::update_slots(resident_row & r, size_t layer, int head, cells & o
 }
 
 //
-// choice
+// choosing residents
 //
 
 struct choice_memory {
     searched_row       row;
     ranking            found;
-    std::vector<float> sums;   // missing attention to each found cluster, added over all queries
-    std::vector<int>   index;  // index of each found cluster in its row; -1 if it has no cell
-    std::vector<float> scores; // `score` of a row, but resident clusters count more
+    std::vector<float> sums;   // Missing attention to each found cluster, added over all queries.
+    std::vector<int>   index;  // Index of each found cluster in its row; -1 if it has no cell.
+    std::vector<float> scores; // `score` of a row, multiplied by `stay` for resident clusters.
 };
 
 // choose the clusters with the highest scores, as many as fit into n_token
@@ -290,7 +290,7 @@ static void choose_fitting(
 
 // Give cells to the found sets that have none, first to those with the most missing attention. sums: see choice_memory
 static void admit_sets(resident_row & r, const row_clusters & own, const std::vector<size_t> & places, const std::vector<float> & sums) {
-    std::vector<std::pair<float, int64_t>> absent; // negative missing attention, and number, of each page
+    std::vector<std::pair<float, int64_t>> absent; // for each page: its negative missing attention, and its number
     for (size_t i = 0; i < places.size() && !r.sets.empty(); i += n_cluster) {
         const int64_t number = own.begin() + places[i]/n_cluster;
         if (const int at = r.find(own, number); at >= 0) {

@@ -2,12 +2,12 @@
 // each cluster, for each token that has no cluster yet, and for each resident token. The resident tokens are the tokens
 // of the clusters that the last queries attended to most. If a cluster is resident, the cell of its mean is masked.
 //
-// In a long archive, not all clusters have cells. Each set of clusters then has a cell for its mean, which is masked
-// while the clusters of the set have cells. These are the sets that queries attended to most.
+// In a long archive, not all clusters have cells. Each set of clusters then has a cell for its mean. Only the sets that
+// queries attended to most also have cells for their clusters; the mean of such a set is masked.
 //
 // The queries of the last step choose which clusters are resident. If the queries of a step attend strongly to other
-// clusters, the step has to be repeated: see `choose`. For the next step, clusters that are resident already count
-// more than others, so that fewer cells change: 113 instead of 191 of a row (Qwen2.5 0.5B, 7,168 tokens, 2,048 resident
+// clusters, the step has to be repeated: see `choose`. In the choice for the next step, resident clusters count more
+// than others. Then fewer cells of a row change: 113 instead of 191 (Qwen2.5 0.5B, 7,168 tokens, 2,048 resident
 // tokens).
 
 #pragma once
@@ -38,15 +38,16 @@ public:
     struct cells {
         std::vector<int64_t> at; // cell*n_head + head
 
-        // These vectors never become shorter, so that collecting cells again and again allocates no memory
-        std::vector<float> keys;   // [cell][n_embd_k]
-        std::vector<float> values; // [cell][n_embd_v]
+        // Keys [cell][n_embd_k] and values [cell][n_embd_v]. The vectors never become shorter, so that collecting cells
+        // again and again allocates no memory
+        std::vector<float> keys;
+        std::vector<float> values;
 
         void clear() { at.clear(); }
     };
 
-    // Call this before `update` of the layers. rot: position that the next query is rotated to. If it is the same as
-    // before, the step is repeated, and the clusters that its queries want become resident
+    // Call this before `update` of the layers. rot: position that the next query is rotated to. If it is the same as in
+    // the previous call, the step is repeated, and the clusters that its queries need become resident
     void begin(int64_t rot);
 
     // Add the new contents of a layer's cells to `out`, and set the layer's mask. Returns false if there are too many
@@ -54,12 +55,12 @@ public:
     // layers may be updated at the same time
     bool update(size_t layer, cells & out);
 
-    // The number that is added to the logit of each cell of a row: [n.n_cell()]. It is 0 for a token, log n for the mean
-    // of n tokens, and -INFINITY for an empty cell
+    // The number that is added to the logit of each cell of a row: [n.n_cell()]. It is 0 for a token, log n for the
+    // mean of n tokens, and -INFINITY for an empty or hidden cell
     const std::vector<ggml_fp16_t> & mask(size_t layer, int head) const { return rows[layer][head].mask; }
 
-    // Choose the clusters of a row that become resident at the next update: the clusters with the most attention per
-    // token that their means do not represent. Unless the step is repeated, resident clusters count twice.
+    // Choose the clusters of a row that become resident at the next update. These have the most missing attention per
+    // token: attention that their means do not represent. Unless the step is repeated, resident clusters count twice.
     // queries: [n_query][n_embd_k], from the step that was computed last.
     // live: [n_query], logarithm of each query's softmax sum over the live cells.
     // missed: [n_query], receives each query's attention to the clusters that a repeated step would add, without the
@@ -88,7 +89,7 @@ private:
     void put_mean (size_t layer, int head, const means & all, size_t place, const bearing & to, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
 
-    // maximum number of cells per update: as floats, keys and values take much memory
+    // maximum number of cells per update. It limits the memory, because keys and values are stored as floats
     static constexpr size_t n_most = 1024;
     static bool is_full(const cells & out) { return out.at.size() >= n_most; }
 };

@@ -84,8 +84,8 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // A set of fewer than n_side tokens counts as n_side tokens. This limits the number of sets that pick_sets
-            // picks, and so the number of clusters that it adds as items: there is room for only n_room items
+            // A set of fewer than n_side tokens counts as n_side tokens. This limits how many sets pick_sets picks. It
+            // adds their clusters as items, and there is room for only n_room items
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -267,7 +267,7 @@ void search::turn(const float * queries, searched_row & row) {
 }
 
 // Compute the logits of the best clusters, and of the sets of all other clusters. The sets are the first items. Returns
-// their number. n: number of tokens in the sets that are replaced by their clusters
+// the number of sets. n: number of tokens in the sets that are replaced by their clusters
 size_t search::multiply_clusters(const row_clusters & own, const float * queries, int64_t n, searched_row & row) {
     runs.clear();
     n_item = 0;

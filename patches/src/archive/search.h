@@ -31,11 +31,11 @@ struct token_range {
 
 // search results of one row, shared by the threads of a layer
 struct searched_row {
-    // the row's queries, once for each way (rotation of the queries)
-    std::vector<float> turned;  // [way][query][n_embd_k]
-    std::vector<float> columns; // only for many queries: `turned`, transposed to [way][n_embd_k][columns(n_query)]
-    std::vector<float> mapped;  // only for few queries: `turned`, multiplied by the Hadamard matrix of stored keys
-    byte_columns       bytes;   // only if search::has_bytes: `mapped` (or `turned` if there is no matrix) in 8 bits
+    // The row's queries, once for each way (rotation of the queries).
+    std::vector<float> turned;  // Rotated queries: [way][query][n_embd_k].
+    std::vector<float> columns; // Only for many queries: `turned`, transposed to [way][n_embd_k][columns(n_query)].
+    std::vector<float> mapped;  // Only for few queries: `turned`, multiplied by the Hadamard matrix of stored keys.
+    byte_columns       bytes;   // Only if search::has_bytes: `mapped` (or `turned` if there is no matrix) in 8 bits.
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
@@ -82,7 +82,7 @@ struct search_memory {
 
     // Arrays over the items: the clusters and sets of all runs, one run after the other. x and ranks have a list of
     // items for each query: the entries of query q begin at q*n_room. An entry is first a logit, later an exponential.
-    // x has the logits of the mean keys. In `ranks`, logits are higher the more the keys differ
+    // x has the logits of the mean keys. `ranks` has the same logits plus a term that grows with the spread of the keys
     std::vector<float>   x;
     std::vector<float>   ranks;
     std::vector<float>   logs;
@@ -94,9 +94,10 @@ struct search_memory {
     std::vector<int>          looked; // Indices of the items whose tokens are attended to exactly.
     std::vector<weighted_row> some;   // Mean values that are added to the estimate, with their weights.
 
-    // values: the mean values of `some` as floats, only for many queries: [value][columns(n_embd_v)]. powers: the
-    // exponentials of the sets' logits; later, only for many queries, the weights of the mean values: [query][value]
+    // only for many queries: the mean values of `some` as floats, [value][columns(n_embd_v)]
     std::vector<float> values;
+
+    // Exponentials of `ranks`. Later, only for many queries: weights of the mean values of `some`, [query][value]
     std::vector<float> powers;
 
     std::vector<small_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]

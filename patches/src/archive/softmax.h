@@ -4,7 +4,7 @@
 
 namespace kvtool {
 
-// partial softmax sum: over some of the logits
+// softmax sum over some of the logits
 struct softmax_part {
     float most; // Maximum of the logits.
     float sum;  // Sum of e^(logit - most) over the logits.

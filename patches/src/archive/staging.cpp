@@ -16,8 +16,8 @@ namespace kvtool {
 // are fast enough for PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// For every four threads of the context, one thread computes clusters. More would take processor time from the thread
-// that starts the device's work; fewer could not keep up with a device.
+// For every four threads of the context, one thread computes clusters. More threads would take processor time from the
+// thread that starts the device's work. Fewer threads could not keep up with a device.
 static constexpr int n_sealer_part = 4;
 
 // Number of pinned buffers of a copying thread: the thread fills one buffer while the device reads the other buffer.

@@ -38,7 +38,7 @@ public:
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 
-    // Sizes of the Hadamard matrices that keys and values are multiplied by; 0 if they are not.
+    // Sizes of the Hadamard matrices by which keys and values are multiplied; 0 if there is no matrix.
     int key_map  (size_t i) const { return tokens[i].n_map_k; }
     int value_map(size_t i) const { return tokens[i].n_map_v; }
 

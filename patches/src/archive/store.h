@@ -11,8 +11,8 @@
 
 namespace kvtool {
 
-// Slabs in mapped memory, either anonymous or of a file. If the slabs are in a file and memory is short, the operating
-// system moves seldom used pages to the disk.
+// Slabs in mapped memory. The memory is anonymous or belongs to a file. If there is a file and memory is short, the
+// operating system moves seldom used pages to the disk.
 class slab_maps {
 public:
     explicit slab_maps(size_t n_bytes);

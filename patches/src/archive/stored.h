@@ -19,9 +19,9 @@ void prefetch(const uint8_t * rows, size_t n_bytes);
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
 // Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
-// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `turns` selects
-// `from`: it points to the row of the table turns::small_turns() that rotates by `from` positions. Call this only if
-// can_turn is true, which depends on the type and the CPU.
+// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `turns` gives `from`:
+// it points to the rotation by `from` positions in the table turns::small_turns(). Call this only if can_turn is true,
+// which depends on the type and the CPU.
 void multiply_turned_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);
@@ -31,7 +31,7 @@ bool can_turn(ggml_type type, int64_t n_embd);
 struct byte_columns {
     std::vector<int8_t> x;      // Numbers without their scale: [column][n_embd].
     std::vector<float>  scales; // Scale of each group: [column][n_embd/32].
-    std::vector<float>  sums;   // Sum of each group's numbers, with the scale: [column][n_embd/32].
+    std::vector<float>  sums;   // Sum of each group's numbers, multiplied by its scale: [column][n_embd/32].
 
     void set(const float * x, int n_x, int64_t n_embd);
 };

@@ -47,7 +47,7 @@ public:
         {
             std::lock_guard<std::mutex> lock(mutex);
             queue.emplace_back(&of, std::move(work));
-            ++of.n_left; // not before: emplace_back may throw
+            ++of.n_left; // only now, because emplace_back may throw
         }
         changed.notify_all();
     }

@@ -59,8 +59,8 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-// Copy the state of a recurrent layer after the newest token: to `out` from row i of the tensor t, or from `in` to
-// row 0. If both are null, copy nothing. Returns the size of the state
+// Copy the state that a recurrent layer has after the newest token: from row i of the tensor t to `out`, or from `in`
+// to row 0. If both pointers are null, copy nothing. Returns the size of the state in bytes
 static int64_t copy_state(ggml_tensor * t, int i, uint8_t * out, const uint8_t * in) {
     const size_t size = t->nb[1];
     if (out) {

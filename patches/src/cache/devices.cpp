@@ -57,7 +57,7 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
 
 static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: the device behind each spare
 
-// The total is not 0, because llama.cpp would then assume that the device has the host's memory
+// The total must not be 0: llama.cpp would assume that the device has the host's memory
 static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0;
     *total = LLAMA_KVTOOL_SPARE_BYTES;

@@ -83,7 +83,7 @@ static ggml_tensor * build_queries(
     return ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 1, 3));
 }
 
-// compute the result of `build` for each layer, device by device, and pass it to `read` layer by layer
+// Compute the result of `build` for all layers, one device at a time, and pass the result of each layer to `read`
 static bool compute_layers(
         llama_kvtool & kvtool, llama_context & lctx, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build,
         const std::function<void (size_t i, const float * from)> & read) {
@@ -137,12 +137,12 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    // for each layer of the cache: query heads per row in the askers so far. Several layers of the model may use the
-    // same cells
+    // For each layer of the cache: number of query heads per row that the loop has counted so far. Several layers of
+    // the model may use the same cells
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 
-    // the last mean rotation in in_turn; the next asker uses it again if it has the same one
+    // The last mean rotation in in_turn. If the next layer has an equal one, it uses the same entries
     const std::vector<float> * last = nullptr;
     size_t last_at = 0;
     for (const auto & a : asked.askers) {
@@ -263,7 +263,7 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
             // With MLA, a value is a part of its key that is normalized and then multiplied by weights. All values have
-            // about the same length, so this length is given as 1
+            // about the same length, so 1 is given for each of them
             std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
         }
     }

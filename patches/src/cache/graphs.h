@@ -121,8 +121,9 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// Replace the lengths that an edit needs for its lists by the lengths that the lists get. If the edit uses the kept
-// graph, these are the lengths in this graph. Otherwise they are lengths for a new graph, and the kept graph is dropped
+// On entry, `shapes` has the lengths that an edit needs for its lists. They are replaced by the lengths that the graph
+// uses. If the edit uses the kept graph, these are the lengths in this graph. Otherwise they are lengths for a new
+// graph, and the kept graph is dropped
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

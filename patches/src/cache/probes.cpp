@@ -57,7 +57,7 @@ ggml_tensor * probabilities(
 
 reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen)
     : ctx(ctx), params(params), p(p), n_kv(p->ne[0]), n_tokens(p->ne[1]), n_head_kv(n_head_kv), n_gqa(p->ne[2]/n_head_kv) {
-    // If the group is reduced to its sum, this sum is not computed here, but together with the sum over queries
+    // for LLAMA_KVTOOL_GROUP_SUM, the sum over heads is not computed here, but together with the sum over queries
     a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
 
     if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {

@@ -87,8 +87,8 @@ public:
     std::vector<int32_t> pos;
 
     // Copy the last n_query queries, the oldest first, to out[n_query][n_number] or from in[n_query][n_number]; the
-    // other pointer is null. at[n_query] is copied in the same direction: the position that each query is rotated to,
-    // or a negative number if there is no such query
+    // other pointer is null. at[n_query] has the position that each query is rotated to, or a negative number if there
+    // is no such query; it is copied in the same direction
     void copy(float * out, const float * in, int32_t * at);
 
     void clear();

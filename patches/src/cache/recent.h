@@ -65,7 +65,8 @@ public:
     // create empty ring buffers for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // use these ring buffers from now on, with the content of the previous ring buffers; call `collect` first
+    // Use these ring buffers from now on, and copy the content of the previous ring buffers to them. Call `collect`
+    // first
     void take(rings && res);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
@@ -89,7 +90,7 @@ public:
     void sum(size_t i, int head, float * out, int n_cell);
 
     // Copy the attention of the last n_query queries, the oldest first, to out[n_query][n_row][n_cell] or from in; the
-    // other pointer is null. If the source has fewer cells than the destination, the other cells become 0
+    // other pointer is null. If the source has fewer cells than the destination, the remaining cells become 0
     void copy(float * out, const float * in, int n_cell);
 
     // move the attention as an edit moves the cells, and clear the cells that the edit frees. edits: the edit split by
@@ -109,7 +110,7 @@ private:
 
     int64_t next  = 0;     // Slot of the next query.
     int     n_new = 0;     // Number of the newest queries whose attention `collect` has not copied yet.
-    bool    stale = false; // Devices have stored a query since their ring buffers were cleared.
+    bool    stale = false; // True if devices have stored a query since their ring buffers were cleared.
 
     void clear_devices();
 };

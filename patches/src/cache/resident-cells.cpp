@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Keys and values of a cell are sent in F16 if the cache is in F16. For a cache in any other format they are sent in F32,
-// and the device converts them
+// Keys and values of a cell are sent in F16 if the cache is in F16. For any other format they are sent in F32, and the
+// device converts them
 static ggml_type sent_type(const ggml_tensor * t) {
     return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32;
 }
@@ -69,8 +69,8 @@ resident_cells::resident_cells(
 }
 
 void resident_cells::make_device(device & d) {
-    // A step changes 100 to 300 cells of a row (Qwen2.5 0.5B, 2,048 resident tokens). This is room for 128 cells of each
-    // row in F16; more cells are sent in several copies
+    // A step changes 100 to 300 cells of a row (Qwen2.5 0.5B, 2,048 resident tokens). `upload` has room for 128 cells
+    // of each row in F16; more cells are sent in several copies
     size_t n_upload = 0;
     for (const size_t i : d.layers) {
         n_upload += 128*layers[i].n_head*(sizeof(int64_t) + (layers[i].n_embd_k + layers[i].n_embd_v)*sizeof(ggml_fp16_t));
@@ -293,7 +293,7 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
         }
     };
     workers::group all;
-    std::string    own; // why this thread failed; the other threads use `work` until they have been waited for
+    std::string    own; // this thread's error; it is thrown after the wait, because other threads still use `work`
     try {
         for (size_t t = 0; t < threads.size(); ++t) {
             threads.add(all, work);

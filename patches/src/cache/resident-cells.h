@@ -43,8 +43,8 @@ public:
     ggml_tensor * store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale);
 
     // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. The
-    // devices must not be computing. They may still copy when this returns: steps of lctx are computed after that.
-    // Returns false if a device failed
+    // devices must not be computing when this is called. Copies may still run when it returns; later steps of lctx are
+    // computed after these copies. Returns false if a device failed
     bool place(llama_context & lctx, int64_t rot);
 
     // Choose the residents of the next step with the queries of the last step: see residents::choose. Returns the
@@ -54,8 +54,8 @@ public:
     // drop the copied keys of all live cells but the first n; call this if the keys in these cells have changed
     void forget_live(int n = 0) { n_copied = std::min(n_copied, n); }
 
-    // the mask on a layer's device, F16 [n_filled + n_region, 1, 1, rows on the device], and the index of the layer's
-    // first row in it
+    // mask: the mask on the layer's device, F16 [n_filled + n_region, 1, 1, rows on the device]. first_row: index of
+    // the layer's first row in this mask
     ggml_tensor * mask(size_t layer) const { return devices[homes[layer].device].mask; }
     int           first_row(size_t layer) const { return homes[layer].row; }
 
@@ -82,12 +82,13 @@ private:
         ggml_tensor           * queries;
         ggml_tensor           * upload; // I8: keys and values of new cells. One copy fills it for many layers.
 
-        // Contents of the three tensors on the host. They must not change before the device has read them
+        // Contents of the three tensors on the host. mask_data and upload_data must not change while a device copies
+        // them
         ggml_backend_buffer_ptr mask_data;
         ggml_backend_buffer_ptr query_data;
         ggml_backend_buffer_ptr upload_data;
 
-        // the graph that writes cells, and its memory. The memory stays the same, because CUDA's backend has a record
+        // The graph that writes cells, and its memory. The memory is used again, because CUDA's backend keeps a record
         // for each address of a graph
         ggml_context_ptr     graph_ctx;
         std::vector<uint8_t> graph_memory;
@@ -95,7 +96,8 @@ private:
         ggml_fp16_t * masks_of(int row) const;
     };
 
-    // Cells of a layer in `upload`: I64 cell*n_head + head, keys and values begin at these bytes
+    // Cells of a layer in `upload`. at, k and v are byte offsets: at `at` begin the indices cell*n_head + head (I64),
+    // at `k` the keys, at `v` the values
     struct part {
         size_t  layer;
         int64_t first; // index of the first cell in `changed`

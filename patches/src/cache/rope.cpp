@@ -57,7 +57,7 @@ struct rope_walk {
         }
     }
 
-    // offset: index that t's first element has in a key
+    // offset: index of t's first element in a key
     void visit(const ggml_tensor * t, int offset) {
         switch (t->op) {
             case GGML_OP_ROPE:

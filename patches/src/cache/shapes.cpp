@@ -34,8 +34,8 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // Values use the keys' list of moves, except in two cases. Transposed values need other indices. Rotated keys are
-    // in a separate list, so the list of moves would lack the moves of their values
+    // Values use the keys' list of moves, with two exceptions. Transposed values need other indices. Rotated keys are
+    // not in the list of moves, although their values may have to move
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
@@ -69,8 +69,8 @@ static bool holds(int64_t room, int64_t n) {
 }
 
 // Return the number of merges with terms on this level after the list of merges is filled up to n_all entries. The list
-// is filled up with copies of its last merge, which has the fewest terms. If this merge has terms on the level, all
-// n_all merges have. If not, no copy has
+// is filled up with copies of its last merge, which has the fewest terms. If the last merge has terms on this level,
+// all n_all merges have terms on it. Otherwise no copy has terms on it
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }

@@ -21,13 +21,14 @@ constexpr int n_level = 30;
 constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
 constexpr int64_t level_width(int level) { return level == 0 ? 2 : int64_t(1) << level; }
 
-// a merge in a list of terms: index of its first term, and number of its terms
+// terms of a list that are merged into one cell: index of the first term, and number of terms
 struct merge {
     size_t  first;
     int64_t n_term;
 };
 
-// merges that these terms form, sorted by number of terms, the longest first
+// Split the list into merges: neighbouring terms with the same row and dst are one merge. Merges with more terms come
+// first; those with equally many terms stay in order
 std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
 // lengths of a layer's lists

@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// Byte to which a device's sums of LLAMA_KVTOOL_SIGNAL_IMPORTANT are cleared. It marks cells that were never important:
+// A device's sums of LLAMA_KVTOOL_SIGNAL_IMPORTANT are cleared to this byte. It marks cells that were never important:
 // four such bytes are the float -1.3e20, and subtracting a batch's n_tokens does not change this float
 static constexpr uint8_t never_byte = 0xE0;
 

@@ -74,7 +74,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
         params.n_recall   += n_more;
         this->n_resident += n_more;
     }
-    // even if the sizes are the old ones again: a layer that was shortened has lost its last cells
+    // residents are dropped even if the old sizes are restored: a layer that was shortened has lost its last cells
     drop_residents();
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
@@ -92,7 +92,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
 #endif
 
     // Existing graphs view the old tensors, so new graphs are needed. Their compute buffers are allocated again if the
-    // size has changed by much. Without ragged rows, they are always allocated again, because layers seldom change size
+    // size has changed by much. Without ragged rows, layers seldom change size, so the buffers are always allocated
+    // again
     const int most    = *std::max_element(before.begin(), before.end());
     const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
     forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
@@ -100,8 +101,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// Resize layer i of `some`, the layers of the cache kv, to n cells. If there is no memory or a device failed, returns
-// false and leaves this layer unchanged
+// Resize layer i of `some` to n cells. `some` has the layers of the cache kv. If there is no memory or a device failed,
+// returns false and leaves this layer unchanged
 bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
     auto & l = some[i];
 
