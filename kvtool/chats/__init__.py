@@ -5,8 +5,8 @@ Order of writing
 `kvtool chat` and `kvtool serve` write the same files, with `Conversation.save_to`, in this order:
 
 1. The new parts (archived tokens, their clusters, checkpoints) are appended to FILE.archive, and the file is
-   synced. In two cases, all parts are written to a new file FILE.archive.next instead: if another session
-   shares FILE.archive, or if most of FILE.archive is not in use any more.
+   synced. If another session shares FILE.archive, or if most of FILE.archive is not in use any more, all
+   parts are written to a new file FILE.archive.next instead.
 2. The session is written to a temporary file, synced, and renamed to FILE.
 3. FILE.archive.next, if there is one, is renamed to FILE.archive.
 
@@ -33,8 +33,8 @@ FILE.archive is rewritten when less than half of it is in use. Therefore a sessi
 three checkpoints. The present state is always in FILE itself: if no tokens are archived, a chat can continue
 from FILE without FILE.archive.
 
-A command that replaces the chat can be undone only with an `undo.Copy`, which keeps a session file open. This
-is a temporary file without a name, or the session's own file, which loses its name at the next save. Copies
-form a stack. They are lost when the process ends, because the system then removes files without a name, even
-after kill -9.
+A command that replaces the chat can be undone only with an `undo.Copy`, which keeps a session file open. The
+file is a temporary file without a name, or the session's own file, which loses its name at the next save.
+Copies form a stack. They are lost when the process ends, because the system then removes files without a
+name, even after kill -9.
 """

@@ -69,7 +69,7 @@ class AfterThought(Constraint):
         if self._inner:
             self._inner.restart()
         self._place = self._first
-        # last bytes of the text so far, which may be the beginning of a tag
+        # last bytes of the text so far: a tag may begin in them
         self._held = b""
         # used only in position START: True if the text so far is an answer that the inner constraint allows
         self._fits = True
@@ -162,8 +162,7 @@ class AfterThought(Constraint):
         """Tags with which a reply may begin, each with the position after the tag."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # the budget allows no thought: remove the tag that opens a thought, so that the reply must begin
-            # with the tag of a reply without a thought
+            # the budget allows no thought, so the reply must begin with the tag `plain`
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -174,8 +173,8 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # Include tokens with text of a thought after the tag. Leave out tokens with text of an
-                # answer after the tag, because the answer's constraint could forbid that text
+                # A token may continue after a tag that opens a thought. It must not continue after the tag
+                # `plain`, because the answer's constraint could forbid the text there
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
@@ -246,7 +245,7 @@ class AfterThought(Constraint):
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Length in bytes of the incomplete end tag with which the thought so far ends."""
+        """Number of bytes of an incomplete end tag at the end of the thought so far; 0 if there is none."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
@@ -258,8 +257,8 @@ class AfterThought(Constraint):
 def _place_after(header: str, tags: Tags) -> _Place:
     """Return the position of the first token after a reply header.
 
-    It is THOUGHT if the header opens a thought, and ANSWER if the header closes a thought or has the tag of a
-    reply without a thought. Otherwise it is START.
+    It is THOUGHT if the header opens a thought. It is ANSWER if the header closes a thought or has the tag
+    `plain`. Otherwise it is START.
     """
     _, opened, rest = header.rpartition(tags.start)
     if opened and tags.end not in rest:

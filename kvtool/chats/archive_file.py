@@ -97,8 +97,7 @@ class ArchiveFile:
     Attributes
     ----------
     moved
-        If the last `write` found another chat's archive at this path, the new name of that archive.
-        Otherwise None.
+        New name of another chat's archive that the last `write` renamed. None if it renamed no archive.
     """
 
     def __init__(self, session: Path | None = None, replaces: bytes | None = None) -> None:
@@ -129,8 +128,8 @@ class ArchiveFile:
         parts = contents.parts(old.offsets if old else {})
         file = old if old and old.suits(parts, sum(contents.layer_bytes)) else None
         if parts and not file:
-            # List the parts again for the new file. Parts of the old file may have tokens that the archive
-            # has deleted since, and these tokens cannot be written to a new file
+            # Divide the tokens into parts again. The old parts may have tokens that the archive has deleted
+            # since then, so they cannot be written to a new file
             file, parts = self._begin(), contents.parts({})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -162,9 +161,9 @@ class ArchiveFile:
         saved = self._listed
         self.close()
         if not self._session or not listed_parts(saved):
-            # Keep the id of FILE.archive, although no parts are listed: it tells `_set_other_aside` that
-            # FILE.archive is not another chat's. This happens if FILE.archive has only checkpoints and is
-            # damaged, because `session.load` then leaves the checkpoints out
+            # Keep the id of FILE.archive, although no parts are listed. From the id, `_set_other_aside` knows
+            # that FILE.archive belongs to this chat. No parts are listed if FILE.archive has only checkpoints
+            # and is damaged, because `session.load` then leaves the checkpoints out
             self._listed = saved
             return
         both = _, following = archive_paths(self._session)
@@ -175,7 +174,8 @@ class ArchiveFile:
                     self._file = _PartFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
-        # a killed process may have left FILE.archive.next: rename it if the session lists it, or delete it
+        # a killed process may have left FILE.archive.next: rename it if the session lists it, otherwise
+        # delete it
         self.finish_rename()
         if self._file:
             _delete(following)
@@ -195,8 +195,8 @@ class ArchiveFile:
         place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
-                # a second name (hard link) means that a killed process has already set the other chat's
-                # archive aside under this second name: do not set it aside again
+                # if the archive has two names (hard links), a killed process has already set it aside under
+                # the second name: do not set it aside again
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
@@ -302,7 +302,7 @@ class _PartFile:
         return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
     def suits(self, parts: list[Part], token_bytes: int) -> bool:
-        """True if this file can hold these parts, so that only the missing parts are appended to it.
+        """True if the missing parts can be appended to this file.
 
         After appending, at least half of the file's bytes must be in use. If another session shares the file,
         no part may be missing, because nothing is appended to a shared file.
@@ -410,8 +410,8 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # `blocks` lacks a block that is far in some rows but not yet in all. Keep the clusters that were
-        # saved when it was near, because the other rows still use them
+        # A block that is far in only some rows is not in `blocks`. Keep the clusters that were saved when the
+        # block was near, because the other rows still use them
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)

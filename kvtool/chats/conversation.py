@@ -36,7 +36,7 @@ from kvtool.system.files import temporary
 def transcript(messages: list[Message]) -> str:
     """Return a chat as plain text, with thoughts in tags.
 
-    User's messages begin with "> ", and system prompts with "# ".
+    The user's messages begin with "> ", and system prompts with "# ".
     """
     start = {"user": "> ", "system": "# "}
     return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
@@ -80,8 +80,8 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Function that opens the session file and the archive file, and returns them, if they hold the present
-        chat. Otherwise it returns None, and `remember` has to write a copy.
+        Function that opens and returns the session file and the archive file. If these files do not hold the
+        present chat, it returns None, and `remember` has to write a copy.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -211,7 +211,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def pin_system(self) -> None:
-        """Pin the system prompt of a new chat now, and not only in its first turn.
+        """Pin the system prompt of a new chat before its first turn.
 
         Raises UsageError if the prompt leaves no room in the cache, and ModelError if the template does not
         take the prompt.
@@ -314,8 +314,8 @@ class Conversation:
         self._written = [self.header.begun]
         self.start_sampling()
         self.n_reply += 1
-        # If the engine cannot be rewound, a change would require reading the whole chat again. Then do not
-        # change the reply
+        # leave the reply unchanged if the engine cannot be rewound: a change would require reading the whole
+        # chat again
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
         self._before_reply = self.mark() if can_change else None
         if self.writer.read(self._opening):
@@ -358,7 +358,7 @@ class Conversation:
     def splitter(self) -> Splitter:
         """Return a splitter that divides the next reply into thought and answer.
 
-        If a client gave the reply's beginning, the splitter must be fed with it first.
+        If a client gave the reply's beginning, feed this beginning to the splitter first.
         """
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
@@ -490,8 +490,8 @@ class Conversation:
     def remember(self, command: str) -> bool:
         """Push the copy that `undo` needs to take back a command.
 
-        Returns False if nothing was pushed. There are two possible reasons: the chat is not undoable, or the
-        disk has no room for the copy, even after all older copies were dropped.
+        Returns False, without pushing a copy, if the chat is not undoable. Also returns False if the disk has
+        no room for the copy after all older marks and copies were dropped.
         """
         if not self.undoable:
             self.undo_stack.close()
@@ -501,8 +501,8 @@ class Conversation:
                 files = self.open_saved() or self._copy()
                 self.undo_stack.push(Copy(command, *files, self.thought_budget))
             except OSError:
-                # The disk may have no room. Drop the oldest mark or copy to make room for this copy: without
-                # this copy, undo could not go back to older marks and copies
+                # The disk may have no room. Drop the oldest mark or copy to make room for the new copy:
+                # without the new copy, undo could not reach the older marks and copies
                 if not len(self.undo_stack):
                     self._archive_file.close()
                     return False
@@ -541,7 +541,7 @@ class Conversation:
     def put_back(self, turn: UndoneTurn) -> None:
         """Restore a turn that `take_out_turn` has taken back. The next turn first reads its tokens again.
 
-        The chat must be as `take_out_turn` left it: later turns must have been taken back.
+        Before this call, take back all turns that were added after `take_out_turn`.
         """
         self.undo_stack.push(turn.before)
         self.writer.put_back(turn.tokens, turn.writer)
@@ -560,7 +560,7 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # The stream before the command existed only in the damaged copy. Drop the marks in that
+                # Only the damaged copy held the stream from before the command. Drop the marks in that
                 # stream, because the engine cannot be rewound to them
                 self.undo_stack.drop_marks()
                 raise

@@ -38,7 +38,7 @@ _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels assumed for a template that copies the variable's value, whatever it is, into the prompt."""
+"""Levels assumed for a template that copies any value of the variable into the prompt."""
 
 _MADE_UP = "kvtool-made-up"
 

@@ -16,9 +16,7 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""Number of tokens at the end of `Header.kept` that `Header.ends` compares.
-
-It also compares all tokens after `Header.kept`.
+"""`Header.ends` compares this many tokens at the end of `Header.kept`, and all tokens after `Header.kept`.
 """
 
 
@@ -123,7 +121,7 @@ class Header:
 
     def ends(self, prompt: np.ndarray) -> bool:
         """True if a prompt i32[n] ends with the header. A prompt with a tool's result may end differently."""
-        # The header's first token is not compared. In the prompt, this token may begin with text before the
+        # The header's first token is not compared: in the prompt, this token may also contain text before the
         # header
         n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])

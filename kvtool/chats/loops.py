@@ -1,9 +1,9 @@
 """Loops: replies that repeat one block of tokens without end.
 
-A reply loops if its newest tokens are one block of at most `MOST_BLOCK` tokens, which is repeated at least
-`LEAST_TIMES` times. All repetitions together must have at least `LEAST_TOKENS` tokens. For a block without
-letters this minimum is `LEAST_SIGNS` tokens, because a matrix of zeros may be long. The rule is strict, so
-that lists, tables and code do not match it.
+A reply loops if it ends with a block of at most `MOST_BLOCK` tokens that occurs at least `LEAST_TIMES` times
+in a row. All occurrences together must have at least `LEAST_TOKENS` tokens. If the block has no letters, they
+must have at least `LEAST_SIGNS` tokens, because an answer may contain a long matrix of zeros. The rule is
+strict, so that lists, tables and code do not match it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Loop:
     n_block
         Number of tokens of the shortest repeated block; 0 without a loop.
     n_times
-        Number of complete repetitions; 0 without a loop.
+        Number of complete occurrences of the block in a row; 0 without a loop.
     """
 
     def __init__(self) -> None:
         self.n_block = self.n_times = 0
         # last tokens of the reply, newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
-        # for each block size n: length of the newest run in which each token equals the token n places before
+        # for each block size n: number of newest tokens in a row that equal the token n places earlier
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
         # number of tokens since the last token with a letter
         self._n_sign = 0

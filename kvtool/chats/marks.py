@@ -34,8 +34,8 @@ in plain text. If a message itself contains one of the ornaments, the ornament i
 """
 
 _LONG = 2**14
-"""Number of characters after which a text is cut at its next marker, and the parts are tokenized separately.
-The time that llama.cpp takes for a text grows with the square of the number of its markers.
+"""Long texts are tokenized in parts. A part ends at the first marker after this many characters. Without
+parts, the time would grow with the square of the number of markers in the text.
 """
 
 _MARK = re.compile(f"[{JOINT}{CUT}]")

@@ -16,9 +16,9 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two texts that differ in their first character.
+"""Two texts that begin with different characters.
 
-If each is inserted at the same place of a chat, at least one of them differs from the text that was there.
+At any place of a chat, at least one of these characters differs from the next character of the chat.
 """
 
 
@@ -42,12 +42,12 @@ def wants_bos(model: Model, text: str) -> bool:
 
 
 def system_prefix(template: Template, system: str, tools: list[Any] | None = None) -> str | None:
-    """Return the text with which every chat with this system prompt begins.
+    """Return the common beginning of all chats with this system prompt.
 
-    The text ends with the prompt's last character. If there are tools, it ends where the user's text begins,
+    It ends with the prompt's last character. If there are tools, it ends where the user's text begins,
     because templates put tools after the system prompt. To find the end, chats with different system prompts
-    or users' messages are rendered and compared. Returns None if there is no such text, because the template
-    cuts the prompt or puts it after the user's message. Raises ModelError.
+    or users' messages are rendered and compared. Returns None if the template cuts the prompt, or puts the
+    prompt after the user's message. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:
@@ -76,13 +76,13 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 
 
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
-    """Number of characters of `whole` up to the end of `text`. 0 if the end cannot be found.
+    """Return the index at which `text` ends in a rendered chat `whole`; 0 if it cannot be found.
 
     Searching `whole` for `text` would not work, because the template may change `text`. Instead, the chat is
-    rendered with the texts in `_MARKS`. If one of them is appended to `text`, the chat first differs from
-    `whole` at the end of `text`. If it replaces `text`, the chat first differs at the start of `text`.
+    rendered again with each text of `_MARKS`, and compared with `whole`. If a mark is appended to `text`, the
+    first difference is at the end of `text`. If a mark replaces `text`, the first difference is at its start.
 
-    render: returns the same chat with another text in the place of `text`.
+    render: returns the rendered chat with another text in place of `text`.
     """
     end = min(_common(whole, render(text + mark)) for mark in _MARKS)
     start = min(_common(whole, render(mark)) for mark in _MARKS)

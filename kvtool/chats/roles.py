@@ -1,4 +1,4 @@
-"""Message roles: if a template refuses or omits some roles, rewrite a chat in roles that it takes."""
+"""Message roles: rewrite a chat for a template that refuses or omits some roles."""
 
 from __future__ import annotations
 
@@ -71,15 +71,16 @@ class Roles:
 
     @cached_property
     def _starts_anyhow(self) -> bool:
-        """True if a chat can begin with the model's message, and can have no message of the user."""
+        """True if a chat need not begin with a message of the user, and need not have one."""
         chats = [["system"], ["system", "assistant", "user"]] if self._takes_system else []
         return all(self._shows(*roles) for roles in [["assistant", "user"], *chats])
 
     @cached_property
     def _is_known(self) -> bool:
-        """True if the template renders a chat that is one user's message.
+        """True if the template renders a chat with a single message of the user.
 
-        If it does not, small chats cannot show which roles it takes. `_shows` then assumes all roles.
+        If False, small chats cannot show which roles the template takes. `_shows` then assumes that it takes
+        all roles.
         """
         return self._shows_all(["user"])
 

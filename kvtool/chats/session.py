@@ -58,7 +58,7 @@ _CHAT: dict[str, Any] = {
         "parameters": {"budget": int, "slack": int},
     },
 }
-"""Values that the JSON of every chat has, with their types. A list may have any number of such items."""
+"""Values that the JSON of every chat has, with their types. A list shows the type of each item."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -86,8 +86,8 @@ def lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 in_use = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(in_use) from None
-            # Look for a server's lock only after locking the session. A server locks its folder before it
-            # looks for locks of sessions. In this order, at least one of the two finds the other's lock
+            # First lock the session, then look for a server's lock. A server first locks its folder, then
+            # looks for locks of sessions. So at least one of the two processes finds the other's lock
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
                 in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
                 raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")

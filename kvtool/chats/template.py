@@ -63,7 +63,7 @@ _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
 
 
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Names of the field with a message's thought, in different templates."""
+"""Names that different templates use for the field with a message's thought."""
 
 
 class TemplateError(ModelError):
@@ -191,7 +191,7 @@ class Template:
         return copied
 
     def _marked_reply(self, content: str) -> str:
-        """Mark a reply, except for the tags of a thought at its beginning, which the template reads."""
+        """Mark a reply. Tags of a thought at its beginning get no marks, because the template reads them."""
         opening, end, _ = self.tags
         blanks, is_there, text = content.partition(opening)
         if not is_there or blanks.strip():

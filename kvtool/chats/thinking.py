@@ -37,7 +37,7 @@ _KNOWN = (
     Tags("[THINK]", "[/THINK]"),
     Tags("<mm:think>", "</mm:think>"),
     Tags("<think:opensource>", "</think:opensource>"),
-    # Apriel 1.6; must be tried before <thinking>, which its template also names
+    # Apriel 1.6. Its template also names <thinking>, so these tags must be tried first
     Tags("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
     Tags("<thinking>", "</thinking>"),
     Tags("<reasoning>", "</reasoning>"),

@@ -69,7 +69,7 @@ class Mark(NamedTuple):
     writer
         State of the writer, from `Writer.save`.
     digest
-        Digest of the messages as hexadecimal digits, by which a server finds the chat.
+        Digest of the messages, in hexadecimal digits. A server uses it to find the chat.
     """
 
     n_past: int
@@ -115,7 +115,7 @@ UndoPoint: TypeAlias = "Copy | Mark"
 class UndoStack:
     """Stack of marks and copies, oldest first.
 
-    The oldest are dropped if there are too many copies, or if the copies have too many bytes.
+    The oldest marks and copies are dropped if there are too many copies, or if they take too many bytes.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class UndoStack:
 
     @property
     def marks(self) -> list[Mark]:
-        """The marks that are newer than all copies. Older marks belong to the stream before a copy."""
+        """The marks that are newer than all copies. Older marks belong to streams that only copies hold."""
         newest = takewhile(lambda point: isinstance(point, Mark), reversed(self._points))
         return [point for point in newest if isinstance(point, Mark)][::-1]
 

@@ -129,7 +129,7 @@ class Writer:
 
     @property
     def n_accepted(self) -> int:
-        """Number of draft tokens that were accepted, because the sampler chose the same tokens."""
+        """Number of accepted draft tokens: the sampler chose the same tokens."""
         return self.drafter.n_accepted if self.drafter else 0
 
     @property
@@ -170,8 +170,8 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # an earlier call was stopped while it read the stream again, so some of the first n tokens are
-            # still unread: these tokens stay unread
+            # An earlier call was stopped while it read the stream again. Therefore some of the first n tokens
+            # are unread, and they stay unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -206,20 +206,20 @@ class Writer:
         if len(tokens):
             self.before_reading(len(self._unread))
         is_read = self._read_unread(after_step)
-        # without this, the time of the last steps would count as time of writing
+        # wait here, so that the time of the last steps does not count as time of writing
         self.engine.context.wait()
         return is_read
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""
-        # False if the engine has also read tokens that did not come from this writer. Then the stream cannot
-        # be read again, because the writer does not have all its tokens
+        # False if the engine has also read tokens that did not come from this writer. Then the writer does
+        # not have all tokens of the stream, and cannot read the stream again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
             self.n_reread += len(self._decoded)
-            # if stopped, the next call reads the rest of the whole stream
+            # all tokens are unread now: if a stop ends this call, the next call reads the remaining tokens
             self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)
 
@@ -236,7 +236,7 @@ class Writer:
                 while self.engine.n_past - before < n_all and not stopped():
                     after_step(next(steps))
         finally:
-            # do this also after an error, because some tokens may have been decoded before it
+            # some tokens may have been decoded even if a later step raised an error
             self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
@@ -244,7 +244,7 @@ class Writer:
         """Sample until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
 
         Reads unread tokens first. No piece ends in the middle of a character. The text also ends before a
-        stop string of the sampler's settings. The stop string's tokens stay in the cache, because the tokens
+        stop string of the sampler's settings. The stop string's tokens stay in the stream, because the tokens
         that the policy evicted for them cannot be restored.
 
         Raises StreamEnd if the cache or the positions are used up. Raises UsageError if nothing has been

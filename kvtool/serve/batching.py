@@ -18,7 +18,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.joint import MOST, JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
-"""A time slice ends after SLICE_STEPS steps, or after the step during which SLICE_S seconds have passed."""
+"""A time slice ends after SLICE_STEPS steps or SLICE_S seconds, but never during a step."""
 
 FIRST_SLICE_S, N_SHORT = 2.0, 256
 """If at most N_SHORT tokens of a request are unread, its first time slice may take FIRST_SLICE_S seconds.
@@ -79,7 +79,7 @@ class ComputeLock:
     def await_step(self, mine: threading.Lock) -> None:
         """Give the compute lock to other threads, and wait until another member has decoded the joint step.
 
-        mine: a lock of the waiting member. The member that decodes the step passes it to `resume`.
+        mine: a lock of the waiting member. The member that decodes the step passes this lock to `resume`.
         """
         self.release()
         mine.acquire()
@@ -210,7 +210,7 @@ class StepBatcher:
         self._lock.resume([step.lock for step in waiting if step is not mine])
 
     def _decode(self, waiting: list[_DueStep]) -> None:
-        # a step that began with a single member may have draft tokens, so decode it separately
+        # a step may have draft tokens if it began with a single member: decode such a step separately
         single = [step for step in waiting if len(step.part.tokens) == 1]
         for first in range(0, len(single), self._n_joint):
             group = single[first : first + self._n_joint]

@@ -105,9 +105,9 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # Reduce the permits of `_room` to one for each existing slot. All slots are busy. The job of
-                # each slot holds a permit, and so does this job: one too many. Therefore the last `acquire`
-                # waits until a job has ended and its slot is free
+                # From now on, `_room` must have one permit for each existing slot: take away the other
+                # permits. Each slot is busy with a job that holds a permit. This job also holds a permit, so
+                # the last `acquire` waits until another job has ended and its slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

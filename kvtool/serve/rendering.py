@@ -37,7 +37,8 @@ _N_KEPT = 16
 class Renderings:
     """Makes and keeps a `Rendering` for each set of template variables in requests.
 
-    Slots and threads share it. Then a chat that is compared with several slots is tokenized only once.
+    All slots and threads share one object, so that a chat is tokenized only once even if it is compared with
+    several slots.
     """
 
     def __init__(self, model: Model, template: Template) -> None:
@@ -147,10 +148,10 @@ class Rendering:
         return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """Return the tokens i32[n] of a whole chat, and how many of them are the system prompt and tools.
+        """Return the tokens i32[n] of a whole chat, and the number of tokens of its system prompt and tools.
 
-        If the last call had the same `messages` object and equal tools, its result is returned again, because
-        callers never change a list of messages. Raises ApiError if the template cannot render a message.
+        Callers never change a list of messages. Therefore the last result is returned again if a call has the
+        same `messages` object and equal tools. Raises ApiError if the template cannot render a message.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -207,10 +208,11 @@ class Rendering:
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the text at the end of a region that belongs to the reply, such as the thought.
+        """Return the reply's text before its answer, such as the thought.
 
-        It begins after the last `Header.kept`. If the region does not have `Header.kept`, return the thought
-        at the end of the region, or "" if the region does not end with a thought.
+        This text is at the end of the region, after the last `Header.kept`. If the region does not have
+        `Header.kept`, return the thought at the end of the region, or "" if the region does not end with a
+        thought.
 
         region: see `_with_start`.
         """

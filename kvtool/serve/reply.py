@@ -49,7 +49,7 @@ class Reply:
         parts = [*self._splitter.feed(piece)]
         self._count(parts, n_written)
         if not (had_thought or self.n_thought):
-            # the text of the thought has not begun, so it comes after all tokens so far
+            # no text of a thought has come yet: all tokens so far are before the thought
             self._n_before = n_written
         return list(self._deltas(parts))
 
@@ -63,12 +63,12 @@ class Reply:
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:
-        """Add a prompt that the reply must repeat to the message. Return its deltas."""
+        """Add the prompt to the message, if the answer must repeat the prompt. Return the deltas."""
         return [self._add("content", text)] if text else []
 
     @property
     def is_done(self) -> bool:
-        """True if the reply ends here, because it has the only call that it may have."""
+        """True if the reply may have only one call, and has it. The reply then ends here."""
         return bool(self._parser and self._parser.is_done)
 
     def finish(self, is_cut: bool) -> str:

@@ -41,7 +41,7 @@ from kvtool.serve.tools.formats import shown_tokens
 Pieces = Generator[str, None, None]
 
 N_OUTPUT = 16
-"""Maximum number of tokens of a step in which logits of all tokens are needed, for scoring a prompt."""
+"""Maximum number of tokens of a step that computes logits for all its tokens, to score a prompt."""
 
 
 class Slot:
@@ -423,8 +423,8 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
     """Return numbers about the cache, such as the tokens in the cache, in the archive and in neither.
 
-    If n_share is not 0, the last n_share tokens are also listed. Each has two values: the share of rows (one
-    row for each KV head of each layer) that hold the token, and whether the archive has the token.
+    If n_share is not 0, also list the texts of the last n_share tokens. For each token, list the share of
+    rows that hold it, and whether the archive has it. There is one row for each KV head of each layer.
     """
     engine = writer.engine
     held: dict[str, Any] = {

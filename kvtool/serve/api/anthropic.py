@@ -196,9 +196,9 @@ def _functions(tools: list[Any]) -> dict[str, Body]:
 def _tools(value: object, places: dict[str, str]) -> list[Any]:
     """Convert tools to tools of a chat. Leave out Anthropic's own tools, because they have no schema.
 
-    A tool with "defer_loading" is not in the prompt until a result refers to the tool. Anthropic's own tool
-    search never runs here, and so its results cannot refer to tools. If a request has this search, all tools
-    are in the prompt.
+    A tool with "defer_loading" is not in the prompt until a result refers to the tool. If a request has
+    Anthropic's own tool search, all tools are in the prompt: this search never runs here, and so no result of
+    it can refer to tools.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]

@@ -104,7 +104,7 @@ class CompletionBodies(AnswerBodies):
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """Report the tokens of the prompt, cached tokens, and tokens read so far, like llama-server."""
+        """Report the numbers of prompt tokens, cached tokens and tokens read so far, like llama-server."""
         if not counts:
             return []
         n, n_cached = counts["n_prompt"], counts["n_cached"]
@@ -175,7 +175,7 @@ class CompletionBodies(AnswerBodies):
 
 
 def _top(record: Body) -> dict[str, float] | None:
-    """Return the log-probabilities of the likeliest tokens and, as in OpenAI's API, of the token itself."""
+    """Return the log-probabilities of the likeliest tokens and of the token itself, as OpenAI's API does."""
     if record["top_logprobs"] is None:
         return None
     logprobs: dict[str, float] = {}

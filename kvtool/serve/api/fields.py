@@ -14,7 +14,7 @@ from kvtool.serve.api.errors import ApiError
 _T = TypeVar("_T")
 
 MOST_DEEP = 200
-"""Maximum number of levels of a request's JSON. It is limited because functions that process it recurse."""
+"""Maximum nesting depth of a request's JSON. It is limited, because recursive functions process it."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that turn a field of a request off."""
@@ -123,9 +123,9 @@ INERT = {
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
 }
-"""Fields of other servers that have no effect here, and their values that ask for nothing.
+"""Fields of other servers that have no effect here, each with the values that can be ignored silently.
 
-If a request has another value, the answer lists the field.
+If a request has another value, the answer lists the field as ignored.
 """
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -267,7 +267,7 @@ class Fields:
             self._refuse(name, NOTHING, hint)
 
     def check_rest(self) -> None:
-        """Remove the fields in NEUTRAL and HARMLESS, and those in INERT that ask for nothing.
+        """Remove the fields in NEUTRAL and HARMLESS, and the fields that have a value listed in INERT.
 
         These fields belong to other servers. Raises ApiError if a field in NEUTRAL is turned on.
         """
@@ -325,7 +325,10 @@ def optional(value: object, kind: type[_T], where: str) -> _T | None:
 
 
 def wrong(name: str, needed: str, value: object) -> ApiError:
-    """Return the error for a value of the wrong type. A field that is null is missing, but an item is not."""
+    """Return the error for a value of the wrong type.
+
+    A null field counts as missing. A null item of a list counts as a value of the wrong type.
+    """
     if value is None and not name.endswith("]"):
         return ApiError(f"{name} is missing", param=name)
     return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")

@@ -105,19 +105,19 @@ class _Waiting:
 
     def __init__(self, calls: list[Message]) -> None:
         self._calls = dict(enumerate(calls))
-        # numbers of the calls with an id and a name; None stands for any id or name
+        # for each pair (id, name): numbers of the calls that it fits; None stands for any id or name
         self._numbers: dict[tuple[str | None, str | None], deque[int]] = {}
         for number, call in self._calls.items():
             for key in product((call["id"], None), (call["function"]["name"], None)):
                 self._numbers.setdefault(key, deque()).append(number)
 
     def pop(self, id: str | None, name: str | None) -> Message | None:
-        """Remove and return the call to which a result belongs. Return None if there is none.
+        """Remove and return the call to which a result belongs. Return None if there is no such call.
 
-        This is the first call with the id and name of the result. If no call has this name, it is the first
-        call with the id.
+        The result belongs to the first call that has its id and its name. If no call has both, it belongs to
+        the first call that has its id.
 
-        id: None if the result has no id; then it fits every call.
+        id, name: id and name of the result; None fits every call.
         """
         for key in ((id, name), (id, None)):
             numbers = self._numbers.get(key, deque())

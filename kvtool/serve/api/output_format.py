@@ -44,7 +44,7 @@ class OutputFormat:
     where
         Name of the request's field that has the value.
     strict
-        True if it is an error that a part of the schema cannot be enforced.
+        True to raise an error if a part of the schema cannot be enforced.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class OutputFormat:
     strict: bool = False
 
     def rules(self) -> tuple[Rules, list[str]]:
-        """Return a grammar for the answer, and remarks on keywords of the schema that it does not enforce.
+        """Return a grammar for the answer, and remarks on schema keywords that the grammar does not enforce.
 
         Raises ApiError.
         """
@@ -80,7 +80,10 @@ def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enfor
 
 
 def _place(where: str, pointer: str) -> str:
-    """Return the place in a request to which a JSON pointer in the schema at the field `where` points."""
+    """Return the path of a schema's part in the request, such as "guided_json.properties.age".
+
+    where: the request's field that has the schema. pointer: JSON pointer to the part.
+    """
     names = (name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:])
     return ".".join([where, *names])
 
@@ -92,9 +95,9 @@ def remarks_of(schema: Enforced, where: str) -> list[str]:
 
 
 def check(fields: Fields) -> OutputFormat | None:
-    """Return the output format that a request asks for, or None. Raises ApiError.
+    """Return the output format that a request asks for, or None.
 
-    It is also an error if a request has two formats.
+    Raises ApiError if the format is wrong, or if the request has two formats.
     """
     candidates = [_of_response_format(fields.mapping("response_format")), *_of_structured(fields)]
     candidates += [_format(kind, fields.pop(name), name) for name, kind in _FIELDS.items()]

@@ -129,8 +129,8 @@ class ChatRequest(Request):
     messages
         All messages, in the form that templates expect.
     begun
-        Text of the last message if the reply continues this message. The message is then not in `messages`.
-        Otherwise "".
+        Text of the last message if the reply continues it, otherwise "". The continued message is not in
+        `messages`.
     thinking
         Effort, budget, and variables of the template.
     name
@@ -150,7 +150,7 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends thoughts back. Before the first reply, guess: True if it sends tools."""
+        """True if the client sends thoughts back. Before the first reply, assume so if there are tools."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
@@ -312,9 +312,9 @@ def _n_max(fields: Fields, default: int | None) -> int | None:
 
 
 def check_model(name: str | None, defaults: Defaults) -> None:
-    """Raise ApiError if the server accepts only one model name and this is another name.
+    """Raise ApiError if the server does not accept this model name.
 
-    The names "default" and "kvtool" are always accepted.
+    If `defaults.model` is given, only this name, "default" and "kvtool" are accepted.
     """
     if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
         raise ApiError(

@@ -33,8 +33,8 @@ class ThinkingOptions:
     name
         Field of the request that sets the effort, for errors.
     is_needed
-        True if it is an error that the template does not support the effort. If False, the nearest effort is
-        used instead.
+        True to raise an error if the template does not support the effort. False to use the nearest effort
+        instead.
     budget
         Maximum number of tokens of a thought. None for no limit.
     """

@@ -238,7 +238,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
 
 
 async def _next_event(job: Job, skipped: tuple[str, ...]) -> Body | None:
-    """Return the next event whose kind is not in `skipped`. Return None if a ping is due before it comes."""
+    """Return the next event whose kind is not in `skipped`; None if a ping is due before this event."""
     try:
         return await asyncio.wait_for(job.next_event(*skipped), PING_S)
     except asyncio.TimeoutError:
@@ -246,7 +246,10 @@ async def _next_event(job: Job, skipped: tuple[str, ...]) -> Body | None:
 
 
 class _Streamed(StreamingResponse):
-    """A streamed response. At its end it cancels its job, even if the client left before the first line."""
+    """A streamed response.
+
+    When it ends, it cancels its job, even if the client left before the first line.
+    """
 
     def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -399,7 +402,7 @@ async def _unless_gone(http: HttpRequest, result: Awaitable[_T]) -> _T:
 
 
 async def _unless(event: Awaitable[object], error: Exception, result: Awaitable[_T]) -> _T:
-    """Return the awaited result. If the event comes first, cancel the result and raise the error."""
+    """Await `result` and return it. If `event` completes first, cancel `result` and raise `error`."""
     waited, happened = asyncio.ensure_future(result), asyncio.ensure_future(event)
     try:
         await asyncio.wait({waited, happened}, return_when=asyncio.FIRST_COMPLETED)
@@ -428,7 +431,7 @@ def _failed(http: HttpRequest, error: ApiError) -> Response:
 
 
 def _ids(id: str) -> dict[str, str]:
-    """Return the headers with the id of a request, as Anthropic's and OpenAI's clients expect it."""
+    """Return the headers that hold a request's id: one for Anthropic's clients, one for OpenAI's."""
     return {"request-id": id, "x-request-id": id}
 
 

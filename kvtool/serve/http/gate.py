@@ -27,11 +27,11 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 """Content encodings of request bodies that can be decoded."""
 
 _SMALL = 2**16
-"""Maximum number of bytes of a body that is parsed at once. Longer bodies are parsed in another thread."""
+"""Maximum number of bytes of a body that the main thread parses. Another thread parses longer bodies."""
 
 _PIECE = 2**10
-"""Number of encoded bytes that are decoded at once. The decoder copies the bytes after the end of a part, so
-with longer pieces, many short parts would take long.
+"""Number of encoded bytes that are decoded at once. At the end of each part of gzip data, the decoder copies
+the remaining bytes of the piece. With many short parts, longer pieces would be slow.
 """
 
 
@@ -66,7 +66,11 @@ class Limits:
 
 
 class _Cors(CORSMiddleware):
-    """Tells browsers which pages may read answers. If a browser may not ask, the refusal names its page."""
+    """Tells browsers which pages may read answers.
+
+    If a page is not allowed, the response to the browser's preflight request is an error that names the
+    page's origin.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -187,7 +191,7 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
 
 def _decoded(data: bytes, encoding: str, most: int) -> bytes:
     """Return the decoded data. Raises ApiError if the data have more than `most` bytes."""
-    # some clients send deflate without a zlib header; in a header, the low 4 bits of the first byte are 8
+    # Some clients send deflate without a zlib header. With a header, the low 4 bits of the first byte are 8
     is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
     window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
     decoder, decoded, at = zlib.decompressobj(window), bytearray(), 0

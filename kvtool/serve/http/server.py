@@ -21,7 +21,7 @@ _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
 
 _GRACE_S = 1
-"""When the server stops, it waits this many seconds for HTTP to end, then as long for the engine."""
+"""Maximum seconds to wait for HTTP when the server stops. The maximum for the engine is the same."""
 
 
 def serve(
@@ -48,7 +48,7 @@ def serve(
     """
     config = uvicorn.Config(
         make(site),
-        # without this, uvicorn would use httptools if it is installed; httptools has other limits
+        # do not let uvicorn choose httptools, which has other limits
         http="h11",
         ws="none",
         log_config=None,

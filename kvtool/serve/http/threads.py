@@ -15,17 +15,20 @@ _N_MAX = 4
 
 
 class ModelThreads:
-    """Runs functions that use the model, without stopping the event loop.
+    """Calls functions that use the model. Each runs in its own thread, and so does not block the event loop.
 
-    The threads are daemon threads: the process can end before them, because llama.cpp cannot be interrupted
-    while it tokenizes a long text.
+    llama.cpp cannot be interrupted while it tokenizes a long text. The threads are daemon threads, so that
+    the process can end without waiting for them.
     """
 
     def __init__(self) -> None:
         self._room = threading.Semaphore(_N_MAX)
 
     async def run(self, function: Callable[..., _T], *values: Any) -> _T:
-        """Return the result of a function. If the caller is cancelled early, the function does not run."""
+        """Return the result of a function.
+
+        If the caller is cancelled before the function begins, the function never runs.
+        """
         future: Future[_T] = Future()
 
         def work() -> None:

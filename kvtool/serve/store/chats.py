@@ -76,8 +76,8 @@ class ChatStore:
     most_bytes
         Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
-        Values that a session must have to be continued, for example the model's digest. Other sessions are
-        not changed.
+        Values that a session must have to be continued, for example the model's digest. Sessions with other
+        values are not changed.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class ChatStore:
         finally:
             if not (is_written or replaced):
                 _delete(path, archive)
-        # `adopt` closes the archive's file, because with thousands of chats too many files would be open
+        # `adopt` also closes the archive's file: otherwise thousands of chats would keep too many files open
         archive.adopt(dict(listed))
         if replaced:
             self.chats.remove(replaced)

@@ -24,23 +24,24 @@ _LEAST_START = 256
 """Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
 
 _LOADS, _MOST_LOADS = 32, 256
-"""Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but at most 256.
+"""Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but not longer than
+reading 256 tokens.
 
-This is more than was measured on CPUs. It is not measured while the server runs, because the same requests
+Measured times on CPUs were shorter. The server does not measure the time itself, because the same requests
 should reuse the same tokens on every machine.
 """
 
 _GAPS, _FAR_GAP = 32, 8192
-"""Divisors in the limits for the distance between neighboring stops of `Resumer._stops`.
+"""Divisors for the minimum distance between neighboring stops: see `Resumer._stops`.
 
-Let `spacing` be `Checkpoints.spacing`, and n the number of tokens from the earlier stop to the end of the
-prompt. The distance must be above spacing / 32 tokens and above n * spacing / 8192 tokens. With the smallest
-spacing, 1024, these limits are 32 and n / 8 tokens.
+The distance must be above spacing / 32 tokens, and above n * spacing / 8192 tokens. Here, `spacing` is
+`Checkpoints.spacing`, and n is the number of tokens from the earlier stop to the end of the prompt. With the
+smallest spacing, 1024, these limits are 32 and n / 8 tokens.
 """
 
 
 class _Candidate(NamedTuple):
-    """A stream whose beginning is also the beginning of the requested chat.
+    """A stream that has a beginning in common with the requested chat.
 
     Attributes
     ----------
@@ -52,11 +53,13 @@ class _Candidate(NamedTuple):
         Number of tokens of the stream.
     chat
         The stored chat to which the stream belongs. None for the engine's stream if it is not stored.
-    tokens, n_pinned
-        Tokens of the chat after its last reply that the stream has, and number of pinned tokens. See
-        `Resumer._after`.
+    tokens
+        Tokens of the chat after the last reply that the stream also has. All tokens of the chat if there is
+        no such reply: see `Resumer._after`.
     first
         Index in the stream at which `tokens` begins.
+    n_pinned
+        Number of pinned tokens; None if `tokens` begins after a reply.
     marks
         Marks at the ends of those replies of the chat that are in the stream.
     """
@@ -230,8 +233,9 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # `is_start`: the system prompts of chat and stream differ, so pins must change. This is impossible
-        # after an eviction. If the chat's system prompt is stored, load it instead of rewinding
+        # `is_start` is True if the pinned tokens must change, because the chat and the stream have different
+        # system prompts. Give up after an eviction, because pins cannot change then. Also give up if the
+        # chat's system prompt is stored, because it can be loaded
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
         # the new chat replaces the stored chat if the rewind keeps all marks of the stored chat
@@ -247,7 +251,7 @@ class Resumer:
         if chat:
             chat.used = time.monotonic()
         self._marks, self.n_cached = candidate.marks, self._engine.n_past
-        # if an earlier request was stopped, some tokens of the stream before `first` may still be unread
+        # also return the tokens before `first` that are still unread, because an earlier request was stopped
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -258,10 +262,10 @@ class Resumer:
     def _after(
         self, n_message: int, messages: list[Message], tools: list[Any]
     ) -> tuple[np.ndarray, int | None]:
-        """Return the tokens of a chat after its first n_message messages, i32[n], and None.
+        """Return the tokens i32[n] of a chat after its first n_message messages, which must end with a reply.
 
-        The first n_message messages must end with a reply. If n_message is 0, or if `following` fails, return
-        the tokens of the whole chat and the number of pinned tokens.
+        The second result is None. But if n_message is 0, or if `following` fails, return the tokens of the
+        whole chat and the number of pinned tokens.
         """
         if n_message:
             with suppress(ModelError):
@@ -274,8 +278,8 @@ class Resumer:
         Unless checkpoints are small, only full batches are read here. Then the batches, and therefore the
         cache, are the same as if the whole prompt was read at once.
         """
-        # If the cache can be rewound to any token, a later chat with the same start rewinds this chat and
-        # needs no stored start. Pinned tokens are stored anyway, because pins cannot change after an eviction
+        # If the cache can be rewound to any token, do not store the start: a later chat with the same start
+        # can continue from this chat. But store pinned tokens, because pins cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.rewinds_anywhere else self._n_start
         if not self._engine.checkpoints.are_small:

@@ -64,7 +64,7 @@ class Parser:
     Attributes
     ----------
     is_done
-        True after the first call if the reply has only one. What follows is left out.
+        True after the first call if the reply may have only one call. Later text is left out.
     has_left_out
         True if an incomplete call, or anything after the only call, was left out.
     """
@@ -294,7 +294,7 @@ _Read = Generator[None, None, Calls]
 _Reader = Callable[[_GrowingText, Tools], _Read]
 
 _ENDS = ("", "{", "[")
-"""What may follow the calls that `_objects` returns: the end of the reply, or a call that it left unread."""
+"""Characters that may follow the calls of `_objects`: "" (end of the reply), or the start of a call."""
 
 
 _AFTER_NAME = re.compile(r"[^a-zA-Z0-9_-]")

@@ -149,7 +149,7 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of a value and of the text `syntax.end` after the value.
+        """Return the expression that matches a value, followed by the text `syntax.end`.
 
         name: name for an additional rule, if the expression needs one.
         """

@@ -245,8 +245,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # kvtool does not know the format of a template with one of these two texts. Such a template also has
-    # texts of the entries below, so this entry must be the first of them
+    # kvtool does not know the format of templates with one of these two texts. These templates also have
+    # texts of the entries below, so this entry must come before them
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

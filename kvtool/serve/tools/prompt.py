@@ -40,7 +40,7 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> l
 
     The messages also get marks: see `chats.marks`. Calls and results that the template does not show become
     text: calls in the content of the reply, results in a message of the user. Llama's template accepts only
-    one call in a reply, so each call becomes a reply.
+    one call in a reply, so each call becomes a separate reply.
 
     messages: the result of `messages.check`.
     """

@@ -187,7 +187,9 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows. Empty if the schema has no types and no values.
+    """Return the types that a JSON schema allows.
+
+    The set is empty if the schema lists neither types nor values.
 
     root: schema with the definitions.
     """
@@ -220,8 +222,8 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     """Convert the text of an argument, in which a string has no quotes, to a value.
 
-    The text is parsed as JSON, or stays a string if it is not JSON. If the schema allows strings, only null,
-    objects and lists are parsed, and only if the schema also allows their type.
+    The text is parsed as JSON, or stays a string if it is not JSON. If the schema allows strings, the text
+    becomes null, an object or a list only if the schema also allows that type. Otherwise it stays a string.
 
     key: name of the argument. parameters: schema of the tool's parameters.
     """
