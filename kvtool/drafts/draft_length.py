@@ -11,7 +11,7 @@ _EDGES = (3, 4, 6, 9, 17)
 """Draft tokens are grouped by support (see `DraftLength`). These are the lower bounds of the groups."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""Initial counts of accepted and of all draft tokens. The ratio is high enough for drafting to start."""
+"""Initial counts: accepted draft tokens, and all draft tokens. The ratio is high enough to start drafting."""
 
 _DECAY = 0.97
 """Factor by which the counts of a group are multiplied before a new draft token is counted."""
@@ -20,23 +20,26 @@ _N_TIME = 9
 """Number of recent step times that are kept for each step length. Their median is used."""
 
 _SLOPE = 0.1
-"""Assumed cost of one more token in a step, as a share of a one-token step. Used until it is measured."""
+"""Assumed time that one more token adds to a step, as a share of the time of a one-token step.
+
+Used for steps that are longer than all measured steps.
+"""
 
 _GAIN = 1.05
 """Minimum estimated speedup for which tokens are drafted. Above 1, because estimates are uncertain."""
 
 _TRY_EVERY = 32
-"""Number of steps without draft tokens, after which two are drafted even if no speedup is expected."""
+"""After this many steps without draft tokens, two tokens are drafted even if no speedup is expected."""
 
 
 class DraftLength:
     """Choose the number of draft tokens of each step.
 
-    A draft token is copied from an earlier place of the stream. Its support is the length of the match: how
-    many tokens before it, including draft tokens, equal the tokens before that place. Draft tokens are
-    grouped by support, and each group has an estimated probability of acceptance. A draft token is accepted
-    only if all draft tokens before it are accepted. If p1, p2, ... are the probabilities of the draft tokens,
-    a step has p1 + p1 p2 + ... additional tokens on average.
+    A draft token is copied from an earlier place of the stream. The tokens before it, including draft tokens,
+    are compared with the tokens before that place. The number of equal tokens is the draft token's support.
+    Draft tokens are grouped by support, and each group has an estimated probability of acceptance. A draft
+    token is accepted only if all draft tokens before it are accepted. If p1, p2, ... are the probabilities of
+    the draft tokens, p1 + p1 p2 + ... of them are accepted on average.
     """
 
     def __init__(self) -> None:
@@ -80,7 +83,7 @@ class DraftLength:
     def _costs(self, most: int) -> list[float]:
         """Return the times of steps of 1 .. most tokens, divided by the time of a one-token step.
 
-        Interpolates measurements.
+        Times that were not measured are interpolated or extrapolated.
         """
         known = {1: 1.0}
         if one := self._times.get(1):

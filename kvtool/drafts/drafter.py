@@ -30,10 +30,10 @@ class Source(Protocol):
 
 
 class Drafter:
-    """Draft tokens for a stream.
+    """Provides the draft tokens for a stream.
 
     Draft tokens are copied from an earlier place of the stream, and `DraftLength` chooses their number. If
-    no tokens are copied, the draft model makes the draft tokens, if there is one.
+    no tokens are copied and there is a draft model, the draft model makes the draft tokens.
 
     Attributes
     ----------
@@ -46,8 +46,8 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = DraftLength()
-        # support (see `DraftLength`) of the first token of the last draft, 0 if the draft is not copied from
-        # the stream; number of tokens of the last draft
+        # support (see `DraftLength`) of the last draft's first token, which is 0 if the draft was not copied;
+        # and length of the last draft
         self._support = self._n = 0
         self._started = 0.0
 

@@ -16,10 +16,7 @@ from kvtool.llama.model import Model
 from kvtool.units import MAX_DRAFT
 
 _BUDGET, _EVICT_EVERY = 256, 64
-"""Number of cells of the draft model's cache, and number of tokens between evictions.
-
-A rewind cannot go back to a place before an eviction.
-"""
+"""Budget of the draft model's cache in cells, and number of tokens between evictions."""
 
 _GOES_ON, _LEAST = 0.5, 0.25
 """Minimum joint probability of all tokens of a draft.
@@ -35,12 +32,12 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        # recurrent layers cannot drop tokens of several steps: to drop drafts, restore a copy of the cache
+        # with recurrent layers, tokens of several steps cannot be dropped: restore a copy of the cache
         self._has_copy = model.layers.recurrent_bytes > 0
         n_draft, checkpoints = (0, None) if self._has_copy else (MAX_DRAFT, 0)
         settings = Settings(n_draft=n_draft, n_threads=n_threads, checkpoints=checkpoints)
         self._engine = Engine(model, policy, settings)
-        # `_read_draft` makes the copies: the engine itself must make no checkpoints
+        # the engine must make no checkpoints itself, because `_read_draft` makes the only copy that is needed
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
         # number of the stream's tokens that were read, and the draft tokens that were read after them
@@ -64,7 +61,7 @@ class ModelDraft:
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices."""
+        """Return at most n draft tokens i32[n]. See `likely_tokens`."""
         self._catch_up()
         n = n if self._has_copy else min(n, self._engine.draft_room() + 1)
         return likely_tokens(self._engine.context, self._read_draft, n)
@@ -91,7 +88,7 @@ class ModelDraft:
         if self._has_copy and n < len(self._ahead):
             n = 0
             if not self._engine.rewind(self._engine.n_past - len(self._ahead)):
-                # there is no copy to rewind to, because memory was short: read the newest tokens again
+                # memory was too short for a copy, so the rewind has failed: read the newest tokens again
                 self._begin()
         else:
             self._engine.drop_drafts(len(self._ahead) - n)
@@ -103,10 +100,10 @@ class ModelDraft:
 
 
 def likely_tokens(context: Decoder, read: Callable[[int], None], n: int) -> np.ndarray:
-    """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
+    """Return at most n draft tokens i32[n]. Each is the most likely next token.
 
-    The logits of `context` give the first token. read: decodes a token into `context`, whose logits then give
-    the next token.
+    There are fewer tokens if their joint probability becomes too low. The logits of `context` give the first
+    token. read: function that decodes a token into `context`; the new logits give the next token.
     """
     found: list[int] = []
     all_true = 1.0

@@ -17,7 +17,7 @@ N_CELL = 512
 
 _N_ROW = N_CELL - MAX_DRAFT
 _N_FIRST, _N_NEWEST = 4, 256
-"""Numbers of first rows and of newest rows that `MtpDraft` keeps when it has `_N_ROW` rows."""
+"""When `MtpDraft` has `_N_ROW` rows, it keeps only the first `_N_FIRST` and the newest `_N_NEWEST` rows."""
 
 _N_BATCH = 128
 """Maximum number of tokens that the MTP layers read at once."""
@@ -38,10 +38,10 @@ class MtpDraft:
         output_hidden(self._target, every=True)
         engine.after_decode = self._note
         self._stream = array("i")
-        # hidden states, and their tokens' positions in the stream
+        # the hidden state of each row, and its token's position in the stream
         self._hidden = np.empty((_N_ROW, self._context.hidden.shape[1]), np.float32)
         self._pos = np.empty(_N_ROW, np.int64)
-        # number of rows, and number of rows that were read into the cache
+        # `_n_row`: number of rows. `_n_read`: number of rows that the MTP layers have read into their cache
         self._n_row = self._n_read = 0
 
     def close(self) -> None:
@@ -56,22 +56,23 @@ class MtpDraft:
     def cut(self, n: int) -> None:
         del self._stream[n:]
         self._keep(n)
-        # the last row that is left must be read again: it was read with the next token, which was dropped
+        # the row of token n - 1 must be read again: it was read together with token n, which is now dropped
         self._n_read = min(self._n_read, int(np.searchsorted(self._pos[: self._n_row], n - 1)))
 
     def add(self, tokens: np.ndarray) -> None:
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices.
+        """Return at most n draft tokens i32[n]. See `likely_tokens`.
 
-        Returns no tokens if the hidden state of the token before the newest token is unknown. This happens if
-        the cells of the text were copied from another stream, for example.
+        The MTP layers need the hidden state of the second newest token. Returns no tokens if this state is
+        unknown, for example because the cells of the text were copied from another stream.
         """
         context, last = self._context, self._n_row - 1
         if last < 0 or self._pos[last] != len(self._stream) - 2:
             return np.empty(0, np.int32)
-        # remove the cells of earlier draft tokens and of the newest row, which is read again for its logits
+        # remove the cells of earlier draft tokens. Also remove the newest row's cell: the row is read again,
+        # because its logits are needed
         at = min(self._n_read, last)
         context.remove(at, N_CELL)
         tokens = np.frombuffer(self._stream, np.int32)[self._pos[at : last + 1] + 1]

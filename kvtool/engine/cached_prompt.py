@@ -88,9 +88,9 @@ class CachedPrompt:
         """Copy the first n tokens of the prompt into an engine's empty cache, and return n.
 
         `fits` must be true for the cache. All tokens are copied if `signals` has everything that the policy
-        reads, or if a reconstruction pass follows. If the policy reads signals only of the last queries, the
-        tokens of these queries are not copied: the caller decodes them, which computes the signals. In all
-        other cases n is 0.
+        reads, or if a reconstruction pass follows. If the policy reads only signals of the last queries, the
+        tokens of these queries are not copied: the caller decodes them to compute the signals. In all other
+        cases n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)

@@ -1,8 +1,8 @@
-"""Checkpoints: copies of a stream's state. A rewind restores one, because it cannot compute this state.
+"""Checkpoints: copies of a stream's state. A rewind restores a copy if it cannot compute the earlier state.
 
 If the rows can be rewound without a copy (`PolicyCache.keeps_all`), a checkpoint has only the state of
-sliding and recurrent layers. Otherwise it is a copy of the whole cache, which has a limited size,
-because the policy evicts tokens.
+sliding and recurrent layers. Otherwise a checkpoint is a copy of the whole cache. The size of the cache is
+limited, because the policy evicts tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Checkpoint:
     Attributes
     ----------
     part
-        The point in the stream. Also the digest of the copy, if a session has saved the copy.
+        The point in the stream, and the copy's size and digest. See `SavedCheckpoint`.
     data
         u1[n_bytes]: the two arrays of `FixedState.save`, one after the other. A copy of the whole cache
         instead has the arrays of `snapshot.save`, in the format of `parts_of`.
@@ -177,7 +177,7 @@ class Checkpoints:
         return rows.n_past - newest >= self.spacing
 
     def take(self) -> None:
-        """Make a checkpoint of the current state, unless it would be at the same token as the newest one."""
+        """Make a checkpoint of the current state, unless the newest checkpoint is at the same token."""
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
@@ -237,8 +237,8 @@ class Checkpoints:
         after = next((each for each in self._all if each.n_past > n), None)
         if self.are_whole or n == n_before or not after:
             return n_before, before
-        # the state contains positions, and closing gaps changes them: `after` fits only if no gaps were
-        # closed since `before`
+        # The state contains positions, which change when gaps are closed. Use `after` only if no gaps were
+        # closed between `before` and `after`
         if after.part.n_restart == (before.part.n_restart if before else 0):
             fixed_state = self._cache.context.fixed_state
             assert fixed_state
@@ -283,9 +283,9 @@ class Checkpoints:
 def _least_useful(checkpoints: list[Checkpoint], n_past: int) -> int:
     """Return the index of the checkpoint to drop first, in a stream of n_past tokens.
 
-    Without this checkpoint, a rewind to a token between it and the next checkpoint has to start at the
-    previous checkpoint, and to read more tokens. Most rewinds go back by only a few tokens, so older
-    checkpoints have a lower weight.
+    This is the checkpoint that saves the least reading. Without it, a rewind to a token between it and the
+    next checkpoint starts at the previous checkpoint, and reads more tokens. Most rewinds go back by only a
+    few tokens, so older checkpoints have a lower weight.
     """
     places = np.array([0, *(each.n_past for each in checkpoints), n_past])
     before, after = np.diff(places)[:-1], np.diff(places)[1:]

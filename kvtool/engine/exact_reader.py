@@ -24,7 +24,7 @@ For fewer tokens, exact reading saves less time than it takes to make the buffer
 
 
 class ExactReader:
-    """Limits of exact reading, and the device memory for it.
+    """Tells how many tokens can be read exactly, and allocates device memory for exact reading.
 
     Attributes
     ----------
@@ -81,6 +81,6 @@ class ExactReader:
             yield
         finally:
             archive.stage(0)
-            # if the eviction after a chunk has failed, the chunk still needs its cells
+            # do not shrink the cache if the eviction after a chunk has failed: the chunk is still in it
             if cache.rows.n_kv <= n_live:
                 cache.resize(cache.layer_cells)

@@ -163,7 +163,7 @@ class Engine:
         if self.checkpoints.is_due:
             self.checkpoints.take()
         if self.signals.is_observed:
-            # the policy has observed these signals, and must not see them twice
+            # the policy has observed these signals already: clear them, so that it does not add them twice
             self.signals.clear()
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
@@ -196,8 +196,8 @@ class Engine:
     def evict_if_due(self, n: int = 1) -> None:
         """Evict if `n_until_plan` is less than n. Raises the errors of `evict`.
 
-        n: 1 before a step, so that the step has room for a token. 0 after a step: then this evicts only if
-        the step decoded more tokens than `n_until_plan` was before it.
+        Before a step, n is 1, so that the step has room for at least one token. After a step, n is 0: the
+        method then evicts only if the cache has exceeded the budget, or if a plan is overdue.
         """
         if self.n_until_plan < n:
             self.evict()
@@ -359,8 +359,8 @@ class Engine:
     def rereads(self, n: int) -> bool:
         """True if a text of n tokens should be read together with all tokens before it, as one prompt.
 
-        A GPU reads the whole stream in less time than a CPU needs to search the archive for each token of the
-        text. See `reads_whole`.
+        On a GPU, reading everything again takes less time than reading only a long text: for each token of
+        the text, a CPU would search the archive. See `reads_whole`.
         """
         n_all = self.n_past + n
         if not self.n_past or n * _REREAD_FACTOR < n_all or n_all <= self.policy.n_asked:
@@ -415,7 +415,7 @@ class Engine:
         LibraryError if the settings ask for exact reading.
         """
         done, is_ready = 0, False
-        # evict now if an earlier call could not: there is room for one chunk only
+        # there is room for only one chunk above the budget: evict now if the budget is exceeded already
         self.evict_if_due(0)
         try:
             with self.exact_reader.staged(self.n_past + len(tokens)):
@@ -473,7 +473,7 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """True if `rewind` can keep some tokens, provided that the archive has not dropped tokens."""
+        """True if `rewind` can keep some tokens. Assumes that the archive has dropped no tokens."""
         return self.rewinds_anywhere or self.checkpoints.max_bytes > 0
 
     @property
@@ -482,7 +482,10 @@ class Engine:
         return self.cache.keeps_all and not self.context.fixed_state
 
     def n_kept(self, n: int) -> int:
-        """Return how many of the first n tokens `rewind` would keep if the archive has not dropped tokens."""
+        """Return how many of the first n tokens `rewind` keeps.
+
+        Assumes that the archive has dropped no tokens.
+        """
         if n == self.n_past or self.rewinds_anywhere:
             return n
         return self.checkpoints.best(n)[0]
@@ -530,8 +533,8 @@ class Engine:
         try:
             snapshot.restore(self.cache, saved, self.n_cell)
         finally:
-            # drop the checkpoints after the newest token: none if an error left the engine unchanged, all if
-            # an error left it empty
+            # Drop the checkpoints beyond the end of the stream. If an error has left the engine empty, these
+            # are all checkpoints
             self.checkpoints.cut(self.n_past)
         self.checkpoints.restore(saved, self.n_cell)
 

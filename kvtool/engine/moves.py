@@ -12,7 +12,7 @@ _LAST = np.iinfo(np.int32).max
 
 
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """Return the rotations of kept keys that close all gaps: i32[row, most], in positions.
+    """Return by how many positions each kept key must be rotated to close all gaps: i32[row, most].
 
     source i32[row, most]
         The result of `fill_holes`.

@@ -71,7 +71,7 @@ class PolicyCache:
 
     def reset(self) -> None:
         """Forget all tokens, and set `n_pinned` and `n_held` to 0."""
-        # number of tokens that still fit into every layer, if rows are ragged
+        # only for ragged rows: number of tokens that still fit into every layer
         self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
@@ -139,8 +139,9 @@ class PolicyCache:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
         Without sliding layers, the position is n_kv. A sliding layer may hold up to n_swa tokens, and it
-        drops tokens whose position becomes negative. To keep them, the position is at least n_swa. But it is
-        raised to at most n_ctx // 2, and to at most n_ctx - n, because n more tokens need positions.
+        drops tokens whose position becomes negative. To keep these tokens, a lower position is raised to
+        n_swa. It is not raised above n_ctx // 2, and not above n_ctx - n, because n more tokens need
+        positions.
         """
         return max(n_kv, min(self.context.model.layers.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -193,7 +194,7 @@ class PolicyCache:
         """Return a budget with room for n pinned and held tokens, and for some more."""
         policy = self.policy
         if policy.recall:
-            # scale by budget / n_keep, because recalled tokens take a share of the budget
+            # multiply by budget / n_keep, because recalled tokens and slack also take cells of the budget
             return (n + 64) * policy.budget // policy.n_keep
         return n + policy.slack + 64
 
@@ -254,7 +255,8 @@ class PolicyCache:
     def check(self, view: View, plan: Plan) -> np.ndarray:
         """Return i32[row]: number of cells that the plan keeps. Raises the errors of `check_plan`."""
         policy = self.policy
-        # a cap may be as large as the context
+        # `may_fill`: the policy never evicts, or its budget is only a cap (which may be as large as the
+        # context)
         may_fill = policy.capped or not policy.slack
         n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
         if archive := self.context.archive:
@@ -279,7 +281,7 @@ class PolicyCache:
         delta = deltas(rows, source, n_keep, next_rot) if close or self.in_cache else None
         moves = moves_of(source, delta)
         if self.context.archive and not plan.keep[0].all():
-            # all rows evict the same tokens
+            # with an archive, all rows evict the same tokens, so use the cells of row 0
             cells = np.flatnonzero(~plan.keep[0])
             pos = rows.pos[0, cells]
             self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))

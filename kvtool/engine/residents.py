@@ -1,4 +1,4 @@
-"""Residents: cells on the device with archived tokens and with the means of clusters.
+"""Residents: cells on the device that hold archived tokens, and means of clusters.
 
 Steps that decode a reply attend to residents, so they need not search the archive on the host.
 """
@@ -79,7 +79,7 @@ class Residents:
             self.n_token, self.n_bytes, self.obstacle = 0, 0, _why(error)
 
     def _bytes_of_all(self) -> int:
-        """Raises LibraryError if the model or its cache cannot have residents."""
+        """Return `n_bytes`. Raises LibraryError if the model or its cache cannot have residents."""
         archive = self._cache.context.archive
         if not archive or not self.n_token:
             return 0
@@ -99,7 +99,7 @@ class Residents:
 
     @property
     def n_now(self) -> int:
-        """Current number of resident tokens of each row; 0 if no step needed them yet, or without room."""
+        """Number of resident tokens of each row now; 0 if there are no residents."""
         return self.n_token if self._means.n_mean else 0
 
     def prepare(self) -> None:
@@ -170,7 +170,7 @@ def _n_cluster(n_archived: int) -> int:
 
 def _n_set(n_archived: int) -> int:
     """Return the maximum number of sets of a row, now and after the next eviction."""
-    # a group has as many sets as blocks; count the blocks that the first and the last group lack
+    # a group has 16 blocks and 16 sets. The first and the last group may lack blocks: count all their sets
     return n_archived // _N_BLOCK + 2 + 2 * _N_CLUSTER
 
 
@@ -185,7 +185,7 @@ def _means_for(n_archived: int) -> _Means:
 def _with_reserve(n: int) -> int:
     """Return the number of cells for n means and a quarter more.
 
-    Every enlargement copies all cells.
+    With this reserve, the cells are enlarged less often. Each enlargement copies all cells.
     """
     return -(-n * 5 // 4 // _N_BLOCK) * _N_BLOCK
 

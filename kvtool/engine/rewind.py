@@ -84,7 +84,7 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
 
 
 def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earlier | None:
-    """Return the stream's state after n tokens; None if tokens that were in the window then are lost."""
+    """Return the stream's state after n tokens; None if tokens that the cache had at that time are lost."""
     rows, archive = cache.rows, cache.context.archive
     base = rows.n_past - rows.next_rot
     n_kv = n_live(cache.policy, n)
@@ -98,8 +98,8 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # `begin` is at most the archive's end, because later tokens have never been evicted. Without this limit
-    # it could be later, because `n_live` may count more evictions than there were
+    # Tokens after the archive's end have never been evicted, so `begin` is at most the archive's end. The
+    # limit is needed, because `n_live` may count more evictions than there were
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None

@@ -139,9 +139,8 @@ class Rows:
     def _write_ahead(self) -> None:
         """Write the positions of the next tokens into all free cells, so that `append` need not write them.
 
-        The rows are far apart in memory, so it takes hardly longer to write many positions to a row than to
-        write a single position. Free cells of ragged rows begin at different indices, so `append` writes
-        their positions.
+        The rows are far apart in memory, so writing many positions to a row takes hardly more time than
+        writing one. Free cells of ragged rows begin at different indices, so `append` writes their positions.
         """
         if not self.ragged:
             new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
 
 _N_DEFER = 32
-"""Maximum tokens whose signals are computed together. More tokens take memory but save little time."""
+"""Maximum tokens whose signals are computed together. A higher limit saves little time, but takes memory."""
 
 _N_CHUNK = 1024
 """Tokens of an exact chunk on a GPU. Each chunk copies the archive to the GPU, so short chunks are slow."""
@@ -105,7 +105,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # include the cells that `pad` has added, so that filled cells directly follow the live cells
+            # steps fill all cells after the live cells, including the cells that `pad` has added
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
@@ -117,7 +117,7 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # the policy gets signals only from the reconstruction pass, which turns them on
+            # turn signals off: the policy reads only those of the reconstruction pass, which turns them on
             context.watch(on=False)
         return context
     needs = ""

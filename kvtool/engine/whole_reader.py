@@ -38,7 +38,7 @@ def batches(tokens: np.ndarray, n_batch: int) -> list[np.ndarray]:
 
 
 class WholeReader:
-    """Reads a prompt whole. It can tell in advance how many cells and segments a prompt takes.
+    """Reads a prompt whole. Also computes in advance how many cells and segments a prompt takes.
 
     Attributes
     ----------
@@ -239,9 +239,9 @@ class WholeReader:
         return signals
 
     def _compress(self, signals: dict[str, np.ndarray], *, close: bool) -> None:
-        """Evict once by the signals f32[row, n] of the whole prompt, then shrink the cache to its usual size.
+        """Evict once, then shrink the cache to its usual size.
 
-        close: True to close gaps between positions.
+        signals: f32[row, n] by field, of the whole prompt. close: True to close gaps between positions.
         """
         cache, rows = self._cache, self._cache.rows
         view = cache.view(signals, rows.n_past)
@@ -275,7 +275,7 @@ class WholeReader:
 class Reconstruction:
     """Runs the reconstruction pass that a policy asks for. `ReconstructionPass` explains it.
 
-    The reply header before each chunk is the held tokens, if there are any.
+    If there are held tokens, they are the reply header before each chunk.
 
     words: texts and sizes that the policy gives for the pass.
     """
@@ -323,7 +323,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # signals were off until now, so use only the shapes of these arrays
+        # signals were off until now: use only the shapes of the arrays, not their values
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -374,9 +374,9 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Add axes to source i32[row, cell], so that it indexes an array of n_axis axes in np.take_along_axis.
+    """Add axes to source i32[row, cell], so that np.take_along_axis takes it as the indices of an array.
 
-    This array has rows on axis 0 and cells on axis `cell_axis`.
+    The array has n_axis axes: rows on axis 0, and cells on axis `cell_axis`.
     """
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)

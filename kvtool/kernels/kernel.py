@@ -28,7 +28,7 @@ class Kernel(Generic[P, R]):
         return (self.prepare() if called is None else called)(*args, **kwargs)
 
     def prepare(self) -> Callable[P, R]:
-        """Get the compiled function, so that the first call does not have to."""
+        """Load or compile the function now instead of at its first call, and return it."""
         if self._called is None:
             self._called = load.find(self.name, self.signatures) or self.compile()
         return self._called

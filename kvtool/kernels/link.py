@@ -54,7 +54,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
         (folder / "kernels.o").write_bytes(target.emit_object(module))
         command = [*compiler, "-O2", "-shared", "-fPIC", str(_ALLOCATOR), "kernels.o", "-o", path.name]
         command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
-        # Python's symbols stay undefined until a Python process loads the library
+        # leave Python's symbols undefined: the Python process that loads the library has them
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
@@ -77,7 +77,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
 
     from kvtool.kernels.load import parse, symbol
 
-    # imported by name, because numba's type stubs lack some of its functions used here
+    # import numba by name, so that its type stubs are not used: they lack functions that are called here
     numba: Any = import_module("numba")
 
     result, arguments = parse(signature)

@@ -25,7 +25,7 @@ def nth_lowest(values, n_value, nth):
             values[middle], values[last] = values[last], values[middle]
         pivot = values[last]
         middle = begin
-        # swap every value, even if it is not below the pivot: half of all branches would be mispredicted
+        # swap every value, not only those below the pivot: a branch would be mispredicted half of the time
         for i in range(begin, last):
             value = values[i]
             values[i] = values[middle]

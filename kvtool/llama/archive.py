@@ -115,9 +115,9 @@ class Archive:
         return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
     def share(self, n: int) -> int:
-        """Divide the bytes equally among n archives, and lower this archive's limit to one part.
+        """Divide the bytes into n equal parts, and lower this archive's limit to one part.
 
-        Return the number of parts, which is less than n if n parts would be smaller than two slabs.
+        A part has at least two slabs, so there may be fewer than n parts. Returns the number of parts.
         """
         n_slab = self.max_bytes // self.slab_bytes
         if (n := min(n, max(n_slab // 2, 1))) > 1:
@@ -144,7 +144,7 @@ class Archive:
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def stage(self, n: int) -> None:
-        """Let later steps attend to all archived tokens (at most n) on the device of each layer.
+        """Let later steps attend to all archived tokens, which are at most n, on the device of each layer.
 
         While a step is computed, the tokens are copied to the devices layer by layer, through two buffers.
         n = 0 ends this. Raises LibraryError if a device lacks memory or if the model does not support such
@@ -153,7 +153,7 @@ class Archive:
         check(lib.llama_kvtool_stage(self._owner.handle, n))
 
     def reside(self, n_mean: int, n_mean_set: int, n_token: int) -> None:
-        """Let steps of one token and its draft tokens attend to residents, without a search of the archive.
+        """Let each step of one token and its draft tokens attend to residents, and not search the archive.
 
         Residents are cells on the device that hold means of clusters, and some archived tokens. Without
         residents, a step searches the archive on the host, and writes the results to synthetic cells (see
@@ -162,11 +162,11 @@ class Archive:
         Parameters
         ----------
         n_mean
-            Number of cells of each row for means of clusters, a multiple of 16. Without cells for means of
-            sets, it has to be enough for all clusters. If it is not, steps use synthetic cells again.
+            Number of cells of each row for means of clusters, a multiple of 16. If n_mean_set is 0, all
+            clusters need a cell. If there are too few cells, steps search the archive again.
         n_mean_set
-            Number of cells of each row for means of sets of 16 clusters, a multiple of 16. If it is not 0, it
-            has to be enough for all sets. Only the best sets then have cells for the means of their clusters.
+            Number of cells of each row for means of sets of 16 clusters, a multiple of 16. If it is not 0,
+            all sets need a cell. Only the best sets then have cells for the means of their clusters.
         n_token
             Number of archived tokens that are resident in each row; 0 ends the use of residents.
 
@@ -187,12 +187,14 @@ class Archive:
     def missed(self) -> float:
         """Choose the residents of the next step, and return the share of attention that the last step missed.
 
-        The queries of the last step determine the residents. Missed attention is the attention to clusters
-        that are chosen now, but were not resident in the last step. The part that the means of these clusters
-        represent was not missed. The share is the mean over all query heads of all layers. If the last step
-        had several tokens, it is the largest share of a token. It is 0 if the last step had no residents.
-        Attention to two kinds of tokens is not counted: tokens without a cluster, and tokens that were added
-        since the last eviction.
+        The queries of the last step determine the residents. If a cluster is chosen now but was not resident
+        in the last step, that step missed the attention to this cluster, except the part that the cluster's
+        mean represents. The share is the mean over all query heads of all layers. If the last step had
+        several tokens, the largest share of a token is returned. The share is 0 if the last step had no
+        residents.
+
+        The share is a little too large, because the softmax leaves out tokens without a cluster, and some
+        tokens that were decoded since the last edit of the cache.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))

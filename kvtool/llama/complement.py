@@ -55,8 +55,8 @@ class Complement:
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
         """Return schemas that accept only values that the given schema rejects; [] if none is known.
 
-        names: names of properties. For each property that the schema forbids, the result includes a schema of
-        the objects that have this property.
+        names: names of properties. If the schema forbids one of these properties, the result includes a
+        schema of the objects that have it.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
@@ -101,7 +101,7 @@ class Complement:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """Follow a schema that is only a reference to its target. Return any other schema unchanged."""
+        """If the schema is only a reference, return its target. Otherwise return the schema."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (

@@ -167,7 +167,7 @@ class Context(Decoder):
 
     @property
     def cache_bytes(self) -> int:
-        """Size of all K and V tensors, including sliding layers, and of recurrent states, in bytes."""
+        """Size in bytes of the K and V of all layers (also sliding layers), and of recurrent states."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
@@ -183,7 +183,7 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: number of query heads that read each row, in all layers together."""
+        """i32[row]: number of query heads that read each row. Several layers may read the same row."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:
@@ -215,7 +215,7 @@ class Context(Decoder):
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
         """Return a signal in the form that `write` restores.
 
-        This is f32[row, n_kv], but f32[query, row, n_kv] with the oldest query first for RECENT.
+        The form of RECENT is f32[query, row, n_kv], oldest query first. Other signals are f32[row, n_kv].
         """
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
@@ -245,8 +245,8 @@ class Context(Decoder):
         """Return the keys of n consecutive cells in each row: f32[row, n, n_dim].
 
         first: i32[row], index of the first of these cells. delta: i32[row, n], number of positions by which
-        each key is rotated. The result is without the Hadamard matrix by which llama.cpp may multiply
-        quantized keys before it stores them.
+        each key is rotated. llama.cpp may multiply quantized keys by a Hadamard matrix before it stores them;
+        the method undoes this.
         """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
@@ -286,8 +286,8 @@ class Context(Decoder):
             Number of cells that each row keeps; if rows are ragged, number of cells of the longest row.
         pos_0
             The last live cell gets position pos_0 + n_keep - 1 in llama.cpp's table, and the next token must
-            have the position after it. If this changes the newest token's position, positions in sliding
-            layers change by the same amount. Sliding layers drop tokens whose position becomes negative.
+            have the position after it. If the newest token gets another position, positions in sliding layers
+            change by the same amount. Sliding layers drop tokens whose position becomes negative.
         merge
             New values for kept cells, by the cells' indices before the moves.
         n_keep_row

@@ -59,7 +59,7 @@ def damaged(path: Path | str) -> KvtoolError:
 
 
 def add_workers(endpoints: Sequence[str]) -> None:
-    """Register workers, as host:port, whose loss may explain a later crash."""
+    """Register workers, as host:port. A later crash may then be reported as the loss of a worker."""
     _workers.extend(endpoints)
     if _guarding:
         guard()

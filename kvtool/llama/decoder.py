@@ -55,7 +55,7 @@ class Decoder:
     kv_offload
         True if the cache is on the devices that compute the layers; False if it is in host memory.
     ragged
-        True if rows may hold different numbers of cells, which only a `Context` can do.
+        True if rows may hold different numbers of cells. Only a `Context` can have such rows.
     on_tensor
         llama.cpp's callback for each operation of a decode.
     context_type
@@ -112,8 +112,8 @@ class Decoder:
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # Adapt the number of threads only if this does not change results. With flash attention and a float
-        # cache it does, because each thread sums one part of the cache
+        # Adapt the number of threads only if results do not depend on it. They do with flash attention and a
+        # float cache, because each thread then sums one part of the cache
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -204,7 +204,7 @@ class Decoder:
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
-            # keep the view: for each new view NumPy makes a ctypes type, which takes most of the time here
+            # keep the view, because a new view takes long: NumPy makes a ctypes type for it
             self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
             self._logits_where = where
         return self._logits
@@ -217,11 +217,11 @@ class Decoder:
 
     @property
     def next_output(self) -> int:
-        """Index of `next_logits` in the last decode's outputs, counted from the end: -1 is the last."""
+        """Index of `next_logits` among the last decode's outputs, as a negative number: -1 is the last."""
         return self._next - self._n_output
 
     def sample_from(self, n: int) -> None:
-        """Let the next token be sampled from the logits of the last decode's output n."""
+        """Let the next token be sampled from output n of the last decode."""
         self._next = n
 
     @property
@@ -289,7 +289,7 @@ def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
     if flash == "auto":
         if type_v in _QUANTIZED:
             return "on"
-        # on a CPU, attention with a transposed V and without flash attention is faster from 512 cells on, and
-        # never much slower
+        # on a CPU, llama.cpp is faster without flash attention (and with a transposed V) from 512 cells on,
+        # and never much slower
         return "auto" if has_gpu() else "off"
     return flash

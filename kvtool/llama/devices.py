@@ -82,7 +82,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def local_gpus() -> Any:
-    """Return llama.cpp's list of this machine's GPUs, which ends with null; None if there are no workers."""
+    """Return pointers to this machine's GPUs, then null, as llama.cpp needs them; None without workers."""
     found = gpus()
     local = [device["name"].encode() for device in found if not _is_worker(device)]
     if len(local) == len(found):

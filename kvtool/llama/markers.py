@@ -13,7 +13,7 @@ CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 """llama.cpp's attributes of control tokens."""
 _DEFINED = api.LLAMA_TOKEN_ATTR_USER_DEFINED
 _N_START = 3
-"""Length of the prefixes of markers that `find` searches for, before it looks up whole markers."""
+"""`find` first searches for prefixes of this length, then looks up whole markers at the places it found."""
 _MARKER, _TAG = re.compile(r"<[|｜].*|.*[|｜]>", re.S), re.compile(r"[<\[].*[>\]]", re.S)
 _BLANKS = " \t\n\v\f\r"
 
@@ -21,9 +21,9 @@ _BLANKS = " \t\n\v\f\r"
 class Markers:
     """Search for markers in texts.
 
-    Markers are control tokens, and user-defined tokens that begin with <| or end with |>: some model files
-    wrongly declare control tokens as user-defined. Other user-defined tokens, such as <think> in most
-    vocabularies, are ordinary words, which llama.cpp finds in any text.
+    Markers are control tokens. User-defined tokens that begin with <| or end with |> are also markers,
+    because some model files wrongly declare control tokens as user-defined. Other user-defined tokens, such
+    as <think> in most vocabularies, are ordinary words, which llama.cpp finds in any text.
 
     Parameters
     ----------
@@ -106,6 +106,6 @@ class Markers:
 
 
 def _may_overlap(one: str, other: str) -> bool:
-    """Return True if both can be at places of a text that overlap. other: at least as long as `one`."""
+    """Return True if the two can overlap in a text. other: at least as long as `one`."""
     ends = range(1, len(one))
     return one in other or any(other.startswith(one[n:]) or other.endswith(one[:n]) for n in ends)

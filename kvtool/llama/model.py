@@ -144,8 +144,8 @@ class Model:
         """
         self._check_open()
         n = self._n_gpu_layers
-        # llama.cpp counts the output as a layer. It also counts layers for multi-token prediction, even if it
-        # does not load them
+        # n must exceed n_layer, because llama.cpp counts the output as one more layer. n_layer includes MTP
+        # layers, because llama.cpp counts them even if it does not load them
         return self.uses_gpu and (n is None or n < 0 or n > self._info.weights.n_layer)
 
     @property
@@ -214,8 +214,8 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # in most architectures, 0 means that no layer slides. Here layers slide, and a window of 0 tokens
-            # would mask every token
+            # a window of 0 tokens usually means that no layer slides. But this model has sliding layers, and
+            # such a window would mask every token
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         n_head = self._info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]

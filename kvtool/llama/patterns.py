@@ -52,8 +52,7 @@ def parts_of(pattern: str) -> tuple[str, ...] | None:
 def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
     """Yield (part, is in a character set) for each part of a pattern.
 
-    Some parts would mean something else to llguidance: a nested set, a set operation, or a word boundary.
-    They are escaped.
+    Escapes parts that llguidance would take for a nested set, a set operation or a word boundary.
     """
     in_set, first = False, 0
     for n, part in enumerate(_PART.findall(pattern)):
@@ -70,7 +69,7 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # an escape outside a set, or characters that are an operator only in a set
+            # outside a set, the part is an escape, or characters that are an operator only in a set
             yield part, False
 
 

@@ -1,8 +1,8 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
-Every value that fits the rewritten schema also fits the original, except for keywords that cannot be
-enforced. These keywords are returned in a list. Some values that fit the original do not fit the rewritten
-schema: very large integers, and objects with properties that the schema does not name.
+Keywords that cannot be enforced are returned in a list. Every value that fits the rewritten schema also fits
+the original without these keywords. Some values that fit the original do not fit the rewritten schema: very
+large integers, and objects with properties that the schema does not name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_SCHEMAS = 50_000
 """Maximum number of schemas inside a schema. This is llguidance's limit."""
 
 _GREATEST = 10**18
-"""Limit of integers without a limit in the schema, because small models may write endless digits."""
+"""Limit of integers that the schema does not limit. Without it, small models may write endless digits."""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -69,7 +69,7 @@ class LeftOut(NamedTuple):
 
 
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
-    """Rewrite a schema for llguidance. Return it, and the keywords of the original that are not enforced.
+    """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
     is_exact: True to express oneOf, "not", conditions and dependencies by other keywords, which makes the
     schema longer. Raises UsageError if the schema becomes too large, or if an object has too many properties.
@@ -89,10 +89,10 @@ class _Writer:
     Attributes
     ----------
     shared
-        Targets of each "$ref" whose value other keywords also restrict. The other keywords may name
-        properties that the target does not name, so the target must allow unnamed properties. This set has
-        the targets that this pass finds, and the constructor takes the targets of earlier passes. `rewritten`
-        makes passes until one finds no new target.
+        Targets of references ("$ref") to values that other keywords also restrict. The other keywords may
+        name properties that the target does not name, so the target must allow unnamed properties. The set
+        has the targets that this pass finds. The constructor's argument has the targets of earlier passes.
+        `rewritten` makes passes until a pass finds no new target.
     left_out
         Keywords that are not enforced.
     """

@@ -20,7 +20,10 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
 
 Around = Callable[[Matcher | None], Constraint | None]
-"""Function that makes a text's constraint from the matcher of the grammar or schema (None without one)."""
+"""Function that makes a text's constraint from the matcher of the grammar or schema.
+
+Without a grammar and a schema, the function gets None.
+"""
 
 
 def _unchanged(constraint: Matcher | None) -> Constraint | None:
@@ -254,7 +257,7 @@ class Sampler:
         data = candidates.ctypes.data_as(api.llama_token_data_p)
         array = api.llama_token_data_array(data, len(tokens), -1, False)
         if len(tokens):
-            # this changes and sorts the candidates in place
+            # the samplers change and sort the candidates in place
             api.llama_sampler_apply(self._chain, ctypes.byref(array))
         if array.selected < 0 or candidates["logit"][array.selected] == -np.inf:
             raise UsageError(_NOWHERE)

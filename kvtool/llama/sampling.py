@@ -17,7 +17,7 @@ MOST = 2**20
 """Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
 
 LIMIT = 10_000
-"""Largest value of several options. Useful values are far below. llama.cpp's floats overflow far above."""
+"""Maximum value of several options. Useful values are much lower, and floats overflow only much higher."""
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 

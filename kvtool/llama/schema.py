@@ -38,8 +38,8 @@ class Enforced(NamedTuple):
     Attributes
     ----------
     schema
-        The schema for llguidance. Every text that fits it also fits the requested schema, except for the
-        keywords in `left_out`.
+        The schema for llguidance. Every text that fits it also fits the requested schema without the keywords
+        in `left_out`.
     left_out
         Keywords that are not enforced, with their places.
     """

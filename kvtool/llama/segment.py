@@ -154,8 +154,8 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
 def listed(saved: Mapping[str, np.ndarray], kind: type[_Kind]) -> dict[_Kind, int]:
     """Return the listed parts of a type, oldest first, with their offsets.
 
-    Return {} if the list is missing: sessions of earlier versions list no clusters and no checkpoints, and
-    `Archive.save` yields one array for each layer instead of segments.
+    Return {} if there is no such list: sessions of earlier versions do not list clusters and checkpoints, and
+    the arrays of `Archive.save` do not list segments.
     """
     table, digests = LISTS[kind]
     if digests not in saved:

@@ -21,13 +21,13 @@ _SOONEST_S, _LATEST_S = 0.3, 10.0
 """Minimum and maximum seconds of decoding between trials. A trial without gain doubles the wait."""
 
 _GAIN = 0.96
-"""A trial is faster if its steps take at most this share of the usual time."""
+"""A trial counts as faster if its steps take at most this share of the usual time."""
 
 _SLOWER = 1.4
-"""If steps take more than this many times as long as after the last trial, a trial starts at once."""
+"""A trial starts at once if steps have become slower by more than this factor since the last trial."""
 
 _HOPELESS = 2.0
-"""If a step of a trial takes this many times as long as usual, the trial ends early."""
+"""A trial ends early if one of its steps takes more than this factor times the usual time."""
 
 
 class Threads:
@@ -49,7 +49,7 @@ class Threads:
         self._is_up = False
         self._wait_s = _SOONEST_S
         self._since_s = 0.0
-        # seconds of recent steps, by number of tokens, because the time depends on this number
+        # times of recent steps in seconds, by number of tokens, because the time depends on this number
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
         # time of each step of the trial, divided by the usual time for its number of tokens
@@ -87,7 +87,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # end the trial without a gain: the usual time for this number of tokens is not known
+            # end the trial as if it brought no gain: the usual time for this number of tokens is not known
             is_faster = False
         if is_faster:
             self._home = self._at

@@ -91,7 +91,8 @@ def file_sha256(name: str) -> str | None:
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    # the name must differ between folders, because dataclasses and numba find the module by its name
+    # dataclasses and numba find a module by its name, so files of the same name in two folders need different
+    # module names
     folder = hashlib.sha256(os.fsencode(path.resolve().parent)).hexdigest()[:12]
     name = f"kvtool_policy_{path.stem}_{folder}"
     spec = spec_from_file_location(name, path)
@@ -124,7 +125,7 @@ def _checked(policy: object, what: str) -> type[Policy]:
     if not (isinstance(policy, type) and is_dataclass(policy) and issubclass(policy, Policy)):
         raise UsageError(f"{what} must be a dataclass that derives from kvtool.policy.Policy")
     declared = {field.name for field in fields(policy)}
-    # a policy with its own `fit` may have a property instead of a field
+    # accept a property instead of a field: a policy with its own `fit` may have one
     absent = [f"the field {name}" for name in _COMMON if name not in declared and not hasattr(policy, name)]
     method = "scores" if policy.plan is Ranked.plan else "plan"
     if getattr(policy, method) in (Policy.plan, Ranked.scores):
@@ -262,7 +263,7 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: Iterabl
 
 
 def load_kernels(policy: Policy) -> None:
-    """Load or compile a policy's kernels now, so that the time of its first plan does not include this."""
+    """Load or compile a policy's kernels now, so that this does not delay its first plan."""
     # imported here, because not every command runs a policy
     from kvtool.kernels.kernel import of_module
 

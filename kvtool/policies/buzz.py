@@ -8,8 +8,8 @@ group, regardless of attention (Algorithm 1). If too many tokens are left, for e
 thins the middle again (Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
 
 An eviction is due when the middle has more than `threshold` tokens, so the budget is sinks + window +
-threshold + 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget, but with other
-policies it leaves everything except the slack.
+threshold + 1. `slack` is ignored. In a stream, an eviction of BUZZ leaves about 40 % of the budget. An
+eviction of other policies leaves the budget minus the slack.
 
 With `-o kept=true`, the requested budget is the number of cells that an eviction leaves. Rows grow further
 before the next eviction, up to a real budget that is about 2.7 times as large. BUZZ then holds as many tokens
@@ -24,10 +24,10 @@ local_max=false`.
 
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
 heads; the paper has no grouped queries. The threshold counts old and new tokens together, as in Figure 3,
-equation 10, Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. In the
-same budget, counting only these gives a smaller window and a longer middle. For 256 cells, the window is 38
-instead of 47 tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens).
-This difference is within the noise.
+equation 10, Remark 2 and the authors' code. Lines 7 to 12 of Algorithm 1 count only the new tokens. With that
+count, the same budget has a smaller window and a longer middle. For 256 cells, the window is 38 instead of 47
+tokens, and the perplexity is 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens). This difference
+in perplexity is within the noise.
 
 kept=true is not in the paper. If an eviction then leaves too many tokens, it thins the middle again, from the
 oldest token on, until exactly the requested number of tokens is left. This happens after a long prompt or

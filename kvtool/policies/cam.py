@@ -3,7 +3,7 @@
 The first tokens and the newest tokens stay. When a token is evicted, a random draw decides whether its value
 is merged. If so, the value is divided by `merge` and added to the values of the next `merge` kept tokens. The
 probability of a merge is the token's attention divided by the mean attention of the kept tokens after it, at
-most 1. Each KV head draws once for each token, with a hash of (seed, row, token, step) as random number.
+most 1. Each KV head draws once for each token. The random number is a hash of (seed, row, token, step).
 
 The authors have published three programs (github.com/zyxxmu/cam). The defaults follow the first program,
 which uses the attention of the last query. The second program sums the attention over all queries, and
@@ -40,11 +40,11 @@ class CaM(Policy):
     merge
         Number of tokens that share an evicted value.
     score
-        A token's score: its attention from the newest query ("last"), the sum over all queries ("sum") or
-        this sum divided by the steps that the token has lived ("average").
+        A token's score. "last": its attention from the newest query. "sum": the sum over all queries.
+        "average": this sum divided by the steps that the token has lived.
     denominator
-        Number that the score is divided by: "mean" (mean score of the kept tokens after the token), "targets"
-        (mean score of the tokens that the value is added to) or "max" (highest score of all kept tokens).
+        Number that the score is divided by. "mean": mean score of the kept tokens after the token. "targets":
+        mean score of the tokens that the value is added to. "max": highest score of all kept tokens.
     seed
         Seed of the draws.
     """

@@ -2,8 +2,8 @@
 
 Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens if its attention is at least 1
 / t (definition 3.1). A token stays if it was important to at least one of the last `history` queries (the
-paper's w). Otherwise it is evicted. The newest `window` tokens (the paper's r) always stay. Before there are
-`history` queries, only a row with more tokens than the budget evicts. Rows keep different numbers of tokens.
+paper's w). Otherwise it is evicted. The newest `window` tokens (the paper's r) always stay. Until the stream
+has `history` tokens, a row evicts only if it exceeds the budget. Rows keep different numbers of tokens.
 
 With grouped query heads, a key is important if it is important to any head of the group, as in the paper
 (section 5.3, LLaMA3-8B-Instruct).
@@ -82,7 +82,7 @@ class CORM(Policy):
         (step,) = state
         keep = np.empty(view.pos.shape, np.bool_)
         first = max(self.sinks, view.pinned)
-        # before there are `history` queries, all tokens are treated as important
+        # until the stream has `history` tokens, all tokens count as important
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
         recent = view.next - max(self.window, view.held)
         _keep_important(view.pos, view.live, step, first, recent, oldest, self.n_keep, keep)

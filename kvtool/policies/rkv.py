@@ -7,7 +7,8 @@ cosine with itself counts as 0.
 
 If several tokens are similar, the newest of them must not count as redundant. Therefore some cosines are
 replaced by 0 before the means are computed. For each key k, the code finds the keys whose cosine with k
-exceeds `threshold`. In the means of the newest `similar` of these keys, the cosine with k is replaced by 0.
+exceeds `threshold`, and takes the newest `similar` of them. In the means of these keys, the cosine with k
+counts as 0.
 The paper's lambda, alpha, beta and T are our `mixture`, `window`, `similar` and `threshold`.
 
 The paper leaves some details open. They follow the authors' code: the defaults of `kernel` and `similar` are
@@ -51,7 +52,7 @@ class RKV(Ranked):
     threshold
         Cosine above which two keys are similar.
     similar
-        Number of the newest keys, among those similar to a key k, whose cosine with k is replaced by 0.
+        For each key k, the newest similar keys, up to this number, count their cosine with k as 0.
     """
 
     budget: int
@@ -112,9 +113,9 @@ class RKV(Ranked):
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
     """Compute the mean cosine of each key with all keys of its row; the cosine with itself counts as 0.
 
-    Two keys are similar if their dot product exceeds the threshold. For each key k, the `n_spared` newest of
-    the keys similar to k count their cosine with k as 0. Dot products are integers up to about 127 * 127, so
-    float32 holds them exactly.
+    Two keys are similar if their dot product exceeds the threshold. For each key k, take the newest
+    `n_spared` similar keys. In the means of these keys, the cosine with k counts as 0. Dot products are
+    integers up to about 127 * 127, so float32 holds them exactly.
 
     order i64[row, n]: a row's dead cells, then its live cells with the oldest token first. dead i64[row]:
     number of dead cells. unit i8[row, n or more, n_dim]: the scaled keys. likeness f64[row, n]: the result,

@@ -4,9 +4,9 @@ A token's score is its mean attention over the steps that it has lived. Tokens w
 standard deviation are kept. Among the other tokens, the lowest scores are evicted.
 
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
-heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. The number of tokens
-that are kept for their high deviation is three tenths of the kept tokens, minus the window, as in EasyKV
-during generation. Unlike kvtool, EasyKV does not evict tokens of the prompt during generation.
+heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. `keep_std` tokens
+are kept for their high deviation. The default is three tenths of the kept tokens, minus the window, as in
+EasyKV during generation. Unlike kvtool, EasyKV does not evict tokens of the prompt during generation.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""Maximum number of evicted cells for which `_line_up` finds the next kept tokens without sorting them.
+"""Maximum number of evicted cells for which `_line_up` scans the kept cells instead of sorting them.
 
-For so few cells, a vectorised scan of all cells for each evicted cell is faster than a sort.
+There is one scan for each evicted cell. A scan is vectorised, so a few scans are faster than a sort.
 """
 
 
@@ -107,8 +107,7 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # Find the next kept token after each evicted token. A run of evicted tokens ends where the kept token
-    # comes before the next evicted token
+    # Find the next kept token after each evicted token. If it comes before the next evicted token, a run ends
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):

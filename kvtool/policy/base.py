@@ -149,9 +149,9 @@ class Policy:
     def n_asked(self) -> int:
         """Budget that the user requested.
 
-        Whole reading compresses a prompt that has more tokens than this budget. The user may request the
-        average budget of the rows, or the number of cells that an eviction leaves. Both are less than
-        `budget`, which is the maximum number of cells.
+        Whole reading compresses a prompt that has more tokens than this budget. For some policies, the user
+        requests the average budget of the rows, or the number of cells that an eviction leaves. The requested
+        budget is then less than `budget`, which is the maximum number of cells.
         """
         return self.budget
 
@@ -208,8 +208,8 @@ class Policy:
         Unpatched llama.cpp does not expose attention, and it can remove a token only from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # If `ragged` depends on a parameter, cls.ragged is a property object and not True. Such a policy
-        # reads signals, so it needs the patch in any case
+        # If `ragged` depends on a parameter, cls.ragged is a property object, so it is not True. But such a
+        # policy reads signals, so the other condition is true
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
 

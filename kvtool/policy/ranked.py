@@ -2,8 +2,8 @@
 
 With `heads=adaptive`, the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
 arXiv:2407.11550). A layer keeps the highest scores of all its rows together, so some rows keep more tokens
-than others. Each row keeps at least `floor` (the paper's alpha) times an equal share. The budget is then an
-average over rows.
+than others, and the budget is only an average over rows. Each row keeps at least `floor` (the paper's alpha)
+times an equal share.
 
 With `layers=adaptive`, the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). Each layer
 keeps its protected tokens. The remaining cells are divided among the layers in proportion to an entropy: the
@@ -43,10 +43,10 @@ class Ranked(Policy):
 
     The dataclass's fields `sinks` and `window` are the numbers of sinks and of window tokens. Without such a
     field, the number is 0. If a policy has the fields `heads` and `floor`, the rows of a layer can share
-    their budgets. If it has the field `layers`, the layers can share their budgets. Such a policy has to meet
-    some conditions. The scores of all rows of a layer must be comparable. With `layers`, scores must not be
-    negative. `scores` must handle rows with fewer live cells than n_kv. If the policy has a field `per`,
-    heads=adaptive needs per=row.
+    their budgets. If it has the field `layers`, the layers can share their budgets. A policy with shared
+    budgets has to meet these conditions. The scores of all rows of a layer must be comparable. With `layers`,
+    scores must not be negative. `scores` must handle rows with fewer live cells than n_kv. If the policy has
+    a field `per`, heads=adaptive needs per=row.
 
     Attributes
     ----------
@@ -144,10 +144,10 @@ class Ranked(Policy):
 
 
 def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
-    """Return i64[n]: integers in proportion to the weights, rounded down, and each at most `most`.
+    """Divide `total` in proportion to the weights. Return i64[n]: the shares, each at most `most`.
 
-    If `most` limits an integer, the excess is shared among the other integers. weight: f64[n], 0 or more.
-    most: i64[n]. total: sum of the integers before they are rounded down.
+    Shares are rounded down. If `most` limits a share, the excess is divided among the other shares. weight:
+    f64[n], 0 or more. most: i64[n].
     """
     share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
     while True:
