@@ -73,26 +73,26 @@ def test_byte_budget_includes_sliding_windows_and_recurrent_states():
     # a sliding layer has cells for its window of 200 tokens and for a batch, rounded up to a multiple of 256.
     # It has 512 cells if a batch has 64 tokens, and 256 cells if a batch has 30
     for n_batch, n_cell in ((64, 512), (30, 256)):
-        beside = n_cell * 256 + 12345
-        assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
-        assert parse(f"{beside + 512 * 512 - 1}B", HYBRID, n_batch) == (256, n_batch)
+        fixed = n_cell * 256 + 12345
+        assert parse(f"{fixed + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
+        assert parse(f"{fixed + 512 * 512 - 1}B", HYBRID, n_batch) == (256, n_batch)
 
 
 def test_batch_shrinks_if_window_and_batch_exceed_a_small_budget():
     # the window of 400 tokens takes 768 cells with a batch of 256 tokens, but only 512 cells with up to 112
     # tokens
     small = replace(HYBRID, n_swa=400)
-    beside = 512 * 256 + 12345
+    fixed = 512 * 256 + 12345
     assert small.swa_bytes(256) == 768 * 256
-    assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
-    assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
+    assert parse(f"{fixed + 256 * 512}B", small, 256) == (256, 64)
+    assert parse(f"{fixed + 512 * 512 - 1}B", small, 256) == (256, 64)
     # a batch of 64 tokens, a quarter of the cache, does not fit here. The largest batch that fits has 12
     # tokens
     tight = replace(HYBRID, n_swa=500)
-    assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
-    assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)
+    assert parse(f"{fixed + 256 * 512}B", tight, 256) == (256, 12)
+    assert parse(f"{fixed + 256 * 512}B", tight, 8) == (256, 8)
     with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 268.1 KiB$"):
-        parse(f"{beside + 256 * 512 - 1}B", tight, 256)
+        parse(f"{fixed + 256 * 512 - 1}B", tight, 256)
 
 
 def test_more_bytes_never_give_fewer_cells():

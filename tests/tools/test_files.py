@@ -111,9 +111,9 @@ def test_set_aside_uses_the_first_free_name(tmp_path, monkeypatch, links):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_session_and_archive_files_are_set_aside_together_or_not_at_all(tmp_path, monkeypatch, links):
-    path, beside = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
+    path, archive = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
     path.write_bytes(bytes(2000))
-    beside.write_text("archive")
+    archive.write_text("archive")
     (tmp_path / "chat.kv.1.archive").write_text("mine")
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
@@ -126,11 +126,11 @@ def test_session_and_archive_files_are_set_aside_together_or_not_at_all(tmp_path
     assert spare.read_bytes() == bytes(2000)
     assert (tmp_path / "chat.kv.2.archive").read_text() == "archive"
     assert (tmp_path / "chat.kv.1.archive").read_text() == "mine"
-    beside.unlink()
+    archive.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
     # now there is an archive file without a session file, so only the archive file is set aside
-    beside.write_text("another")
+    archive.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"
     assert not (tmp_path / "chat.kv.4").exists()
