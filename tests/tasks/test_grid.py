@@ -211,15 +211,15 @@ def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
 
 def test_records_of_the_grid_are_reused_and_other_records_kept(common):
     runs = make(common, ["h2o", "buzz"], ["64"])
-    stranger = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
+    of_other_text = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
     failed = grid.identity(common, runs[1]) | {"error": "no"}
-    mended = record(common, runs[1], blocks(1))
+    succeeded = record(common, runs[1], blocks(1))
     results = ComparisonResults(common, runs)
-    results.add([stranger, failed, mended, failed])
-    assert results.others == [stranger]
+    results.add([of_other_text, failed, succeeded, failed])
+    assert results.others == [of_other_text]
     assert results.missing() == [runs[0]]
     assert results.failed() == []
-    assert results.of_run == {runs[1]: mended}
+    assert results.of_run == {runs[1]: succeeded}
     results.add([grid.identity(common, runs[0]) | {"error": "no"}])
     assert results.missing() == results.failed() == [runs[0]]
     assert results.compared()[0][1]["error"] == "no"
@@ -357,7 +357,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the end of the `with` block kills the process, because its result would take a while
+    # the process was still computing, so the end of the `with` block has killed it
     assert process.returncode == -signal.SIGKILL
 
 

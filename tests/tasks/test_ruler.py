@@ -247,7 +247,7 @@ def test_answers_of_fwe_are_the_three_most_frequent_coded_words(items_of):
     (dots, n_dots), *ranked = of.most_common()
     assert dots == "..."
     assert [word for word, _ in ranked[:3]] == list(item.references)
-    # the numbers of words follow the zeta distribution with alpha 2, rounded down
+    # how often each word occurs follows the zeta distribution with alpha 2, rounded down
     n_word = [n for n in range(10, 5000) if int(n * 6 / np.pi**2) == n_dots]
     counts = [n_dots, *(n for _, n in ranked)]
     assert any(counts == [int(n / k**2 * 6 / np.pi**2) for k in range(1, len(counts) + 1)] for n in n_word)

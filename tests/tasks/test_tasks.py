@@ -502,7 +502,7 @@ def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, word
 
 def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # the policy waits once the first item has a record, which is while the second item is read
+    # the policy waits as soon as the first item has a record, so it waits while the second item is read
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     options = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--records", out]

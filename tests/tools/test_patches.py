@@ -1,4 +1,4 @@
-"""The patch: its header, its digest, and that it is applied either exactly or not at all."""
+"""The patch: its header, its digest, and how it is applied. A patch that does not fit changes nothing."""
 
 from __future__ import annotations
 
