@@ -43,7 +43,7 @@ class User:
         self.how = {"cwd": self.work, "env": environment, "text": True}
 
     def asks(self, prompt, *options, replies):
-        """Ask Claude Code, whose model gives these replies.
+        """Ask Claude Code. Its model answers with these replies.
 
         Return (its final event, the requests that it sent).
         """
