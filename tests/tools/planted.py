@@ -83,7 +83,7 @@ PLANTED = {
         "kvtool/models/download.py",
         "if error := full_disk(output):",
         "if error := None:",
-        ("models/test_models.py::test_a_full_disk_is_told_although_pip_fails_otherwise",),
+        ("models/test_models.py::test_full_disk_is_reported_if_pip_prints_a_traceback",),
     ),
     "chats, loops": Fault(
         "a matrix of zeros counts as a loop",
