@@ -30,10 +30,12 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.batching import StepBatcher
+from kvtool.serve.events import PromptRead, Reading, Written
 from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Rendering, Renderings
-from kvtool.serve.reply import Reply
+from kvtool.serve.reply import Delta, Reply
 from kvtool.serve.store.chats import ChatStore
+from kvtool.serve.store.history import History
 from kvtool.serve.store.resumer import Resumer
 from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
@@ -165,34 +167,17 @@ class Slot:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which
             # the client begins the reply
             conversation.start_sampling()
-        started = time.perf_counter()
-        tokens = resumer.begin(request.messages, tools, history)
-        conversation.hold_header()
-        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
-        self._check_length(n_all)
-        n_prompt = n_all - conversation.header.n_left_out
-        job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
-        tokens = resumer.read_start(tokens, request.messages, history)
-        if not self.writer.stop:
-            keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
-            tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
-        if self.writer.stop or not conversation.read_prompt(tokens):
+        prompt = self._read_chat(job, request, resumer, tools, history)
+        if not prompt:
             return
-        if self.engine.checkpoints.are_small:
-            # keep the state before the reply, because the client may send back another reply
-            self.engine.checkpoints.take()
-        counts = {
-            "n_prompt": n_prompt,
-            "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),
-            "read_s": time.perf_counter() - started,
-        }
         conversation.set_messages(request.messages)
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
         reply = Reply(splitter, parser)
         pieces = conversation.write(self._room(request), may_change=rendering.template.has_thoughts)
-        finish = self._write(job, request, pieces, reply, counts)
+        job.emit({"kind": "read"})
+        written = self._write(job, pieces, reply)
         # the message in the form in which the client will send it back
         message = dict(reply.message)
         message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
@@ -203,7 +188,34 @@ class Slot:
             resumer.leave()
         else:
             resumer.keep(history, request.messages, message, tools)
-        self._end(job, request, reply, finish, counts)
+        self._end(job, request, reply, prompt, written)
+
+    def _read_chat(
+        self, job: Job, request: ChatRequest, resumer: Resumer, tools: list[dict[str, Any]], history: History
+    ) -> PromptRead | None:
+        """Read the part of a chat that is not cached. Return None if reading was stopped.
+
+        tools: the tools in the prompt.
+        """
+        started, conversation = time.perf_counter(), resumer.conversation
+        tokens = resumer.begin(request.messages, tools, history)
+        conversation.hold_header()
+        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
+        self._check_length(n_all)
+        n_prompt = n_all - conversation.header.n_left_out
+        job.prompt_counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
+        tokens = resumer.read_start(tokens, request.messages, history)
+        if not self.writer.stop:
+            keeps_thought = bool(tools) and request.sends_thoughts and resumer.rendering.template.has_thoughts
+            tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
+        if self.writer.stop or not conversation.read_prompt(tokens):
+            return None
+        if self.engine.checkpoints.are_small:
+            # keep the state before the reply, because the client may send back another reply
+            self.engine.checkpoints.take()
+        # `job.prompt_counts` was set before reading; since then, the engine may have read cached tokens again
+        n_cached = max(resumer.n_cached - self.writer.n_reread, 0)
+        return {"n_prompt": n_prompt, "n_cached": n_cached, "read_s": time.perf_counter() - started}
 
     def _chats_resumer(self) -> Resumer:
         if not self._resumer:
@@ -220,19 +232,20 @@ class Slot:
         self.writer.reset()
         tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
-        job.counts = {"n_prompt": len(tokens), "n_cached": 0}
+        job.prompt_counts = {"n_prompt": len(tokens), "n_cached": 0}
         is_scored = request.echo and request.logprobs is not None
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
         if not self.writer.read(tokens, self._scoring(tokens, text, request) if is_scored else None):
             return
-        counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": time.perf_counter() - started}
+        prompt_read: PromptRead = {**job.prompt_counts, "read_s": time.perf_counter() - started}
         self.writer.sampler.start(0)
         reply = Reply()
+        job.emit({"kind": "read"})
         if request.echo:
-            job.emit("piece", deltas=reply.repeat(text), logprobs=self._new_logprobs())
-        finish = self._write(job, request, self._continued(request, is_scored), reply, counts)
-        self._end(job, request, reply, finish, counts)
+            self._emit_piece(job, reply.repeat(text))
+        written = self._write(job, self._continued(request, is_scored), reply)
+        self._end(job, request, reply, prompt_read, written)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
         """Return a function that lists the log-probabilities of a step's tokens. Call it after each step.
@@ -264,16 +277,14 @@ class Slot:
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
-    def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply, counts: dict[str, Any]) -> str:
-        """Write the reply, and emit an event for each piece. Returns OpenAI's finish reason."""
+    def _write(self, job: Job, pieces: Pieces, reply: Reply) -> Written:
+        """Write the reply, and emit an event for each piece."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
-        job.emit("read", **counts)
         try:
             with self._batcher.writing(self.engine), closing(pieces):
                 for piece in pieces:
-                    deltas = reply.feed(piece, self.writer.n_written)
-                    job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
+                    self._emit_piece(job, reply.feed(piece, self.writer.n_written))
                     if reply.is_done:
                         break
         except StreamEnd:
@@ -281,16 +292,16 @@ class Slot:
             if not self.writer.n_written:
                 raise
             is_full = True
-        deltas = reply.end(self.writer.n_written)
-        counts |= {
+        self._emit_piece(job, reply.end(self.writer.n_written))
+        return {
+            "finish": reply.finish(is_full or self.writer.is_cut),
+            "stopped_by": self.writer.stopped_by,
             "n_written": self.writer.n_written,
             "n_thought": reply.n_thought,
             "write_s": time.perf_counter() - started,
             "n_drafted": self.writer.n_drafted - before[0],
             "n_accepted": self.writer.n_accepted - before[1],
         }
-        job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
-        return reply.finish(is_full or self.writer.is_cut)
 
     def _start(
         self, job: Job, request: Request, shown: frozenset[int] = frozenset(), rules: Rules | None = None
@@ -328,16 +339,16 @@ class Slot:
                 self._batcher.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 stop_if_cancelled()
             if n_all > 1:
-                now = {"n_past": self.engine.n_past, "seconds": time.perf_counter() - began}
-                job.emit("reading", n_read=n_read, n_all=n_all, **now)
+                seconds, n_past = time.perf_counter() - began, self.engine.n_past
+                job.emit(Reading(kind="reading", n_read=n_read, n_all=n_all, n_past=n_past, seconds=seconds))
 
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         stop_if_cancelled()
 
-    def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Return the entries that were appended to `_logprobs` since the last call."""
+    def _emit_piece(self, job: Job, deltas: list[Delta]) -> None:
+        """Emit deltas, and the entries that were appended to `_logprobs` since the last piece."""
         records, self._logprobs = self._logprobs, []
-        return records
+        job.emit({"kind": "piece", "deltas": deltas, "logprobs": records})
 
     def _check_length(self, n: int) -> None:
         self._n_request = n
@@ -354,13 +365,13 @@ class Slot:
         """True if a request and its answer must fit in the context."""
         return self.overflow == "error" or not self.engine.policy.slack
 
-    def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Emit the last event: the message, the reason why it ended, and the numbers that `_held` returns."""
+    def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
+        """Emit the last event."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
-        held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
-        stop = self.writer.stopped_by
-        job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
+        kvtool = _cache_numbers(self.writer, request.n_share)
+        kvtool |= {name: note for name, note in notes.items() if note}
+        job.emit({"kind": "end", "message": reply.message, "kvtool": kvtool, **prompt, **written})
 
 
 def _banned(model: Model, request: Request) -> set[int]:
@@ -420,14 +431,14 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
     )
 
 
-def _held(writer: Writer, n_share: int) -> dict[str, Any]:
+def _cache_numbers(writer: Writer, n_share: int) -> dict[str, Any]:
     """Return numbers about the cache, such as the tokens in the cache, in the archive and in neither.
 
     If n_share is not 0, also list the texts of the last n_share tokens. For each token, list the share of
     rows that hold it, and whether the archive has it. There is one row for each KV head of each layer.
     """
     engine = writer.engine
-    held: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "tokens": engine.n_past,
         "held": round(engine.mean_live, 1),
         "archived": engine.n_archived,
@@ -440,9 +451,9 @@ def _held(writer: Writer, n_share: int) -> dict[str, Any]:
     if n_share:
         tokens = writer.tokens[-n_share:]
         first = engine.n_past - len(tokens)
-        held["share"] = {
+        numbers["share"] = {
             "text": holdings.texts(engine.model, tokens),
             "held": engine.cells().share()[first:].round(3).tolist(),
             "archived": holdings.is_archived(engine)[first:].tolist(),
         }
-    return held
+    return numbers

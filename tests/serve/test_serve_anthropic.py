@@ -288,17 +288,17 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
 
     def engine(job, fails=False):
         a_while()
-        job.counts = counts
+        job.prompt_counts = counts
         a_while()
-        job.emit("read", **counts)
-        job.emit("piece", deltas=deltas, listed=[])
+        job.emit({"kind": "read"})
+        job.emit({"kind": "piece", "deltas": deltas})
         # pieces without deltas send no event to the client, so the server must send pings in this time
-        a_while(lambda: job.emit("piece", deltas=[], listed=[]))
+        a_while(lambda: job.emit({"kind": "piece", "deltas": []}))
         if fails:
-            job.emit("error", error=ApiError("stopped", status=503))
+            job.emit({"kind": "error", "error": ApiError("stopped", status=503)})
         else:
-            end = {"finish": "tool_calls", "stopped_by": "", "held": {}, "read_s": 1, "write_s": 1}
-            job.emit("end", message={}, n_written=7, **end, **counts)
+            end = {"finish": "tool_calls", "stopped_by": "", "kvtool": {}, "read_s": 1, "write_s": 1}
+            job.emit({"kind": "end", "message": {}, "n_written": 7, **end, **counts})
 
     def streamed(engine):
         body = ASKED | {"stream": True, "system": [text("Be.")]}

@@ -264,12 +264,12 @@ def test_an_origin_that_no_browser_sends_is_refused():
         assert "--allow-origin must be like https://example.com, without a path, or *" in done.stderr
 
 
-END = {"message": {"role": "assistant", "content": "x"}, "finish": "stop", "stopped_by": "", "held": {}}
+END = {"message": {"role": "assistant", "content": "x"}, "finish": "stop", "stopped_by": "", "kvtool": {}}
 COUNTS = {"n_prompt": 1200, "n_cached": 1000, "read_s": 0.26, "write_s": 1.5, "n_written": 30, "n_thought": 0}
 
 
 def write(job):
-    job.emit("end", n_drafted=0, n_accepted=0, **END, **COUNTS)
+    job.emit({"kind": "end", "n_drafted": 0, "n_accepted": 0, **END, **COUNTS})
 
 
 def test_each_request_is_a_line_in_the_log():
@@ -308,8 +308,8 @@ def test_the_log_says_that_a_stop_of_the_server_cut_an_answer(stream):
     lines, content = [], BODY[:-1] + b', "stream": true}' if stream else BODY
 
     def stopping(job):
-        job.emit("piece", deltas=[{"content": "x"}], listed=[])
-        job.emit("error", error=ApiError("the server is stopping", status=503))
+        job.emit({"kind": "piece", "deltas": [{"content": "x"}]})
+        job.emit({"kind": "error", "error": ApiError("the server is stopping", status=503)})
 
     send("/v1/chat/completions", "POST", content=content, engine=stopping, log=lines.append)
     (line,) = lines
@@ -323,7 +323,7 @@ def test_the_log_says_that_a_client_has_gone():
 
     async def answering():
         job = await asyncio.to_thread(waiting.get)
-        job.emit("piece", deltas=[{"content": "x"}], listed=[])
+        job.emit({"kind": "piece", "deltas": [{"content": "x"}]})
 
     async def goes():
         parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}'}]

@@ -219,7 +219,7 @@ def test_an_answer_fits_its_strict_schema(ask, what):
         del schema["properties"]["e"]["type"]
     for seed in range(6):
         end = ask(seed, response_format=of_schema(schema, strict=True))
-        assert "remarks" not in end["held"]
+        assert "remarks" not in end["kvtool"]
         jsonschema.validate(json.loads(end["message"]["content"]), schema)
 
 
@@ -245,7 +245,7 @@ def test_what_is_not_enforced_is_in_the_answer_and_an_error_if_strict(ask):
     }
     end = ask(response_format=of_schema(schema))
     place = "response_format.json_schema.schema.properties.a.uniqueItems"
-    assert end["held"]["remarks"] == [f"{place}: uniqueItems cannot be enforced"]
+    assert end["kvtool"]["remarks"] == [f"{place}: uniqueItems cannot be enforced"]
     json.loads(end["message"]["content"])
     with pytest.raises(ApiError, match="uniqueItems cannot be enforced") as caught:
         ask(response_format=of_schema(schema, strict=True))
@@ -308,7 +308,7 @@ def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_le
     (call,) = end["message"]["tool_calls"]
     assert isinstance(json.loads(call["function"]["arguments"])["x"], str)
     place = "tools[1].function.parameters.properties.x.pattern"
-    assert end["held"]["remarks"] == [f"{place}: pattern cannot be enforced"]
+    assert end["kvtool"]["remarks"] == [f"{place}: pattern cannot be enforced"]
 
 
 @pytest.mark.engine

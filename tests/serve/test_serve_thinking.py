@@ -142,7 +142,7 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
 def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
     checked = wish(**fields)
     assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
-    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
+    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
     assert remark.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
@@ -172,7 +172,7 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
     assert serve.prompt.endswith(f"assistant\n{EMPTY}")
     # the stored chat has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
-    assert "remarks" not in end["held"]
+    assert "remarks" not in end["kvtool"]
     # the next request does not turn thinking off, so the model thinks again
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
@@ -208,7 +208,7 @@ def test_efforts_and_any_variable_reach_the_template(serve, api, more, shown):
     ],
 )
 def test_an_answer_says_what_the_template_does_not_take(serve, source, api, more, remark):
-    (actual,) = serve(source)(USER, "Yes.", api, **more)["held"]["remarks"]
+    (actual,) = serve(source)(USER, "Yes.", api, **more)["kvtool"]["remarks"]
     assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
@@ -235,7 +235,7 @@ def test_a_chat_goes_on_under_another_effort_where_only_the_header_changes(serve
         more = {"chat_template_kwargs": {"enable_thinking": False}} if off else {}
         end = serve(chat, f"It is {turn}." if off else f"</think>It is {turn}.", **more)
         assert end["n_cached"] == n_before
-        n_before = end["held"]["tokens"]
+        n_before = end["kvtool"]["tokens"]
         chat += [end["message"], {"role": "user", "content": "And?"}]
 
 
@@ -247,7 +247,7 @@ def test_a_chat_is_another_one_under_variables_that_change_its_beginning(serve, 
     end = serve(chat, "</think>Yes.", reasoning_effort="high")
     assert end["n_cached"] == 0
     assert serve.text.startswith("high none")
-    n = end["held"]["tokens"]
+    n = end["kvtool"]["tokens"]
     chat += [end["message"], {"role": "user", "content": "And?"}]
     assert serve(chat, "</think>Yes.", reasoning_effort="high")["n_cached"] == n
 
@@ -457,7 +457,7 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
         # between tool calls, the thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
-            assert event["n_cached"] == before["held"]["tokens"]
+            assert event["n_cached"] == before["kvtool"]["tokens"]
         # At the user's next message, the template drops the thoughts. The server reads again everything
         # after the start of the first thought.
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
@@ -468,7 +468,7 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
         # server stores replies without thoughts.
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
-            assert event["n_cached"] == before["held"]["tokens"]
+            assert event["n_cached"] == before["kvtool"]["tokens"]
 
 
 THOUGHTS = {
@@ -505,7 +505,7 @@ def test_a_chat_without_tools_is_taken_for_one_whose_client_keeps_thoughts(serve
     serve = serve(KEEPS.replace("%OPEN%", "<think>\n"))
     end = serve(USER, "Hm.\n</think>\n\nYes.")
     reply = {"role": "assistant", "content": end["message"]["content"]}
-    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["held"]["tokens"]
+    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["kvtool"]["tokens"]
 
 
 def test_reasoning_items_belong_to_the_reply_behind_them(serve):

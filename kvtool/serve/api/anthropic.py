@@ -11,6 +11,7 @@ from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
 from kvtool.serve.api.requests import MOST_STOPS
+from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")
 """Fields that only Anthropic's servers can support. They are refused."""
@@ -296,7 +297,7 @@ class AnthropicBodies(AnswerBodies):
         id = f"msg_{secrets.token_hex(12)}"
         super().__init__(policy, {"id": id, "type": "message", "role": "assistant", "model": model})
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message, content = end["message"], []
         thought = message.get("reasoning_content")
         if thought and not self._hides_thoughts:
@@ -305,14 +306,15 @@ class AnthropicBodies(AnswerBodies):
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", []):
             content.append(_call_block(call) | {"input": json.loads(call["function"]["arguments"])})
-        return self._common | {"content": content, **_stop(end), "usage": self._usage(end), **self._held(end)}
+        usage = self._usage(end, end["n_written"])
+        return self._common | {"content": content, **_stop(end), "usage": usage, **self._kvtool(end)}
 
-    def begun(self, counts: Body | None) -> list[str]:
-        if self._has_begun or not counts:
+    def begun(self, prompt: PromptCounts | None) -> list[str]:
+        if self._has_begun or not prompt:
             return []
         self._has_begun = True
         empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._common | empty | {"usage": self._usage(counts)}
+        message = self._common | empty | {"usage": self._usage(prompt)}
         return [server_event("message_start", message=message)]
 
     def ping(self) -> str:
@@ -332,11 +334,11 @@ class AnthropicBodies(AnswerBodies):
                 lines.append(self._delta(type="input_json_delta", partial_json=arguments))
         return lines
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
-        usage = self._usage(end)
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
+        usage = self._usage(end, end["n_written"])
         return [
             *self._close(),
-            server_event("message_delta", delta=_stop(end), usage=usage, **self._held(end)),
+            server_event("message_delta", delta=_stop(end), usage=usage, **self._kvtool(end)),
             server_event("message_stop"),
         ]
 
@@ -367,10 +369,10 @@ class AnthropicBodies(AnswerBodies):
     def _delta(self, **delta: str) -> str:
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
-    def _usage(self, counts: Body) -> Body:
+    def _usage(self, prompt: PromptCounts, n_written: int = 0) -> Body:
         """Return the usage. Each token of the prompt is counted in exactly one of the first three numbers."""
-        n_cached = counts["n_cached"]
-        n_read = counts["n_prompt"] - n_cached
+        n_cached = prompt["n_cached"]
+        n_read = prompt["n_prompt"] - n_cached
         # every token that is read is also written to the cache; count it as written only for clients that
         # use "cache_control"
         n_created = n_read if self._reports_writes else 0
@@ -378,7 +380,7 @@ class AnthropicBodies(AnswerBodies):
             "input_tokens": n_read - n_created,
             "cache_creation_input_tokens": n_created,
             "cache_read_input_tokens": n_cached,
-            "output_tokens": counts.get("n_written", 0),
+            "output_tokens": n_written,
         }
 
 
@@ -386,7 +388,7 @@ def _call_block(call: Body) -> Body:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def _stop(end: Body) -> Body:
+def _stop(end: End) -> Body:
     """Return the fields that say why an answer ended."""
     sequence = (end["finish"] == "stop" and end["stopped_by"]) or None
     reason = "stop_sequence" if sequence else _FINISH.get(end["finish"], "end_turn")

@@ -10,6 +10,7 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, shown, wrong
+from kvtool.serve.events import End
 
 _STORED = ("previous_response_id", "conversation")
 """Fields that refer to messages that OpenAI's servers store. They are refused."""
@@ -168,7 +169,7 @@ def _full_name(group: object, name: object) -> object:
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
-def _status(end: Body) -> str:
+def _status(end: End) -> str:
     return "incomplete" if end["finish"] == "length" else "completed"
 
 
@@ -225,7 +226,7 @@ class ResponseBodies(AnswerBodies):
         # do not send calls here, because `last` sends them
         return []
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
         if self._item and self._item["type"] == "message":
             self._item["content"][0]["logprobs"] += logprobs or []
         lines = self._close(_status(end))
@@ -236,7 +237,7 @@ class ResponseBodies(AnswerBodies):
     def failed(self, error: ApiError) -> list[str]:
         return [self._event("error", code=error.code, message=error.message, param=error.param)]
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message = end["message"]
         if thought := message.get("reasoning_content"):
             self._output.append(_text_item("reasoning", "completed", thought))
@@ -307,7 +308,7 @@ class ResponseBodies(AnswerBodies):
         item = {"id": _id("fc"), "type": "function_call", "status": "completed", "call_id": call["id"]}
         return {**item, **name, "arguments": function["arguments"]}
 
-    def _done(self, end: Body) -> Body:
+    def _done(self, end: End) -> Body:
         is_cut = end["finish"] == "length"
         n_prompt, n = end["n_prompt"], end["n_written"]
         return self._common | {
@@ -325,7 +326,7 @@ class ResponseBodies(AnswerBodies):
                 "output_tokens_details": {"reasoning_tokens": end["n_thought"]},
                 "total_tokens": n_prompt + n,
             },
-            **self._held(end),
+            **self._kvtool(end),
         }
 
     def _item_event(self, change: str, item: Body) -> str:

@@ -24,6 +24,7 @@ from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields, wrong
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
+from kvtool.serve.events import Event
 from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
@@ -237,7 +238,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
         raise
 
 
-async def _next_event(job: Job, skipped: tuple[str, ...]) -> Body | None:
+async def _next_event(job: Job, skipped: tuple[str, ...]) -> Event | None:
     """Return the next event whose kind is not in `skipped`; None if a ping is due before this event."""
     try:
         return await asyncio.wait_for(job.next_event(*skipped), PING_S)
@@ -265,40 +266,44 @@ class _Streamed(StreamingResponse):
 
 async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
     """Return an answer that is not streamed."""
-    logprobs: list[Body] = []
+    logprobs: list[Body] | None = None if request.logprobs is None else []
     while True:
-        event = await job.next_event("reading")
+        event = await job.next_event()
         if event["kind"] == "error":
             raise event["error"]
-        logprobs += event.get("logprobs", [])
+        if event["kind"] == "piece" and logprobs is not None:
+            logprobs += event["logprobs"]
         if event["kind"] == "end":
             job.end = event
             site.counts.add(event)
-            return JSONResponse(bodies.whole(None if request.logprobs is None else logprobs, event))
+            return JSONResponse(bodies.whole(logprobs, event))
 
 
 async def _stream(
-    site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Body | None
+    site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Event | None
 ) -> AsyncIterator[str]:
     """Yield the lines of an answer that is streamed. first: the first event, or None to begin with a ping."""
     skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
     # log-probabilities of tokens whose text has not been sent yet; None if none were requested
     logprobs: list[Body] | None = None if request.logprobs is None else []
-    event, sent_at = first or {"kind": "read"}, time.monotonic()
+    event, sent_at = first, time.monotonic()
     while True:
-        lines += bodies.begun(job.counts)
-        if event["kind"] == "reading":
-            lines += bodies.progress(job.counts, event)
-        if logprobs is not None:
-            logprobs += event.get("logprobs", [])
-        for delta in event.get("deltas", []):
-            lines += bodies.piece(delta, logprobs)
-            logprobs = None if logprobs is None else []
-        if event["kind"] == "error":
+        lines += bodies.begun(job.prompt_counts)
+        if event is None:
+            lines.append(bodies.ping())
+        elif event["kind"] == "reading":
+            lines += bodies.progress(job.prompt_counts, event)
+        elif event["kind"] == "piece":
+            if logprobs is not None:
+                logprobs += event["logprobs"]
+            for delta in event["deltas"]:
+                lines += bodies.piece(delta, logprobs)
+                logprobs = None if logprobs is None else []
+        elif event["kind"] == "error":
             job.error = event["error"]
             lines += bodies.failed(event["error"])
-        if event["kind"] == "end":
+        elif event["kind"] == "end":
             job.end = event
             site.counts.add(event)
             lines += bodies.last(logprobs, event)
@@ -308,12 +313,9 @@ async def _stream(
         for line in lines:
             sent_at = time.monotonic()
             yield line
-        if event["kind"] in ("end", "error"):
+        if event and event["kind"] in ("end", "error"):
             return
-        lines = []
-        while (next_event := await _next_event(job, skipped)) is None:
-            yield "".join([*bodies.begun(job.counts), bodies.ping()])
-        event = next_event
+        lines, event = [], await _next_event(job, skipped)
 
 
 # other routes
