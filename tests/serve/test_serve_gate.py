@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 
+from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.http import app, gate
 from kvtool.serve.http.app import Site
@@ -133,11 +134,12 @@ def test_long_bodies_and_texts_do_not_hold_up_the_event_loop(monkeypatch):
         return threads.pop() is threading.main_thread()
 
     monkeypatch.setattr(gate, "parsed", noted(gate.parsed))
+    monkeypatch.setattr(requests, "chat", noted(requests.chat))
     post(BODY)
-    assert thread()
+    assert [thread(), thread()] == [True, True]
     for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):
         assert post(content, encoding)[0] == 200
-        assert not thread()
+        assert [thread(), thread()] == [False, False]
     tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: "a")}
     for path, content in (("tokenize", b'{"content": "a"}'), ("detokenize", b'{"tokens": [1]}')):
         assert send(f"/{path}", "POST", content=content, **tokenizer).status_code == 200

@@ -121,11 +121,11 @@ def make(site: Site) -> Starlette:
     routes = [
         # the page needs no key, because it asks the user for the key
         route("/", _page, is_open=True),
-        route("/v1/chat/completions", _chat, "POST"),
-        route("/v1/completions", _text, "POST"),
-        route("/v1/responses", _response, "POST"),
+        route("/v1/chat/completions", _chat_completions, "POST"),
+        route("/v1/completions", _completions, "POST"),
+        route("/v1/responses", _responses, "POST"),
         route("/v1/responses/input_tokens", _count_response, "POST"),
-        route("/v1/messages", _message, "POST"),
+        route("/v1/messages", _messages, "POST"),
         route("/v1/messages/count_tokens", _count_message, "POST"),
         route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
@@ -162,39 +162,48 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
 # answers
 
 
-async def _chat(site: Site, http: HttpRequest) -> Response:
-    request = _chat_request(site, http, await gate.body(site.limits, http))
+async def _chat_completions(site: Site, http: HttpRequest) -> Response:
+    request = await gate.checked(site.limits, http, lambda body: _chat_request(site, http, body))
     bodies = CompletionBodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
-async def _text(site: Site, http: HttpRequest) -> Response:
-    request = requests.text(await gate.body(site.limits, http), site.defaults)
+async def _completions(site: Site, http: HttpRequest) -> Response:
+    request = await gate.checked(site.limits, http, lambda body: requests.text(body, site.defaults))
     bodies = CompletionBodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
-async def _response(site: Site, http: HttpRequest) -> Response:
-    body = await gate.body(site.limits, http)
-    request = _chat_request(site, http, *responses.as_chat(body))
-    return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
+async def _responses(site: Site, http: HttpRequest) -> Response:
+    def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
+        request = _chat_request(site, http, *responses.as_chat(body))
+        return request, ResponseBodies(site.model, site.policy, body)
+
+    return await _answer(site, http, *await gate.checked(site.limits, http, check))
 
 
-async def _message(site: Site, http: HttpRequest) -> Response:
-    body = await gate.body(site.limits, http)
-    request = _chat_request(site, http, *anthropic.as_chat(body))
-    return await _answer(site, http, request, AnthropicBodies(site.model, site.policy, body, http.state.id))
+async def _messages(site: Site, http: HttpRequest) -> Response:
+    def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
+        request = _chat_request(site, http, *anthropic.as_chat(body))
+        return request, AnthropicBodies(site.model, site.policy, body, http.state.id)
+
+    return await _answer(site, http, *await gate.checked(site.limits, http, check))
 
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
-    chat = responses.as_chat(await gate.body(site.limits, http))
-    n = await _counted(site, http, _chat_request(site, http, *chat))
+    def check(body: Any) -> ChatRequest:
+        return _chat_request(site, http, *responses.as_chat(body))
+
+    n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
 
 async def _count_message(site: Site, http: HttpRequest) -> Response:
-    chat = anthropic.as_chat(await gate.body(site.limits, http), is_counted=True)
-    return JSONResponse({"input_tokens": await _counted(site, http, _chat_request(site, http, *chat))})
+    def check(body: Any) -> ChatRequest:
+        return _chat_request(site, http, *anthropic.as_chat(body, is_counted=True))
+
+    n = await _counted(site, http, await gate.checked(site.limits, http, check))
+    return JSONResponse({"input_tokens": n})
 
 
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
@@ -360,7 +369,7 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
-    fields = Fields(await gate.body(site.limits, http))
+    fields = await gate.checked(site.limits, http, Fields)
     # vLLM uses the names "prompt" and "add_special_tokens"
     content = next((text for text in map(fields.text, ("content", "prompt")) if text is not None), None)
     if content is None:
@@ -380,9 +389,13 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
-    tokens = Fields(await gate.body(site.limits, http)).pop("tokens")
-    if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-        raise ApiError("tokens must be a list of whole numbers", param="tokens")
+    def check(body: Any) -> list[int]:
+        tokens = Fields(body).pop("tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+            raise ApiError("tokens must be a list of whole numbers", param="tokens")
+        return tokens
+
+    tokens = await gate.checked(site.limits, http, check)
     assert site.detokenize
     text = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
     return JSONResponse({"content": text, "prompt": text})

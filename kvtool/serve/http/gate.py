@@ -6,8 +6,9 @@ import asyncio
 import hmac
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import parsed, shown
 
+_T = TypeVar("_T")
+
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Pattern of origins that are always allowed: pages from this machine may send requests."""
 
@@ -27,7 +30,7 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 """Content encodings of request bodies that can be decoded."""
 
 _SMALL = 2**16
-"""Maximum number of bytes of a body that the main thread parses. Another thread parses longer bodies."""
+"""Maximum number of bytes of a body that the main thread parses and checks."""
 
 _PIECE = 2**10
 """Number of encoded bytes that are decoded at once. At the end of each part of gzip data, the decoder copies
@@ -156,8 +159,11 @@ def client(http: Request) -> str:
     return id or (http.client.host if http.client else "")
 
 
-async def body(limits: Limits, http: Request) -> Any:
-    """Return the JSON of a request. Raises ApiError."""
+async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> _T:
+    """Return the result of `check`, which is called with the JSON of a request. Raises ApiError.
+
+    A long body is parsed and checked in another thread.
+    """
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_ENCODINGS):
         raise ApiError(
@@ -170,13 +176,14 @@ async def body(limits: Limits, http: Request) -> Any:
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
     if encoding not in _ENCODINGS and len(data) <= _SMALL:
-        return parsed(data)
+        return check(parsed(data))
+
+    def work() -> _T:
+        is_encoded = encoding in _ENCODINGS
+        return check(parsed(_decoded(data, encoding, limits.most_bytes) if is_encoded else data))
+
     # use another thread, because large data take time, and decoded data can be a thousand times as long
-    return await asyncio.to_thread(_parsed, data, encoding, limits.most_bytes)
-
-
-def _parsed(data: bytes, encoding: str, most: int) -> Any:
-    return parsed(_decoded(data, encoding, most) if encoding in _ENCODINGS else data)
+    return await asyncio.to_thread(work)
 
 
 async def _bytes(limits: Limits, http: Request) -> bytes:
