@@ -184,7 +184,7 @@ class Slot:
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the stream has a call that the client did not get, so later requests cannot continue the stream
+            # the client did not get all of the stream, so later requests cannot continue it
             resumer.leave()
         else:
             resumer.keep(history, request.messages, message, tools)
@@ -292,9 +292,10 @@ class Slot:
             if not self.writer.n_written:
                 raise
             is_full = True
-        self._emit_piece(job, reply.end(self.writer.n_written))
+        is_cut = is_full or self.writer.is_cut
+        self._emit_piece(job, reply.end(self.writer.n_written, is_cut=is_cut))
         return {
-            "finish": reply.finish(is_full or self.writer.is_cut),
+            "finish": reply.finish(is_cut),
             "stopped_by": self.writer.stopped_by,
             "n_written": self.writer.n_written,
             "n_thought": reply.n_thought,
