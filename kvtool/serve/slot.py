@@ -379,7 +379,7 @@ def _banned(model: Model, request: Request) -> set[int]:
     """Return the tokens that the answer must not have. Raises ApiError for tokens not in the vocabulary."""
     for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
         if max(tokens, default=0) >= model.n_vocab:
-            raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
+            raise ApiError.at(name, f"must have tokens in 0..{model.n_vocab - 1}")
     banned = set(range(model.n_vocab)) - {*request.allowed} if request.allowed else set()
     return banned | {*model.ends} if request.ignores_end else banned
 
@@ -409,11 +409,11 @@ def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
     if isinstance(prompt, str):
         tokens = model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
     elif prompt and (min(prompt) < 0 or max(prompt) >= model.n_vocab):
-        raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
+        raise ApiError.at("prompt", f"must have tokens in 0..{model.n_vocab - 1}")
     else:
         tokens = np.array(prompt, np.int32)
     if not len(tokens):
-        raise ApiError("prompt must have at least one token", param="prompt")
+        raise ApiError.at("prompt", "must have at least one token")
     return tokens
 
 

@@ -60,7 +60,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         add(where, {"role": "system", "content": need_text(block, "text", where)})
     asked = need(fields.pop("messages"), list, "messages")
     if not asked:
-        raise ApiError("messages must have at least one message", param="messages")
+        raise ApiError.at("messages", "must have at least one message")
     given = fields.pop("tools")
     tools = [] if given is None else _tools(given, places)
     functions = _functions(tools)
@@ -100,13 +100,13 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
     as "messages[2]", for errors.
     """
     if n_max is None:
-        raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
+        raise ApiError.at("max_tokens", "is missing: it is the most tokens of the answer")
     if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-        raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
+        raise ApiError.at(last, "must be followed by the results of its tool_use blocks")
     content = messages[-1]["content"]
     if messages[-1]["role"] == "assistant" and content != content.rstrip():
         # models continue badly after white space; Anthropic's server refuses it too
-        raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
+        raise ApiError.at(last, "must not end with white space, as it is continued")
 
 
 def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Iterator[tuple[str, Body]]:
@@ -118,7 +118,7 @@ def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Itera
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(f"{where}.role must be user or assistant, got {shown(role)}", param=f"{where}.role")
+        raise ApiError.at(f"{where}.role", f"must be user or assistant, got {shown(role)}")
     kinds = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
     texts, calls, thoughts, n_result = [], [], [], 0
     for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ()))):
@@ -155,11 +155,8 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
         if kind not in kinds:
             *first, last = kinds
             allowed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
-            raise ApiError(
-                f"{at} is of type {shown(kind)}; only {allowed} allowed here",
-                param=at,
-                code="unsupported_content",
-            )
+            fault = f"is of type {shown(kind)}; only {allowed} allowed here"
+            raise ApiError.at(at, fault, "unsupported_content")
         yield at, block
 
 
@@ -187,8 +184,7 @@ def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
     """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
     name = need_text(block, "tool_name", where)
     if name not in functions:
-        where += ".tool_name"
-        raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
+        raise ApiError.at(f"{where}.tool_name", f"must be the name of a tool in tools, got {shown(name)!r}")
     definition = {key: value for key, value in functions[name].items() if value is not None}
     return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
 
@@ -235,14 +231,9 @@ def _choice(value: object, tools: list[Any]) -> object:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise ApiError(
-            f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", param="tool_choice.type"
-        )
+        raise ApiError.at("tool_choice.type", f"must be auto, any, tool or none, got {shown(kind)}")
     if kind == "any" and not tools:
-        raise ApiError(
-            "tool_choice.type must not be any without a tool that has an input_schema",
-            param="tool_choice.type",
-        )
+        raise ApiError.at("tool_choice.type", "must not be any without a tool that has an input_schema")
     return _CHOICES[kind]
 
 
@@ -253,7 +244,7 @@ def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
     if given is None:
         return where, None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise ApiError(f"{where}.type must be json_schema", param=f"{where}.type")
+        raise ApiError.at(f"{where}.type", "must be json_schema")
     return f"{where}.schema", need(given.get("schema"), dict, f"{where}.schema")
 
 

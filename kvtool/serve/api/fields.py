@@ -237,7 +237,7 @@ class Fields:
         except OverflowError:
             value = math.inf
         if not math.isfinite(value):
-            raise ApiError(f"{name} must be a finite number", param=name)
+            raise ApiError.at(name, "must be a finite number")
         return value
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class Fields:
             raise wrong(name, "a string or a list of strings", value)
         need_texts(texts, name)
         if len(texts) > most:
-            raise ApiError(f"{name} takes at most {most} strings, got {len(texts)}", param=name)
+            raise ApiError.at(name, f"takes at most {most} strings, got {len(texts)}")
         return tuple(texts)
 
     def refuse(self, names: Iterable[str], hint: str = "remove it") -> None:
@@ -279,7 +279,7 @@ class Fields:
     def _refuse(self, name: str, neutral: tuple[Any, ...], hint: str) -> None:
         value = self.pop(name)
         if value is not None and value not in neutral:
-            raise ApiError(f"{name} is not supported; {hint}", param=name, code="unsupported_parameter")
+            raise ApiError.at(name, f"is not supported; {hint}", "unsupported_parameter")
 
 
 _NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
@@ -309,13 +309,11 @@ def need_whole(value: object, where: str, low: int, high: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):
-        raise ApiError(
-            f"{where} must be a whole number, got {shown(value)}", param=where, code="invalid_type"
-        )
+        raise ApiError.at(where, f"must be a whole number, got {shown(value)}", "invalid_type")
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong(where, "a whole number", value)
     if not low <= value <= high:
-        raise ApiError(f"{where} must be in {low}..{high}, got {shown(value)}", param=where)
+        raise ApiError.at(where, f"must be in {low}..{high}, got {shown(value)}")
     return value
 
 
@@ -330,8 +328,8 @@ def wrong(name: str, needed: str, value: object) -> ApiError:
     A null field counts as missing. A null item of a list counts as a value of the wrong type.
     """
     if value is None and not name.endswith("]"):
-        return ApiError(f"{name} is missing", param=name)
-    return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
+        return ApiError.at(name, "is missing")
+    return ApiError.at(name, f"must be {needed}, got {kind_of(value)}", "invalid_type")
 
 
 def kind_of(value: object) -> str:

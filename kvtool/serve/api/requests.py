@@ -198,13 +198,11 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     choice = check_choice(fields.pop("tool_choice"), tools)
     choice = replace(choice, one_call=not fields.flag("parallel_tool_calls", True))
     if begun and choice.kind == "required":
-        raise ApiError(
-            "tool_choice must be auto or none if the last message is continued", param="tool_choice"
-        )
+        raise ApiError.at("tool_choice", "must be auto or none if the last message is continued")
     has_logprobs = fields.flag("logprobs")
     n_top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if n_top and not has_logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise ApiError.at("top_logprobs", "needs logprobs to be true")
     key = fields.text("prompt_cache_key")
     thinking_options = thinking.check(fields, defaults.thinking)
     common = _common(fields, defaults)
@@ -237,13 +235,13 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
     last = checked[-1]
     fits = last["role"] == "assistant" and "tool_calls" not in last and len(checked) > 1
     if given and continues and not fits:
-        raise ApiError(
-            f"{given[0]} needs a last message of the assistant, without calls, that follows another message",
-            param=given[0],
+        raise ApiError.at(
+            given[0], "needs a last message of the assistant, without calls, that follows another message"
         )
     if not fields.flag("add_generation_prompt", True) and not (continues and fits):
-        name = "add_generation_prompt"
-        raise ApiError(f"{name} must be true unless a last message of the assistant is continued", param=name)
+        raise ApiError.at(
+            "add_generation_prompt", "must be true unless a last message of the assistant is continued"
+        )
     text: str = checked.pop()["content"] if continues and fits else ""
     return text
 
@@ -275,7 +273,7 @@ def _prompt(value: object) -> str | list[int]:
     if isinstance(value, list) and all(type(each) is int for each in value):
         return value
     if isinstance(value, list):
-        raise ApiError("prompt must be one text: kvtool answers one prompt per request", param="prompt")
+        raise ApiError.at("prompt", "must be one text: kvtool answers one prompt per request")
     raise wrong("prompt", "a string", value)
 
 
@@ -283,7 +281,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """Return the fields of `Request` except `logprobs` and `places`. Raises ApiError."""
     for name in ("n", "n_cmpl", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
-            raise ApiError(f"{name} must be 1: kvtool writes one answer a request", param=name)
+            raise ApiError.at(name, "must be 1: kvtool writes one answer a request")
     check_model(fields.text("model"), defaults)
     stream_options = fields.mapping("stream_options") or {}
     stream = fields.flag("stream")
@@ -385,7 +383,6 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
             token, bias = pair
             biases.append((int(token), -inf if bias is False else float(bias)))
         except (TypeError, ValueError, OverflowError):
-            raise ApiError(
-                f"logit_bias must have pairs of a token and a number, got {shown(pair)}", param="logit_bias"
-            ) from None
+            fault = f"must have pairs of a token and a number, got {shown(pair)}"
+            raise ApiError.at("logit_bias", fault) from None
     return tuple(biases)

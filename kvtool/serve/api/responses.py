@@ -49,7 +49,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     else:
         raise wrong("input", "a string or a list", asked)
     if not messages:
-        raise ApiError("input must have at least one item", param="input")
+        raise ApiError.at("input", "must have at least one item")
     chat: Body = {"messages": messages}
     if (n := fields.pop("max_output_tokens")) is not None:
         chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
@@ -106,12 +106,8 @@ def _add(messages: list[Body], places: dict[str, str], item: object, where: str)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
     else:
-        raise ApiError(
-            f"{where}.type must be message, function_call, function_call_output or reasoning, "
-            f"got {shown(kind)}",
-            param=f"{where}.type",
-            code="unsupported_content",
-        )
+        kinds = "message, function_call, function_call_output or reasoning"
+        raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
 
 
 def _pop_thought(messages: list[Body]) -> Body:

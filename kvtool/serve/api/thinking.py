@@ -55,8 +55,7 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
-            where = f"chat_template_kwargs.{name}"
-            raise ApiError(f"{where} cannot be set; it follows from the request", param=where)
+            raise ApiError.at(f"chat_template_kwargs.{name}", "cannot be set; it follows from the request")
     budgets = {name: fields.whole(name, -1, _MOST) for name in _BUDGETS}
     effort, where, is_needed, more = _effort(fields)
     given = ((name, each) for name, each in (budgets | more).items() if each is not None)
@@ -100,9 +99,7 @@ def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
         return None, None
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ApiError(
-            f"thinking.type must be one of {', '.join(_KINDS)}, got {shown(kind)}", param="thinking.type"
-        )
+        raise ApiError.at("thinking.type", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
     return _KINDS[kind], _whole(value, "thinking", "budget_tokens")
 
 
@@ -130,7 +127,7 @@ def _level(value: Any, name: str) -> str | None:
     level = {"none": OFF}.get(value, value) if isinstance(value, str) else None
     if level not in (OFF, *LEVELS):
         right = ", ".join(("none", *LEVELS))
-        raise ApiError(f"{name} must be one of {right}, got {shown(value)}", param=name)
+        raise ApiError.at(name, f"must be one of {right}, got {shown(value)}")
     return level
 
 

@@ -392,7 +392,7 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> list[int]:
         tokens = Fields(body).pop("tokens")
         if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-            raise ApiError("tokens must be a list of whole numbers", param="tokens")
+            raise ApiError.at("tokens", "must be a list of whole numbers")
         return tokens
 
     tokens = await gate.checked(site.limits, http, check)
