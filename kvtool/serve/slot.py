@@ -185,9 +185,9 @@ class Slot:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
             # the client did not get all of the stream, so later requests cannot continue it
-            resumer.leave()
+            resumer.forget_chat()
         else:
-            resumer.keep(history, request.messages, message, tools)
+            resumer.store_reply(history, request.messages, message, tools)
         self._end(job, request, reply, prompt, written)
 
     def _read_chat(
@@ -204,7 +204,7 @@ class Slot:
         self._check_length(n_all)
         n_prompt = n_all - conversation.header.n_left_out
         job.prompt_counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
-        tokens = resumer.read_start(tokens, request.messages, history)
+        tokens = resumer.read_system_prompt(tokens, request.messages, history)
         if not self.writer.stop:
             keeps_thought = bool(tools) and request.sends_thoughts and resumer.rendering.template.has_thoughts
             tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
@@ -228,7 +228,7 @@ class Slot:
         self._start(job, request, rules=rules)
         started = time.perf_counter()
         if self._resumer:
-            self._resumer.leave()
+            self._resumer.forget_chat()
         self.writer.reset()
         tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
