@@ -111,7 +111,7 @@ class Slot:
             return 0
         try:
             self._resumer.use(self._rendering(request)[0])
-            return self._resumer.n_shared(request.messages, _offered(request))
+            return self._resumer.n_shared(request.messages, _tools_in_prompt(request))
         except (ApiError, KvtoolError, RecursionError):
             # ignore the error here, because the answer will report it
             return 0
@@ -125,7 +125,7 @@ class Slot:
         with self._api_errors():
             self._chats_resumer()
             rendering, _ = self._rendering(request)
-            tokens, _ = rendering.whole(request.messages, _offered(request))
+            tokens, _ = rendering.whole(request.messages, _tools_in_prompt(request))
             return len(tokens) - rendering.header.n_left_out
 
     def _rendering(self, request: ChatRequest) -> tuple[Rendering, list[str]]:
@@ -153,7 +153,7 @@ class Slot:
 
     def _chat(self, job: Job, request: ChatRequest) -> None:
         resumer = self._chats_resumer()
-        conversation, tools = resumer.conversation, _offered(request)
+        conversation, tools = resumer.conversation, _tools_in_prompt(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
         self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
@@ -175,7 +175,7 @@ class Slot:
         begun = request.begun
         splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
         reply = Reply(splitter, parser)
-        pieces = conversation.write(self._room(request), may_change=rendering.template.has_thoughts)
+        pieces = conversation.write(self._most_tokens(request), may_change=rendering.template.has_thoughts)
         job.emit({"kind": "read"})
         written = self._write(job, pieces, reply)
         # the message in the form in which the client will send it back
@@ -256,23 +256,24 @@ class Slot:
         # offset 0 is the start of the client's text; the tokenizer may add a BOS token or a space before it
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
-            self._list(unknown(model, token), special=True)
+            self._add_logprobs(unknown(model, token), special=True)
 
         def after_step(part: slice) -> None:
             following = tokens[part.start + 1 : part.stop + 1].tolist()
             for logits, token in zip(self.engine.context.logits(), following, strict=False):
-                self._list(logprobs(model, logits, token, request.logprobs or 0), special=True)
+                self._add_logprobs(logprobs(model, logits, token, request.logprobs or 0), special=True)
 
         return after_step
 
     def _continued(self, request: TextRequest, is_scored: bool) -> Pieces:
-        yield from self.writer.write(self._room(request))
+        yield from self.writer.write(self._most_tokens(request))
         if is_scored and (token := self.writer.ending) is not None:
             # also list the end token: programs that score a prompt expect an answer of one token, and
             # therefore drop the last entry
-            self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
+            logits = self.engine.context.next_logits
+            self._add_logprobs(logprobs(self.model, logits, token, request.logprobs or 0))
 
-    def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
+    def _add_logprobs(self, record: dict[str, Any], *, special: bool = False) -> None:
         """Append a token's entry to `_logprobs`. special: True if control tokens are part of the text."""
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
@@ -332,7 +333,7 @@ class Slot:
         def after_sampling(token: int) -> None:
             stop_if_cancelled()
             if n_top is not None:
-                self._list(logprobs(self.model, self.engine.context.next_logits, token, n_top))
+                self._add_logprobs(logprobs(self.model, self.engine.context.next_logits, token, n_top))
 
         def while_reading(n_read: int, n_all: int) -> None:
             stop_if_cancelled()
@@ -356,7 +357,7 @@ class Slot:
         if self._is_bounded and n >= self.engine.n_ctx:
             raise _too_long(self.engine, n)
 
-    def _room(self, request: Request) -> int | None:
+    def _most_tokens(self, request: Request) -> int | None:
         """Return the maximum number of tokens of the answer, or None if there is no limit."""
         n_left = self.engine.n_ctx - self._n_request if self._is_bounded else None
         return min((n for n in (request.n_max, n_left) if n is not None), default=None)
@@ -395,7 +396,7 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
     return Parser(rendering.format, tools, rules, one_call=one_call) if tools else None
 
 
-def _offered(request: ChatRequest) -> list[dict[str, Any]]:
+def _tools_in_prompt(request: ChatRequest) -> list[dict[str, Any]]:
     """Return the tools that the prompt lists. Deferred tools are not listed, but may still be called."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]

@@ -100,7 +100,7 @@ def test_names_of_other_servers_mean_the_same():
     assert chat(dry_sequence_breakers=["\n", "none"]).sampling.dry_sequence_breaker == ("\n",)
     assert chat(ignore_eos=True).ignores_end
     assert chat(ban_eos_token=True).ignores_end
-    assert requests.text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
+    assert requests.check_text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_long_bodies_and_texts_do_not_hold_up_the_event_loop(monkeypatch):
         return threads.pop() is threading.main_thread()
 
     monkeypatch.setattr(gate, "parsed", noted(gate.parsed))
-    monkeypatch.setattr(requests, "chat", noted(requests.chat))
+    monkeypatch.setattr(requests, "check_chat", noted(requests.check_chat))
     post(BODY)
     assert [thread(), thread()] == [True, True]
     for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):

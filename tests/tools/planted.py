@@ -172,7 +172,7 @@ PLANTED = {
     "serve, variables": Fault(
         "chats under variables that change their beginning are the same",
         "kvtool/serve/store/history.py",
-        "self.digests = [_digest(past.encode(), tools or [])]",
+        "self.digests = [_digest(variables_key.encode(), tools or [])]",
         'self.digests = [_digest(b"", tools or [])]',
         ("serve/test_serve_thinking.py",),
     ),

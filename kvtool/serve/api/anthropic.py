@@ -287,7 +287,7 @@ class AnthropicBodies(AnswerBodies):
         self._reports_writes = has_cache_control(asked)
         self._has_begun = False
         # kind of the block that is open, or None
-        self._open: str | None = None
+        self._open_kind: str | None = None
         # index of the last block
         self._n_block = -1
         id = f"msg_{secrets.token_hex(12)}"
@@ -305,7 +305,7 @@ class AnthropicBodies(AnswerBodies):
         usage = self._usage(end, end["n_written"])
         return self._common | {"content": content, **_stop(end), "usage": usage, **self._kvtool(end)}
 
-    def begun(self, prompt: PromptCounts | None) -> list[str]:
+    def prompt_known(self, prompt: PromptCounts | None) -> list[str]:
         if self._has_begun or not prompt:
             return []
         self._has_begun = True
@@ -325,7 +325,8 @@ class AnthropicBodies(AnswerBodies):
         lines: list[str] = []
         for call in delta.get("tool_calls", []):
             if "id" in call:
-                lines += [*self._close(), self._begin("tool_use", _call_block(call) | {"input": {}})]
+                block = _call_block(call) | {"input": {}}
+                lines += [*self._close_block(), self._open_block("tool_use", block)]
             if arguments := call["function"]["arguments"]:
                 lines.append(self._delta(type="input_json_delta", partial_json=arguments))
         return lines
@@ -333,7 +334,7 @@ class AnthropicBodies(AnswerBodies):
     def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
         usage = self._usage(end, end["n_written"])
         return [
-            *self._close(),
+            *self._close_block(),
             server_event("message_delta", delta=_stop(end), usage=usage, **self._kvtool(end)),
             server_event("message_stop"),
         ]
@@ -346,18 +347,18 @@ class AnthropicBodies(AnswerBodies):
 
     def _text_events(self, kind: str, text: str) -> list[str]:
         lines: list[str] = []
-        if self._open != kind:
+        if self._open_kind != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
-            lines = [*self._close(), self._begin(kind, {"type": kind, kind: "", **signature})]
+            lines = [*self._close_block(), self._open_block(kind, {"type": kind, kind: "", **signature})]
         return [*lines, self._delta(type=f"{kind}_delta", **{kind: text})]
 
-    def _begin(self, kind: str, block: Body) -> str:
-        self._open = kind
+    def _open_block(self, kind: str, block: Body) -> str:
+        self._open_kind = kind
         self._n_block += 1
         return server_event("content_block_start", index=self._n_block, content_block=block)
 
-    def _close(self) -> list[str]:
-        kind, self._open = self._open, None
+    def _close_block(self) -> list[str]:
+        kind, self._open_kind = self._open_kind, None
         # send an empty signature, because clients expect one; kvtool does not check signatures
         signed = [self._delta(type="signature_delta", signature="")] if kind == "thinking" else []
         return [*signed, server_event("content_block_stop", index=self._n_block)] if kind else []

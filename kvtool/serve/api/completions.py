@@ -41,7 +41,7 @@ class AnswerBodies:
         """Return the first lines of a stream."""
         return []
 
-    def begun(self, prompt: PromptCounts | None) -> list[str]:
+    def prompt_known(self, prompt: PromptCounts | None) -> list[str]:
         """Return lines with the number of tokens of the prompt.
 
         Called for each event, but returns lines only once: as soon as the number is known.

@@ -128,7 +128,7 @@ INERT = {
 If a request has another value, the answer lists the field as ignored.
 """
 
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(
     r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
         "XX", "[0-9a-fA-F]{2}"
@@ -137,15 +137,15 @@ _ESCAPE = re.compile(
 """Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
 
 
-def without_halves(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     """Replace lone surrogates in a JSON text by U+FFFD, because strings with them cannot be encoded."""
-    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _HALF.search(text) else text
+    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _SURROGATE.search(text) else text
 
 
 def parsed(data: bytes) -> Any:
     """Parse the JSON of a body. Lone surrogates become U+FFFD. Raises ApiError."""
     try:
-        text = without_halves(data.decode("utf-8-sig"))
+        text = without_lone_surrogates(data.decode("utf-8-sig"))
         body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise _too_deep() from None

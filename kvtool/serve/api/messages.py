@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_halves, wrong
+from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_lone_surrogates, wrong
 
 Message = dict[str, Any]
 
@@ -173,6 +173,6 @@ def loaded(text: str) -> Any:
     Lone surrogates become U+FFFD.
     """
     try:
-        return json.loads(without_halves(text))
+        return json.loads(without_lone_surrogates(text))
     except (ValueError, RecursionError):
         return text

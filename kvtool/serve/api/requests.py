@@ -171,7 +171,7 @@ class TextRequest(Request):
     echo: bool
 
 
-def chat(
+def check_chat(
     body: object, defaults: Defaults, name: str | None = None, places: Mapping[str, str] | None = None
 ) -> ChatRequest:
     """Check a body of /v1/chat/completions. Raises ApiError.
@@ -179,12 +179,12 @@ def chat(
     places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
     """
     try:
-        return _chat(body, defaults, name, places or {})
+        return _check_chat(body, defaults, name, places or {})
     except ApiError as error:
         raise ClientPlaces(places or {}).in_error(error) from None
 
 
-def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
+def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
     fields = Fields(body)
     given = fields.pop("messages")
     checked = messages.check(given)
@@ -246,7 +246,7 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
     return text
 
 
-def text(body: object, defaults: Defaults) -> TextRequest:
+def check_text(body: object, defaults: Defaults) -> TextRequest:
     """Check a body of /v1/completions. Raises ApiError."""
     fields = Fields(body)
     return TextRequest(

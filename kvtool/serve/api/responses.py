@@ -44,7 +44,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         messages.append({"role": "user", "content": asked})
     elif isinstance(asked, list):
         for i, item in enumerate(asked):
-            _add(messages, places, item, f"input[{i}]")
+            _add_item(messages, places, item, f"input[{i}]")
         _pop_thought(messages)
     else:
         raise wrong("input", "a string or a list", asked)
@@ -79,7 +79,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     return copied | chat, places
 
 
-def _add(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
+def _add_item(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
     """Add an item of the input to the messages."""
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
@@ -217,19 +217,19 @@ class ResponseBodies(AnswerBodies):
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
         if thought := delta.get("reasoning_content"):
-            return [*self._open("reasoning"), self._add(thought)]
+            return [*self._open_item("reasoning"), self._add_text(thought)]
         if text := delta.get("content"):
-            return [*self._open("message"), self._add(text, logprobs or [])]
+            return [*self._open_item("message"), self._add_text(text, logprobs or [])]
         # do not send calls here, because `last` sends them
         return []
 
     def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
         if self._item and self._item["type"] == "message":
             self._item["content"][0]["logprobs"] += logprobs or []
-        lines = self._close(_status(end))
+        lines = self._close_item(_status(end))
         for call in end["message"].get("tool_calls", []):
             lines += self._call_events(call)
-        return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
+        return [*lines, self._event(f"response.{_status(end)}", response=self._response(end))]
 
     def failed(self, error: ApiError) -> list[str]:
         return [self._event("error", code=error.code, message=error.message, param=error.param)]
@@ -241,15 +241,15 @@ class ResponseBodies(AnswerBodies):
         if message["content"] or not message.get("tool_calls"):
             self._output.append(_text_item("message", _status(end), message["content"], logprobs))
         self._output += map(self._call_item, message.get("tool_calls", []))
-        return self._done(end)
+        return self._response(end)
 
     # parts of a stream
 
-    def _open(self, kind: str) -> list[str]:
+    def _open_item(self, kind: str) -> list[str]:
         """Open an item of this kind. If an item of another kind is open, close it first."""
         if self._item and self._item["type"] == kind:
             return []
-        lines = self._close("completed")
+        lines = self._close_item("completed")
         self._item = _text_item(kind, "in_progress", "")
         return [
             *lines,
@@ -257,7 +257,7 @@ class ResponseBodies(AnswerBodies):
             self._part_event("response.content_part.added", part=self._item["content"][0]),
         ]
 
-    def _add(self, text: str, logprobs: list[Body] | None = None) -> str:
+    def _add_text(self, text: str, logprobs: list[Body] | None = None) -> str:
         """Add a text to the open item. logprobs: records of the text's tokens, or None for a thought."""
         assert self._item
         (part,) = self._item["content"]
@@ -267,7 +267,7 @@ class ResponseBodies(AnswerBodies):
         part["logprobs"] += logprobs
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
-    def _close(self, status: str) -> list[str]:
+    def _close_item(self, status: str) -> list[str]:
         """Close the open item, if there is one.
 
         status: status of the item if it is a message. A thought always gets the status "completed".
@@ -307,7 +307,7 @@ class ResponseBodies(AnswerBodies):
         item = {"id": _id("fc"), "type": "function_call", "status": status, "call_id": call["id"]}
         return {**item, **name, "arguments": function["arguments"]}
 
-    def _done(self, end: End) -> Body:
+    def _response(self, end: End) -> Body:
         is_cut = end["finish"] == "length"
         n_prompt, n = end["n_prompt"], end["n_written"]
         return self._common | {

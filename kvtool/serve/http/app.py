@@ -169,7 +169,7 @@ async def _chat_completions(site: Site, http: HttpRequest) -> Response:
 
 
 async def _completions(site: Site, http: HttpRequest) -> Response:
-    request = await gate.checked(site.limits, http, lambda body: requests.text(body, site.defaults))
+    request = await gate.checked(site.limits, http, lambda body: requests.check_text(body, site.defaults))
     bodies = CompletionBodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
@@ -227,7 +227,7 @@ async def _embeddings(site: Site, http: HttpRequest) -> Response:
 def _chat_request(
     site: Site, http: HttpRequest, body: object, places: Mapping[str, str] | None = None
 ) -> ChatRequest:
-    return requests.chat(body, site.defaults, http.headers.get("x-session-id"), places)
+    return requests.check_chat(body, site.defaults, http.headers.get("x-session-id"), places)
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
@@ -298,7 +298,7 @@ async def _stream(
     logprobs: list[Body] | None = None if request.logprobs is None else []
     event, sent_at = first, time.monotonic()
     while True:
-        lines += bodies.begun(job.prompt_counts)
+        lines += bodies.prompt_known(job.prompt_counts)
         if event is None:
             lines.append(bodies.ping())
         elif event["kind"] == "reading":

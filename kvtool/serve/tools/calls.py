@@ -38,7 +38,7 @@ class Call:
     arguments: str
 
 
-Event = str | Call
+TextOrCall = str | Call
 """A part of the reply's text, or a call."""
 
 
@@ -110,7 +110,7 @@ class Parser:
         self._is_start = True
         self._follows_call = False
 
-    def feed(self, piece: str) -> Iterator[Event]:
+    def feed(self, piece: str) -> Iterator[TextOrCall]:
         """Yield the texts and calls that a piece completes. Text that may belong to a call is held back."""
         if self.is_done:
             self.has_left_out |= bool(piece.strip())
@@ -118,9 +118,9 @@ class Parser:
             self._source.text += piece
         else:
             self._rest += piece
-        yield from self._events(False)
+        yield from self._parts(False)
 
-    def end(self, *, is_cut: bool = False) -> Iterator[Event]:
+    def end(self, *, is_cut: bool = False) -> Iterator[TextOrCall]:
         """End the reply, and yield the text or the calls that were held back.
 
         With `rules`, an incomplete call is left out. But if a limit has cut the reply, and the arguments of
@@ -128,9 +128,9 @@ class Parser:
 
         is_cut: True if a limit has cut the reply.
         """
-        yield from self._events(True)
+        yield from self._parts(True)
         if is_cut:
-            yield from self._call_events(self._begun_call(self._incomplete))
+            yield from self._numbered(self._begun_call(self._incomplete))
 
     def _begun_call(self, text: str) -> Calls:
         """Return the call that begins a text, with the arguments as far as the text has them.
@@ -145,10 +145,10 @@ class Parser:
                     return [(name, first_object(arguments))]
         return []
 
-    def _events(self, has_ended: bool) -> Iterator[Event]:
+    def _parts(self, has_ended: bool) -> Iterator[TextOrCall]:
         while True:
             if not self._source:
-                yield from self._text_events(has_ended)
+                yield from self._text_parts(has_ended)
                 if not self._source:
                     return
             source = self._source
@@ -162,7 +162,7 @@ class Parser:
                     self.is_done = True
                     self.has_left_out = len(calls) > 1 or bool(rest.strip())
                     calls, rest = calls[:1], ""
-                yield from self._call_events(calls)
+                yield from self._numbered(calls)
                 self._rest = rest
                 self._follows_call = self._is_start = True
             except NoCall:
@@ -174,7 +174,7 @@ class Parser:
                 self._follows_call = self._is_start = False
             self._source, self._space = None, ""
 
-    def _text_events(self, has_ended: bool) -> Iterator[Event]:
+    def _text_parts(self, has_ended: bool) -> Iterator[TextOrCall]:
         """Yield the text up to a possible call, and begin to read the call."""
         text = self._rest
         if self._follows_call:
@@ -214,7 +214,7 @@ class Parser:
         self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag), self._one_call)
         self._reading = reader(self._source, self._tools)
 
-    def _call_events(self, calls: Calls) -> Iterator[Event]:
+    def _numbered(self, calls: Calls) -> Iterator[TextOrCall]:
         for name, arguments in calls:
             yield Call(self._n, f"call_{secrets.token_hex(12)}", name, arguments)
             self._n += 1
