@@ -32,25 +32,8 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     fields = Fields(body)
     fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
-    asked = fields.pop("input")
-    instructions = fields.text("instructions")
-    messages: list[Body] = []
     places: dict[str, str] = {}
-    if instructions:
-        places["messages[0].content"] = places["messages[0]"] = "instructions"
-        messages.append({"role": "system", "content": instructions})
-    if isinstance(asked, str):
-        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
-        messages.append({"role": "user", "content": asked})
-    elif isinstance(asked, list):
-        for i, item in enumerate(asked):
-            _add_item(messages, places, item, f"input[{i}]")
-        _pop_thought(messages)
-    else:
-        raise wrong("input", "a string or a list", asked)
-    if not messages:
-        raise ApiError.at("input", "must have at least one item")
-    chat: Body = {"messages": messages}
+    chat: Body = {"messages": _messages(fields, places)}
     if (n := fields.pop("max_output_tokens")) is not None:
         chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
     if tools := fields.pop("tools"):
@@ -58,10 +41,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         # pass these tools on as unknown fields, so that the answer lists them as ignored
         chat |= {place: tool for place, _, tool in _listed(tools) if not _is_function(tool)}
     if (choice := fields.pop("tool_choice")) is not None:
-        is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
-        function = {"name": _full_name(choice.get("namespace"), choice["name"])} if is_named else None
-        chat["tool_choice"] = {"type": "function", "function": function} if is_named else choice
-        places["tool_choice.function"] = "tool_choice"
+        chat["tool_choice"], places["tool_choice.function"] = _tool_choice(choice), "tool_choice"
     text = fields.mapping("text") or {}
     if response_format := _response_format(text.get("format")):
         chat["response_format"] = response_format
@@ -77,6 +57,28 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     # do not continue the last item: in this API, a last item of the assistant is complete
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     return copied | chat, places
+
+
+def _messages(fields: Fields, places: dict[str, str]) -> list[Body]:
+    """Convert the instructions and the input to messages of a chat."""
+    asked, instructions = fields.pop("input"), fields.text("instructions")
+    messages: list[Body] = []
+    if instructions:
+        places["messages[0].content"] = places["messages[0]"] = "instructions"
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(asked, str):
+        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
+        messages.append({"role": "user", "content": asked})
+    elif isinstance(asked, list):
+        for i, item in enumerate(asked):
+            _add_item(messages, places, item, f"input[{i}]")
+        # leave out a thought at the end, because it has no reply
+        _pop_thought(messages)
+    else:
+        raise wrong("input", "a string or a list", asked)
+    if not messages:
+        raise ApiError.at("input", "must have at least one item")
+    return messages
 
 
 def _add_item(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
@@ -164,6 +166,14 @@ def _is_function(tool: object) -> bool:
 def _full_name(group: object, name: object) -> object:
     """Return the name of a function in the prompt. It begins with the function's namespace, if it has one."""
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
+
+
+def _tool_choice(choice: Any) -> object:
+    """Convert a tool_choice. In a chat, the name of a function is one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        name = _full_name(choice.get("namespace"), choice["name"])
+        return {"type": "function", "function": {"name": name}}
+    return choice
 
 
 def _status(end: End) -> str:
