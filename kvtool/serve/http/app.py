@@ -425,8 +425,11 @@ async def _unless(event: Awaitable[object], error: Exception, result: Awaitable[
             return waited.result()
         raise error
     finally:
-        waited.cancel()
-        happened.cancel()
+        for task in (waited, happened):
+            task.cancel()
+            # a cancelled task may still fail, for example because its client leaves now. Retrieve its
+            # error, because asyncio prints errors that nobody retrieves
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def _gone(http: HttpRequest) -> None:
