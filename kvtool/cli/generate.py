@@ -210,7 +210,7 @@ def _rendered(
     elif system and system.strip():
         prefix = system_prefix(template, system)
     if prefix is None or not whole.startswith(prefix):
-        if engine.policy.slack:
+        if engine.policy.evicts:
             noun = "the prompt" if first.strip() else "the system prompt"
             sys.stderr.write(f"{unpinned(noun)}\n")
         prefix = ""

@@ -347,7 +347,7 @@ class Engine:
         - The policy recalls, the settings name no way of reading, a GPU has room, and the text cannot be read
           exactly to its end.
         """
-        evicts = n > self.policy.n_asked and self.policy.slack > 0
+        evicts = self.policy.evicts and n > self.policy.n_asked
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
@@ -546,7 +546,7 @@ class Engine:
         n_text: number of first tokens that are read as one text. Later tokens are decoded one by one.
         """
         policy, settings = self.policy, self.settings
-        if not policy.slack:
+        if not policy.evicts:
             return None
         if self.reads_whole(n_text):
             return n_text

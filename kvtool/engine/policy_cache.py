@@ -153,7 +153,7 @@ class PolicyCache:
         state and reads no signals, because earlier states and signals are not stored. Tokens can be removed
         from the model's cache.
         """
-        archives = self.context.archive or not self.policy.slack
+        archives = self.context.archive or not self.policy.evicts
         can_remove = not self.context.model.layers.only_full
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
@@ -257,7 +257,7 @@ class PolicyCache:
         policy = self.policy
         # `may_fill`: the policy never evicts, or its budget is only a cap (which may be as large as the
         # context)
-        may_fill = policy.capped or not policy.slack
+        may_fill = policy.capped or not policy.evicts
         n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)

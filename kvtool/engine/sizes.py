@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
             # llama.cpp's own table of cells needs room only for the tokens since the last edit; the layers
             # grow separately
             n_start = policy.slack + n_batch + 1
-        elif policy.slack and settings.over_budget and not recall:
+        elif policy.evicts and settings.over_budget and not recall:
             n_cell = n_start = max(policy.budget, min(policy.budget - policy.slack + n_batch, n_ctx))
         if recall:
             n_start += recall.n_filled(model.layers.has_values)

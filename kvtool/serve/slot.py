@@ -352,7 +352,7 @@ class Slot:
     @property
     def _is_bounded(self) -> bool:
         """True if a request and its answer must fit in the context."""
-        return self.overflow == "error" or not self.engine.policy.slack
+        return self.overflow == "error" or not self.engine.policy.evicts
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
         """Emit the last event: the message, the reason why it ended, and the numbers that `_held` returns."""
