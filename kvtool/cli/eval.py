@@ -292,7 +292,7 @@ def _policy_for(
     are never evicted.
     """
     from kvtool.config import budget
-    from kvtool.engine.checks import on_model
+    from kvtool.engine.checks import for_model
 
     n_batch = run.n_batch or run.default_n_batch
     if not spec.kind.evicts:
@@ -303,7 +303,7 @@ def _policy_for(
         say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = budget.percent(share)
-    least = spec.smallest_budget(n_held, partial(on_model, model=model))
+    least = spec.smallest_budget(n_held, partial(for_model, model=model))
     return lambda n, n_answer: spec.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
@@ -353,7 +353,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     from kvtool.models.download import sha256
 
     kind = spec.kind
-    recalls = kind.recalls()
+    recalls = kind.has_recall()
     limit = archive.limit(run.archive, run.archive_file)
     return {
         "model": path.name,

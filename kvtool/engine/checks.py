@@ -61,10 +61,10 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         )
 
 
-def on_model(policy: Policy, model: Model) -> Policy:
+def for_model(policy: Policy, model: Model) -> Policy:
     """Return the policy, adapted to the model. Raises UsageError if they do not work together."""
     try:
-        return policy.on(model.layers.n_group, model.layers.has_values)
+        return policy.for_model(model.layers.n_group, model.layers.has_values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

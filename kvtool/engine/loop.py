@@ -13,7 +13,7 @@ from kvtool.engine import snapshot
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.checkpoints import Checkpoints
-from kvtool.engine.checks import check, how_read, on_model
+from kvtool.engine.checks import check, for_model, how_read
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
@@ -50,7 +50,7 @@ class Engine:
     Attributes
     ----------
     model, policy, settings
-        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.on`.
+        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.for_model`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
     n_ctx, n_cell, n_batch
@@ -85,7 +85,7 @@ class Engine:
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
         self.model = model
-        self.policy = policy = on_model(policy, model) if policy.recall else policy
+        self.policy = policy = for_model(policy, model) if policy.recall else policy
         sizes = Sizes.of(policy, settings, model)
         self.n_ctx, self.n_cell, self.n_batch = sizes.n_ctx, sizes.n_cell, sizes.n_batch
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)

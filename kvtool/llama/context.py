@@ -16,7 +16,7 @@ from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, li
 from kvtool.llama.log import no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
-from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
+from kvtool.policy import PER_CELL, Merge, RecallSettings, Signal, SignalRequest
 from kvtool.units import CACHE_TYPES, PLAIN, archive_types
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
@@ -114,7 +114,7 @@ class Context(Decoder):
         self._n_query = max(request.n_query, 1)
         # store n_draft more queries, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
-        recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
+        recall, made = request.recall or RecallSettings(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
         kinds = archive_types(archive_type)
         params = EnableParams(

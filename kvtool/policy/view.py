@@ -112,7 +112,7 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 @dataclass(frozen=True, slots=True)
-class Recalls:
+class RecallSettings:
     """Settings of recall: how steps attend to the archive of evicted tokens.
 
     Attributes
@@ -194,7 +194,7 @@ class SignalRequest:
     group: str = "sum"
     t: str = "stream"
     log_n: bool = False
-    recall: Recalls | None = None
+    recall: RecallSettings | None = None
     n_future: int = 0
     n_skip: int = 0
 

@@ -74,7 +74,7 @@ PLANTED = {
     "policies, budgets": Fault(
         "the budget that an error names is too small for the model",
         "kvtool/policies/__init__.py",
-        "smallest = self._smallest_budget(budget, on=on)",
+        "smallest = self._smallest_budget(budget, adapt=adapt)",
         "smallest = self._smallest_budget(budget)",
         ("cli/test_smallest_budgets.py",),
     ),
