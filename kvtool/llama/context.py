@@ -108,14 +108,14 @@ class Context(Decoder):
         # `resize` below then reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_earlier, **how)
-        per_cell = [signal for signal in PER_CELL if signal in request.signals]
-        self._recent = Signal.RECENT in request.signals
+        per_cell = [signal for signal in PER_CELL if signal in request.reads]
+        self._recent = Signal.RECENT in request.reads
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
         # store n_draft more queries, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or RecallSettings(n_cell=0, chunk=1), model.layers.has_values
-        n_future = request.n_future if Signal.FUTURE in request.signals else 0
+        n_future = request.n_future if Signal.FUTURE in request.reads else 0
         kinds = archive_types(archive_type)
         params = EnableParams(
             signals=sum(per_cell),
@@ -131,7 +131,7 @@ class Context(Decoder):
             type_k=CACHE_TYPES[kinds[0]],
             type_v=CACHE_TYPES[kinds[1]],
             plain=archive_type.startswith(PLAIN),
-            log_n=request.log_n,
+            logn=request.logn,
             ragged=ragged,
         )
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(params))

@@ -41,7 +41,7 @@ class EnableParams(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("signals", "group")),
         *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_draft", "n_defer", "n_recall")),
         *((name, ctypes.c_int32) for name in ("n_made", "n_exact", "n_near", "type_k", "type_v")),
-        *((name, ctypes.c_bool) for name in ("plain", "log_n", "ragged")),
+        *((name, ctypes.c_bool) for name in ("plain", "logn", "ragged")),
     ]
 
 

@@ -188,8 +188,16 @@ class Policy:
 
     def request(self) -> SignalRequest:
         """Return the signals and scaling that llama.cpp computes for this policy."""
-        ahead = self.n_future, self.n_skip
-        return SignalRequest(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
+        return SignalRequest(
+            reads=self.reads,
+            n_query=self.n_query,
+            group=self.group,
+            t=self.t,
+            logn=self.logn,
+            recall=self.recall,
+            n_future=self.n_future,
+            n_skip=self.n_skip,
+        )
 
     @classmethod
     def has_recall(cls) -> bool:

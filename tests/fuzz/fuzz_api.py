@@ -118,7 +118,7 @@ class Fuzz:
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
-        params.log_n, params.ragged = self.maybe(0.2), ragged
+        params.logn, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
