@@ -93,7 +93,7 @@ class Engine:
         # stored here, because computing a policy's property takes microseconds, which is too long for each
         # step
         self._n_live = policy.n_live
-        self._request = ask(policy, "request")
+        self._request = ask(policy, policy.request)
         self._needs_t = self._request.needs_t
         self.context = open_context(model, policy, self._request, settings, sizes)
         in_cache = settings.positions == "in-cache"
@@ -212,7 +212,7 @@ class Engine:
         cache = self.cache
         began = time.perf_counter()
         view = cache.observe()
-        plan = cache.ask("plan", view, cache.state)
+        plan = cache.ask(self.policy.plan, view, cache.state)
         cache.plan_s += time.perf_counter() - began
         cache.apply(plan, cache.check(view, plan), self.rows.next_rot)
         cache.n_planned = self.rows.n_past

@@ -13,7 +13,7 @@ from kvtool.models.layers import PAD
 from kvtool.policy import Policy, SignalRequest
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import Cache
+    from kvtool.llama.sequence import AnyContext
 
 _N_DEFER = 32
 """Maximum tokens whose signals are computed together. A higher limit saves little time, but takes memory."""
@@ -79,7 +79,7 @@ def pad(n: int) -> int:
 
 def open_context(
     model: Model, policy: Policy, request: SignalRequest, settings: Settings, sizes: Sizes
-) -> Cache:
+) -> AnyContext:
     """Make an empty cache that computes the signals of a policy's request.
 
     Raises UsageError if the cache needs more cells than the model allows (`Layers.most_cells`). Raises
