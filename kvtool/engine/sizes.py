@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.archive import ArchiveSettings
 from kvtool.llama.context import Context
 from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
 from kvtool.llama.model import Model
@@ -104,16 +105,18 @@ def open_context(
             max(settings.n_batch, sizes.n_chunk),
             request,
             ragged=policy.ragged,
-            archive_type=settings.archive_type,
             # steps fill all cells after the live cells, including the cells that `pad` has added
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
-            n_near=sizes.n_ctx // 2,
-            n_archive=settings.archive,
-            archive_bytes=settings.archive_bytes,
-            archive_file=settings.archive_file,
+            archive=ArchiveSettings(
+                settings.archive_type,
+                n_near=sizes.n_ctx // 2,
+                n_max=settings.archive,
+                max_bytes=settings.archive_bytes,
+                file=settings.archive_file,
+            ),
             **how,
         )
         if policy.reconstruction:

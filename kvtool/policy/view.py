@@ -15,7 +15,11 @@ class Signal(IntFlag):
 
     A row's group is the set of query heads that share the row's KV head. A key is important to a query if the
     attention A to the key is at least 1 / t. t is the number of tokens that the query has seen, including its
-    own token. The values of the flags match the patched library's C API.
+    own token.
+
+    llama.cpp's graph computes the signals up to HIGHEST, so these flags have the values of the C API's
+    LLAMA_KVTOOL_SIGNAL_*. `PolicyCache.view` reads the other signals. To add a signal there, add its flag
+    here, its entry in `SIGNALS`, its field of `View`, and the lines that read it.
     """
 
     NONE = 0

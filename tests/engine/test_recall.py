@@ -200,7 +200,7 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
-            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
+            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_block)
             most.append(sealed.sum(axis=1).min())
     # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. If the archive has n > 8,192
     # tokens, this number is multiplied by (n / 8,192) ** 0.25: 16,320 tokens give 608

@@ -32,7 +32,7 @@ def in_memory(engine):
 def clusters(engine):
     """Return {(begin, is_far): the stored clusters, as bytes} for all blocks."""
     archive = engine.context.archive
-    n = archive.n_token
+    n = archive.n_block
     return {
         each: archive.read_clusters(each[0], each[0] + n, each[1]).tobytes() for each in archive.clustered
     }
