@@ -226,6 +226,14 @@ def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n
         assert residents.n_cells(2048, n_archived) == n_cell
 
 
+def test_blocks_and_clusters_have_the_library_s_sizes(tiny_model):
+    with open_engine(tiny_model(), fit(), **HALF) as engine:
+        archive = engine.context.archive
+        assert archive.n_block == residents._N_BLOCK
+        with pytest.raises(LibraryError, match=f"must be multiples of {residents._N_CLUSTER} and "):
+            archive.resident_bytes(1, 0, 0)
+
+
 def test_the_cells_are_counted_and_given_back(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=2048), fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(text(N_PROMPT))
