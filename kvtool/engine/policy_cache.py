@@ -79,7 +79,7 @@ class PolicyCache:
         self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
         if self.context.archive:
-            self.context.archive.keep(0)
+            self.context.archive.forget()
         self.plan_s = self.edit_s = 0.0
         self.edit(np.zeros(self.context.n_row, np.int32), 0)
         if (self.context.layer_cells != self.layer_cells).any():

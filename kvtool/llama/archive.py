@@ -153,11 +153,10 @@ class Archive:
         """Set the base: from now on, keys in the cache are rotated to their stream position minus base."""
         check(lib.llama_kvtool_base(self._owner.handle, base))
 
-    def keep(self, n: int) -> None:
-        """Delete all but the newest n tokens. After n = 0 another stream may begin."""
-        if not n:
-            self.segments, self.clusters = [], []
-        check(lib.llama_kvtool_forget(self._owner.handle, n))
+    def forget(self) -> None:
+        """Delete all tokens. Another stream may then begin."""
+        self.segments, self.clusters = [], []
+        check(lib.llama_kvtool_forget(self._owner.handle))
 
     def stage(self, n: int) -> None:
         """Let later steps attend to all archived tokens, which are at most n, on the device of each layer.

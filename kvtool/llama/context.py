@@ -249,7 +249,7 @@ class Context(Decoder):
     def read_value_norms(self, n_kv: int) -> np.ndarray:
         """Return f32[row, n_kv]: norm of each cell's value."""
         out = np.empty((self.n_row, n_kv), np.float32)
-        check(lib.llama_kvtool_read_lengths(self._context, out.ctypes.data, *out.shape))
+        check(lib.llama_kvtool_read_value_norms(self._context, out.ctypes.data, *out.shape))
         return out
 
     def apply(

@@ -466,7 +466,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     if (n == 0) {
         return 0;
     }
-    if (params.signals != 0 || params.log_n) {
+    if (params.signals != 0 || params.logn) {
         return fail("a policy that reads attention, or scales it by log n, stages nothing");
     }
     if (lctx.cparams.cb_eval) {
