@@ -144,7 +144,7 @@ def question(i, n=3):
     return [message("user", f"{i}: What is a stone? " + "It is long. " * n)]
 
 
-def test_who_waits_longest_gets_the_next_turn():
+def test_longest_waiting_thread_gets_the_compute_lock_next():
     lock, order, ended = ComputeLock(), [], []
 
     def work(name):
@@ -183,7 +183,7 @@ def has_ended(lock, n_left):
 
 
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
-def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
+def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
     """FIRST_SLICE_S limits the first turn of a short prompt. SLICE_S limits all other turns."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
     monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
@@ -203,7 +203,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
-def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path, one_step, policy):
+def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_step, policy):
     steps, alone, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
@@ -228,7 +228,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
     assert len([1 for one, after in itertools.pairwise(steps) if one != after]) > 30
 
 
-def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
+def test_alternating_chats_stay_in_their_slots(talker, tmp_path, one_step):
     """Each chat stays in its slot: no stored chat is loaded, and nothing is read again."""
     for policy in ("h2o", "recall"):
         with served(talker, policy, tmp_path / policy) as server:
@@ -244,7 +244,9 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
+def test_short_prompt_is_read_before_a_long_one_that_came_first(
+    talker, tmp_path, one_step, monkeypatch, policy
+):
     """A short prompt is read before a long prompt that came first."""
     # every step takes longer than this target, so the long prompt is read in steps of the smallest size
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
@@ -279,7 +281,7 @@ def beside(server, one, other, n_max=40):
     return first, second[0]
 
 
-def test_one_user_has_one_engine(talker, tmp_path, one_step):
+def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
     def is_read_again(chat):
         """Disconnect while a prompt is read, and ask again.
 
@@ -311,7 +313,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step, policy):
+def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, policy):
     with served(talker, policy, tmp_path) as server:
         start = server.put(question(0))
         chat, n = [*question(0), message("assistant", start.text)], start.last["held"]["tokens"]
@@ -346,7 +348,7 @@ def has_two_free_slots(server):
     return True
 
 
-def test_a_chat_is_tokenized_once_however_many_slots_are_free(talker, tmp_path, one_step, monkeypatch):
+def test_chat_is_tokenized_once_for_all_free_slots(talker, tmp_path, one_step, monkeypatch):
     n_call, tokens = 0, rendering.prefix_tokens
 
     def counted(*arguments):
@@ -361,9 +363,7 @@ def test_a_chat_is_tokenized_once_however_many_slots_are_free(talker, tmp_path, 
         assert n_call == 1
 
 
-def test_an_error_while_a_slot_is_chosen_does_not_end_the_server(
-    talker, tmp_path, one_step, monkeypatch, capfd
-):
+def test_error_while_choosing_a_slot_does_not_end_the_server(talker, tmp_path, one_step, monkeypatch, capfd):
     with served(talker, "h2o", tmp_path) as server:
         assert has_two_free_slots(server)
         monkeypatch.setattr(Resumer, "n_shared", lambda *arguments: 1 / 0)
@@ -371,7 +371,7 @@ def test_an_error_while_a_slot_is_chosen_does_not_end_the_server(
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
+def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
     with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
         others = []
 
@@ -389,7 +389,7 @@ def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
 
 
 @pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
-def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatch, error):
+def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, monkeypatch, error):
     with served(talker, "h2o", tmp_path) as server:
         alone = server.put(question(0)).text
         bad = []
@@ -415,7 +415,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
         assert server.put(question(1)).text
 
 
-def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, tmp_path, one_step):
+def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, one_step):
     with served(talker, "h2o", tmp_path, queue=2) as server:
         long = [server.put(question(i), n_max=10**6) for i in range(2)]
         until(lambda: all(job.events and job.events[-1]["kind"] == "piece" for job in long))
@@ -439,7 +439,7 @@ def running(url):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talker, policy):
+def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy):
     short = {"messages": question(0), "max_tokens": 8, "temperature": 0}
     # Answering `long` would take days. Reading `prompt` takes many times as long as the short request.
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
@@ -465,7 +465,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
         assert props["cache_bytes"] == 2 * ask(server.url, **short).stats["cache_bytes"]
 
 
-def test_an_archive_leaves_room_for_the_others(talker):
+def test_archive_is_limited_to_its_share_of_memory(talker):
     with closing(Model(talker)) as model:
         fitted = policies.fit("recall", 64, None, RECALL)
         for n_slab, n, want in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):

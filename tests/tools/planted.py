@@ -266,7 +266,7 @@ PLANTED = {
         "kvtool/serve/http/gate.py",
         "if not limits.local_only:",
         "if limits:",
-        ("serve/test_serve.py::test_models_props_and_tokens",),
+        ("serve/test_serve.py::test_models_props_tokenize_and_metrics_answer",),
     ),
     "serve, neutral values": Fault(
         "a field that asks for nothing is refused",
@@ -378,7 +378,7 @@ PLANTED = {
         "kvtool/serve/http/server.py",
         "each.conn.their_state is h11.IDLE or",
         "(each.conn.their_state is h11.IDLE and not each.conn.trailing_data[0]) or",
-        ("serve/test_serve_faults.py::test_a_slow_head_and_a_slow_body_are_not_waited_for",),
+        ("serve/test_serve_faults.py::test_read_timeout_ends_slow_requests",),
     ),
     "kernels": Fault(
         "among equal scores the older token stays",
