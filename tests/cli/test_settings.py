@@ -60,15 +60,15 @@ def file(tmp_path, monkeypatch):
 def test_eval_ignores_general_sampling_settings(file, monkeypatch):
     file("temp = 0.9\nthreads = 3\n[models.other]\nseed = 4\n")
     monkeypatch.setenv("KVTOOL_SEED", "5")
-    assert held("eval", "-m", "other") == {"threads": 3}
-    assert held("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
+    assert effective("eval", "-m", "other") == {"threads": 3}
+    assert effective("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
     file("temp = 0.9\n[eval]\ntemp = 0.5\n[models.other.eval]\nseed = 4\n")
-    assert held("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
+    assert effective("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
     monkeypatch.setenv("KVTOOL_EVAL_SEED", "6")
-    assert held("eval") == {"temp": 0.5, "seed": "6"}
+    assert effective("eval") == {"temp": 0.5, "seed": "6"}
 
 
-def held(words, *arguments):
+def effective(words, *arguments):
     """Return the settings that apply to a command with these arguments. Keys are names of parameters."""
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
@@ -79,69 +79,77 @@ def held(words, *arguments):
 
 def test_command_uses_the_top_level_and_its_own_table(file):
     file(FILE.partition("[models")[0])
-    assert held("chat") == {
+    assert effective("chat") == {
         **{"budget": "512", "temp": 0.5, "policy": "tova"},
         **{"n": 100, "options": ("window=64",), "seed": 1},
     }
     # perplexity samples no tokens, so it has no options of sampling
-    assert held("perplexity") == {"budget": "512", "policy": "tova"}
+    assert effective("perplexity") == {"budget": "512", "policy": "tova"}
     # for a command of two words, both words are the table's name
-    assert held("models show") == {}
+    assert effective("models show") == {}
     file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
-    assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})
+    assert (effective("models show"), effective("session show")) == ({"fit": "1G"}, {"as_json": True})
 
 
 def test_policies_command_uses_only_its_own_table(file, monkeypatch):
     file('budget = "10%"\nevict-every = 8')
     monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
-    assert held("chat")["budget"] == "10%"
-    assert held("policies") == {}
+    assert effective("chat")["budget"] == "10%"
+    assert effective("policies") == {}
     assert kvtool("policies", "h2o").returncode == 0
     assert kvtool("config").returncode == 0
     file('budget = "10%"\n[policies]\nbudget = 64')
-    assert held("policies") == {"budget": 64}
+    assert effective("policies") == {"budget": 64}
 
 
 def test_a_path_may_begin_with_a_tilde(file):
     file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
-    assert held("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
+    assert effective("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
 
 
 def test_model_table_overrides_command_table(file):
-    assert held("chat")["temp"] == 0.25
-    assert held("generate")["temp"] == 0.125
-    assert held("generate")["n_ctx"] == 4096
+    assert effective("chat")["temp"] == 0.25
+    assert effective("generate")["temp"] == 0.125
+    assert effective("generate")["n_ctx"] == 4096
     # The model may be named in an option, an argument, a variable or the file. The name may also be the path
     # of the model's file.
     for arguments in (["-m", "other"], ["other"], ["-m", "/some/where/other.gguf"]):
-        assert held("chat", *arguments)["temp"] == 0.75
+        assert effective("chat", *arguments)["temp"] == 0.75
     file('model = "other"\n' + FILE)
-    assert held("chat")["temp"] == 0.75
+    assert effective("chat")["temp"] == 0.75
 
 
 def test_model_table_may_be_named_after_the_model_file(file):
     from kvtool.models.catalogue import registry
 
     file(f'[models."{registry()["smollm2-135m"].path.stem}"]\ntemp = 0.0625')
-    assert held("chat", "-m", "smollm2-135m")["temp"] == 0.0625
+    assert effective("chat", "-m", "smollm2-135m")["temp"] == 0.0625
 
 
 def test_variables_override_the_file_and_command_variables_override_both(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_TEMP", "0.9")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
-    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.9", "0.9", "3")
+    assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
+        "0.9",
+        "0.9",
+        "3",
+    )
     monkeypatch.setenv("KVTOOL_CHAT_TEMP", "0.1")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "")
-    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.1", "0.9", 1)
+    assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
+        "0.1",
+        "0.9",
+        1,
+    )
 
 
 def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
-    assert held("chat")["options"] == ("window=64",)
-    assert "options" not in held("chat", "--policy", "h2o")
+    assert effective("chat")["options"] == ("window=64",)
+    assert "options" not in effective("chat", "--policy", "h2o")
     monkeypatch.setenv("KVTOOL_POLICY", "h2o")
-    assert "options" not in held("chat")
+    assert "options" not in effective("chat")
     monkeypatch.setenv("KVTOOL_OPTION", "sinks=2 window=8")
-    assert held("chat")["options"] == ("sinks=2", "window=8")
+    assert effective("chat")["options"] == ("sinks=2", "window=8")
 
 
 def test_option_variables_differ_from_other_kvtool_variables():
@@ -245,7 +253,7 @@ def test_model_table_for_a_command_without_a_model_is_refused(file, table, comma
     line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
     one_line(kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
-        held(command)
+        effective(command)
 
 
 def test_error_names_the_variable_that_set_the_value(file, monkeypatch):
@@ -274,7 +282,7 @@ def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, 
         3,
         "empty.gguf is empty; download it again (--model is set by $KVTOOL_MODEL)\n",
     )
-    # a typed model is not the setting's
+    # if the model was typed, the error names no setting
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
     for command in (("generate", "hi", "-m", "nope"), ("chat", "nope")):
         one_line(kvtool(*command), 3, f"{line}\n")
@@ -300,7 +308,7 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     path = file(FILE)
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
     monkeypatch.setenv("KVTOOL_BUDGTE", "4")
-    # this is no default of the command's own -m
+    # `kvtool config` ignores this variable for its own -m
     monkeypatch.setenv("KVTOOL_MODEL", "other")
     done = kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
@@ -376,7 +384,7 @@ def test_config_shows_the_settings_of_one_command(file):
 def test_the_documented_example_runs_and_an_error_names_the_setting(file):
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = file(example)
-    settings_of_chat = held("chat")
+    settings_of_chat = effective("chat")
     policies.spec(settings_of_chat["policy"], None, settings_of_chat["options"])
     file('[chat]\noption = ["window=64"]')
     words = rf"no parameter 'window' \(-o\); its .* \(--option is set by {path}: \[chat\] option\)"

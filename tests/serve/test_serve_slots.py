@@ -1,4 +1,4 @@
-"""Several requests that are answered at once: who computes next, and that they do not affect each other."""
+"""Concurrent requests: which request computes next, and that no request affects the answers of others."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Serving:
         self.jobs.put(job)
         return job
 
-    def someone_waits(self):
+    def wait_for_another(self):
         """Return when another slot waits for the lock or a joint step. The slot that computes calls this."""
         until(lambda: self.lock._waiting or self.lock._resumed or self.batcher._waiting)
 
@@ -169,13 +169,13 @@ def test_longest_waiting_thread_gets_the_compute_lock_next():
     assert order == list("abcabc")
 
 
-def has_ended(lock, n_left):
-    """Return True if the lock's holder passes the lock to a waiting thread by calling `step(n_left)`."""
+def passes_lock(lock, n_left):
+    """Call `step(n_left)` as the lock's holder. Return True if a waiting thread gets the lock."""
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # Call `step` in a thread, because it may never return: after passing the lock to the other thread, it
-    # waits until that thread releases the lock, which never happens.
+    # `step` may never return: it may pass the lock to the other thread, which never releases it. Therefore
+    # call `step` in a thread.
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -191,7 +191,7 @@ def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
     def ends(n_left, is_first=True):
         lock = ComputeLock()
         lock.acquire(is_first=is_first)
-        return has_ended(lock, n_left)
+        return passes_lock(lock, n_left)
 
     is_long = first_s > 0
     assert ends(batching.N_SHORT) is not is_long
@@ -217,7 +217,7 @@ def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_st
                 server.jobs.put(jobs[1])
             # the other slot would miss its turn if its thread were slow, so wait until it is in the queue
             if not jobs[1 - i].is_over:
-                server.someone_waits()
+                server.wait_for_another()
 
         jobs.append(Asked(question(0), seen=seen))
         server.jobs.put(jobs[0])
@@ -232,7 +232,7 @@ def test_alternating_chats_stay_in_their_slots(talker, tmp_path, one_step):
     """Each chat stays in its slot: no stored chat is loaded, and nothing is read again."""
     for policy in ("h2o", "recall"):
         with served(talker, policy, tmp_path / policy) as server:
-            jobs = list(beside(server, question(0), question(1)))
+            jobs = list(ask_both(server, question(0), question(1)))
             chats = [question(0), question(1)]
             for _ in range(2):
                 for i in (1, 0):
@@ -258,7 +258,7 @@ def test_short_prompt_is_read_before_a_long_one_that_came_first(
             if not others:
                 others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
             if not others[0].is_over:
-                server.someone_waits()
+                server.wait_for_another()
 
         first = server.put(question(0, 12), seen=seen)
         assert 128 < first.last["n_prompt"] < 240
@@ -267,14 +267,14 @@ def test_short_prompt_is_read_before_a_long_one_that_came_first(
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
 
-def beside(server, one, other, n_max=40):
+def ask_both(server, one, other, n_max=40):
     """Ask `other` while the server answers `one`. Return both jobs after the end of `one`."""
     second = []
 
     def seen(kind):
         if not second:
             second.append(server.put(other))
-            server.someone_waits()
+            server.wait_for_another()
 
     first = server.put(one, n_max, seen)
     assert first.last
@@ -293,7 +293,7 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
             if gone.events[-1].get("n_read") and not again:
                 gone.cancel()
                 again.append(server.put(chat))
-                server.someone_waits()
+                server.wait_for_another()
 
         gone = Asked(chat, seen=seen)
         server.jobs.put(gone)
@@ -307,7 +307,7 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
         assert len(server.pool.slots) == 1
         # Two requests at once make the server open a second engine. A repeated request must still find the
         # engine that has read its prompt.
-        assert beside(server, question(0), question(1))[1].text
+        assert ask_both(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
 
@@ -317,7 +317,7 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
     with served(talker, policy, tmp_path) as server:
         start = server.put(question(0))
         chat, n = [*question(0), message("assistant", start.text)], start.last["held"]["tokens"]
-        jobs = beside(server, [*chat, *question(1)], [*chat, *question(2)])
+        jobs = ask_both(server, [*chat, *question(1)], [*chat, *question(2)])
         for job in jobs:
             assert n <= job.last["n_cached"] < n + 16
         # both chats were stored, whichever ended first
@@ -326,16 +326,16 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
             next_one = server.put([*chat, *question(i), message("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
         # a chat is also stored if two requests ask the same question at the same time
-        twins = beside(server, *[[*chat, *question(4)]] * 2)
-        assert twins[0].text == twins[1].text
+        both = ask_both(server, *[[*chat, *question(4)]] * 2)
+        assert both[0].text == both[1].text
         for _ in range(3):
-            after = server.put([*chat, *question(4), message("assistant", twins[0].text), *question(5)])
-            assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
+            after = server.put([*chat, *question(4), message("assistant", both[0].text), *question(5)])
+            assert after.last["n_cached"] >= both[0].last["held"]["tokens"]
         # While the first request continues a chat, the second request repeats the chat's first question. The
         # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
         chat = [*question(6), message("assistant", start.text), *question(7)]
-        first, again = beside(server, chat, question(6), n_max=200)
+        first, again = ask_both(server, chat, question(6), n_max=200)
         assert again.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["held"]["tokens"]
@@ -343,7 +343,7 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
 
 def has_two_free_slots(server):
     """Answer two requests at once, so that the server has two slots. Return when both are free."""
-    assert all(job.text for job in beside(server, question(0), question(1)))
+    assert all(job.text for job in ask_both(server, question(0), question(1)))
     until(lambda: len(server.pool._free) == 2)
     return True
 
@@ -378,7 +378,7 @@ def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
         def seen(kind):
             if not others:
                 others.extend(server.put(question(i)) for i in (1, 2))
-                server.someone_waits()
+                server.wait_for_another()
 
         first = server.put(question(0), seen=seen)
         assert first.text
@@ -396,10 +396,10 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
 
         def seen(kind):
             if not bad:
-                # with 400 tokens, ten times as many as the other answer has, this answer ends later
+                # this answer may have 400 tokens, and the other only 40, so this one ends later
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
-                server.someone_waits()
+                server.wait_for_another()
 
         def fail(kind):
             if kind == "piece":
