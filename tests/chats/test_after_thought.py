@@ -36,9 +36,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Return make(kind), which returns a model with the tokens of this kind of template.
+    """make(kind): return a model whose vocabulary has the tokens of this kind of template.
 
-    Some tokens begin with the ">" that ends a tag, and have text after it.
+    The vocabulary also has tokens like ">x": the last character of a tag, and text after the tag.
     """
     folder, models_by_kind = tmp_path_factory.mktemp("vocabularies"), {}
 

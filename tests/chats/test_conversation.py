@@ -132,7 +132,7 @@ def test_a_turn_decodes_only_new_tokens_and_the_cache_holds_the_whole_chat(chat)
     turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
     assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    # the last token of a reply and its end marker are decoded only with the next turn
+    # the last token of a reply, and the end marker, are decoded only with the next turn
     assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
     assert len(writer.tokens) == writer.engine.n_past
     assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
@@ -198,7 +198,7 @@ def test_read_waits_once_for_the_device_and_write_does_not(chat, model, monkeypa
     monkeypatch.setattr(context, "wait", lambda: calls.append("wait") or wait())
     writer.read(model.tokenize("One two three four. " * 8))
     assert calls == [*["decode"] * 3, "wait"]
-    # tokens that are written need no wait
+    # `write` does not wait for the device
     list(writer.write(2))
     assert calls.count("wait") == 1
 
@@ -591,7 +591,7 @@ def test_archive_shared_by_copies_is_counted_once(monkeypatch):
         for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
-            # a session uses `named`, so its bytes are not counted
+            # the bytes of `named` are not counted, because a session uses this file
             (named, 10, 1),
             (older, 20 + 90, 2),
         ):
@@ -757,7 +757,7 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
 def test_ctrl_c_before_first_token_undoes_the_turn_but_sighup_keeps_it(chat, tmp_path, monkeypatch, number):
-    # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore it
+    # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore SIGHUP
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64, undoable=True), tmp_path / "chat.kvs"
     files = ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path)
@@ -802,7 +802,7 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
             assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
             assert (stream(talk), talk.messages) == (before, messages)
             assert terminal.last_typed == {"Name a car.": "@car.txt"}
-            # an edited turn can be sent again, and still replaces the last turn
+            # the prompt offers an edited turn again, and sending it replaces the last turn
             assert (terminal.typed, terminal.edits) == (("", False) if "car" in text else (text, True))
             terminal.typed, terminal.edits = "", False
             assert path.read_bytes() == saved

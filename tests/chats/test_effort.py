@@ -112,9 +112,9 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""Names of templates for each variable that switches thinking on and off.
+"""For each variable: names of the templates whose thinking it switches on and off.
 
-They were found by reading the templates.
+The list was made by reading the templates.
 """
 
 LEVELED = {

@@ -25,10 +25,11 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (number of tokens until a loop is found, tokens per repeated block, number of repetitions).
+    """Feed the tokens to a `Loop`, one by one. Return None if it finds no loop.
 
-    Return None if there is no loop.
-    letters: the tokens that `Loop` gets as text with letters.
+    Otherwise return (number of tokens fed, number of tokens of the repeated block, number of repetitions).
+
+    letters: tokens whose text has a letter. The text of all other tokens has none.
     """
     loop = Loop()
     for n, token in enumerate(tokens, 1):
@@ -56,7 +57,7 @@ def test_loop_is_found_as_soon_as_it_repeats_often_enough(block, n):
     before = [5, 6, 8, 9]
     tokens = before + block * 1200
     assert looped(tokens) == (len(before) + n, len(block), n // len(block))
-    # blocks without letters need more repetitions
+    # blocks without letters must repeat for 1,024 tokens
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
     # blocks that are too long, and blocks that change, are not loops
     assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
@@ -85,7 +86,7 @@ def test_loop_equals_the_definition(monkeypatch):
 def test_ordinary_texts_are_not_loops(smollm2):
     paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
     paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
-    # of each file, use only a beginning that is as long as a long reply
+    # use at most 60,000 characters of each file, which is the length of a long reply
     texts = [path.read_text(encoding="utf-8", errors="replace")[:60_000] for path in paths]
     texts += [
         "\n".join(f"{a} x {b} = {a * b}" for a in range(1, 13) for b in range(1, 13)),
@@ -100,7 +101,8 @@ def test_ordinary_texts_are_not_loops(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # `Loop` is slow, so check only texts in which a long enough part repeats every `block` tokens
+        # `Loop` is slow, so run it only if some part of the text repeats a block of `block` tokens often
+        # enough
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):

@@ -104,7 +104,7 @@ def test_pinning_keeps_all_tokens_and_pins_the_fewest_whole_tokens(engine, n_pin
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # with one pinned token fewer, some of the first n_pinned characters of TEXT would not be pinned
+    # without the last pinned token, some of the first n_pinned characters of TEXT would not be pinned
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 

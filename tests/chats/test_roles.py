@@ -117,7 +117,7 @@ def test_template_that_loops_over_tools_renders_without_tools():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # `tools` must still be None, although the templates above can loop over it
+    # `tools is none` must still be true, although the templates above loop over `tools`
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 

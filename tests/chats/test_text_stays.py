@@ -121,7 +121,7 @@ N_TEXT = str(chat("%%")).count("%%")
 
 
 def special(model, tokens):
-    """Return the tokens among `tokens` that are control tokens."""
+    """Return the control tokens among `tokens`."""
     control = {int(model.tokenize(text, special=True)[-1]) for text in model.markers}
     return [token for token in tokens.tolist() if token in control]
 
@@ -153,7 +153,7 @@ def test_texts_without_markers_are_tokenized_as_one_text(model, template, shape)
 
 
 def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # is_word: llama.cpp finds the marker even in plain text (gpt-oss has one), so it is left out
+    # leave out markers that llama.cpp finds even in plain text (`is_word`; gpt-oss has one)
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([message("user", "stand-in")]).split("stand-in")
