@@ -31,7 +31,7 @@ def blocks(name):
 
 @pytest.fixture
 def run(smollm2, monkeypatch):
-    """run(code) executes code on one thread and returns the names that are then defined."""
+    """run(code): execute code on one thread. Return the variables that all code so far has defined."""
     monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
     names = {}
 

@@ -89,8 +89,8 @@ def test_bytes_equal_the_sizes_of_the_caches(whole):
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (rows["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
-    # the archive has the evicted tokens; it stores 32 numbers of a key in 22 bytes, and of a value in 18
-    # bytes
+    # the archive has the evicted tokens; it stores 32 numbers of a key in 22 bytes, and 32 numbers of a value
+    # in 18 bytes
     token_bytes = full * (22 + 18) // 128 // 256
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 

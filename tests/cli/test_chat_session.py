@@ -112,8 +112,8 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # Stdin is a file, because writing to a full pipe would block. The file is short, so a fast machine
-        # can finish it.
+        # Stdin is a file, because writing to a full pipe would block. The file is short: on a fast machine,
+        # the chat may read all of it before the kill.
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -122,7 +122,7 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # a buffer would read more output than the test asks for
+                # without a buffer, which would read more output than the test asks for
                 bufsize=0,
             )
         output = b""
@@ -196,7 +196,8 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
     one_line(done, 9, "another system prompt")
     assert path.read_bytes() == before
-    # a session finds its model without -m; if that file was replaced, there is no option to leave out
+    # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
+    # error can name no option to leave out.
     own = shutil.copy(chat_model, tmp_path / "own.gguf")
     assert called(*_words(own, tmp_path / "own.kv", *FIRST), stdin="one\n").returncode == 0
     shutil.copy(other_model, own)
@@ -346,7 +347,7 @@ def test_session_of_an_earlier_version_with_inline_archive_continues(talk, tmp_p
 
 
 def _with_meta(path, line):
-    """Replace the JSON of a session by another line, and its hash by the right one."""
+    """Replace the JSON line of a session file, and update the hash of this line."""
     first, _, rest = path.read_bytes().split(b"\n", 2)
     name, number, _, of_arrays = first.rsplit(b" ", 3)
     digest = hashlib.sha256(line + b"\n").hexdigest().encode()
@@ -530,6 +531,6 @@ def test_search_options_of_recall_may_change_and_old_options_are_dropped(talk, t
 @pytest.mark.parametrize("command", [["session", "show"], ["session", "export"], ["chat", "--session"]])
 def test_file_without_read_permission_is_reported_as_no_session(monkeypatch, tmp_path, command):
     (tmp_path / "chat.kv").write_text("no session")
-    # root may read all files, so only the check itself can be tested
+    # root may read all files, so the test replaces the check of permissions
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     one_line(called(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")

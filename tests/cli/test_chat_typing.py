@@ -102,7 +102,7 @@ def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
     writer.join()
     # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
-    # no file can have so long a name
+    # no file can have a name this long
     assert with_files("@" + "a" * 300) == "@" + "a" * 300
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
@@ -123,7 +123,7 @@ def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
         ("What is in @x.txt?", "What is in text?"),
         ("(see @x.txt).", "(see text)."),
         ("Read \"@x.txt\", @x.txt; '@x.txt'", "Read \"text\", text; 'text'"),
-        # a file whose name ends in a mark
+        # the name of a file may end with a punctuation mark
         ("@x.txt! and @x.txt!,", "other and other,"),
     ],
 )
@@ -153,7 +153,7 @@ def test_names_that_are_no_files_are_sent_as_text_and_reported(tmp_path, monkeyp
 
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
-    """typed_at(keys, default): the text that a prompt with this default returns after these keys."""
+    """typed_at(keys, default): type these keys at a prompt that offers `default`. Return its text."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def typed(keys, default="", selected=False):
@@ -493,7 +493,7 @@ def test_plain_has_no_colours(terminal):
     chat.type("\x15")
     chat.say("/stats")
     chat.say("/cells")
-    # the prompt selects a refused line, in reverse video
+    # 7 is reverse video: the prompt shows a refused line as selected
     styles = set(re.findall(rb"\x1b\[([0-9;]*)m", chat.raw))
     assert styles <= {b"", b"0", b"7", b"0;7"}
 
@@ -508,7 +508,7 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
-    # only an = after the name separates; an = in the value belongs to the value
+    # only the = after the name is a separator; an = in the value belongs to the value
     for typed, shown in (
         ("stop x=y", 'stop  "x=y"'),
         ("stop=x=y", 'stop  "x=y"'),

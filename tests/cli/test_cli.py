@@ -300,7 +300,7 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399
-    # bytes of 2 layers, K and V, 2 heads of 32 numbers in f16, 256 cells
+    # 2 layers, K and V, 2 heads, 32 numbers of 2 bytes (f16), 256 cells
     assert result["kv_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
     assert result["tokens_per_s"] > 0
 

@@ -114,7 +114,8 @@ def test_records_are_in_grid_order_and_resume_repeats_no_run(compare, whole, fol
     assert again.stderr == "", again.stderr
     assert again.stdout == stdout
     assert whole.read_text() == before
-    # which run is the best other one depends on the runs of a command, so the file does not name it
+    # `best_other` depends on the runs that a command compares, so --json prints it, but the file does not
+    # have it
     again = compare(*GRID, "--records", whole, "--resume", "--json")
     printed = list(map(json.loads, again.stdout.splitlines()))
     assert [record["best_other"] for record in printed[2:]] == ["local", "h2o:window=20"]
@@ -144,7 +145,7 @@ def test_merged_shards_equal_one_run(compare, whole, folder):
 
 
 def test_lines_added_by_another_run_stay_in_the_file(compare, folder):
-    """The policy appends a line to the file when the text is half read."""
+    """The policy appends a line to the file at its first eviction."""
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
     compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
@@ -473,7 +474,7 @@ def test_picture_has_one_line_per_policy(monkeypatch):
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}
-    # a KL of 0 cannot be drawn, so nll is
+    # a KL of 0 cannot be drawn, so the picture shows the NLL instead
     lines.clear()
     compare_plot.picture([row("h2o", "128", kl=0.0)], "wiki.test.raw", "SmolLM2")
     assert lines["h2o"] == [(1.0, 3.4)]

@@ -53,8 +53,8 @@ def test_sources_create_no_console_or_column_with_markup():
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # `status` of rich reads a string as markup, even if the console's markup is off. It prints a Text
-        # literally.
+        # rich's `status` reads a string as markup, even if the console's markup is off. It prints only
+        # objects of class Text literally.
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 

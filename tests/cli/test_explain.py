@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list. Each check of an eviction plan appends to it the number of tokens read so far."""
+    """Return a list. Each eviction plan then adds one number to it: how many tokens have been read."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):

@@ -143,8 +143,9 @@ def limited(megabytes, *options):
     return done
 
 
-# The CPU decides where memory runs out: at the file (40 MB); at the weights, or at the cells and buffers (130
-# MB); at the weights or at the graph (160 MB). llama.cpp returns an error, throws or aborts.
+# Where memory runs out depends on the CPU: with 40 MB at the file; with 130 MB at the weights, or at the
+# cells and buffers; with 160 MB at the weights, or at the graph. llama.cpp then returns an error, throws or
+# aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_lack_of_memory_gets_one_line(megabytes, smollm2):
@@ -158,7 +159,7 @@ def test_lack_of_memory_gets_one_line(megabytes, smollm2):
 @linux
 def test_lack_of_memory_for_the_cache_gets_one_line(smollm2):
     lines = []
-    # on each CPU, another amount is enough for the weights, but too small for the cells
+    # the amount that is enough for the weights, but too small for the cells, differs between CPUs
     for megabytes in range(250, 400, 25):
         done = limited(megabytes, "-m", smollm2, "--policy", "full")
         one_line(done, 8)
@@ -397,7 +398,8 @@ def test_input_typed_during_a_reply_waits_for_its_end(terminal, held):
     os.close(terminal.master)
 
 
-# Without a signal, the process finds the end of its input. With a signal, it may find that first.
+# Allowed exit codes. Without a signal, the process notices the end of its input. With a signal, it may notice
+# either first.
 HUNG_UP = {"signal": (-signal.SIGHUP, 128 + signal.SIGHUP), "no signal": (128 + signal.SIGHUP,)}
 
 

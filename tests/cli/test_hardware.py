@@ -161,7 +161,8 @@ def test_draft_model_gets_no_adapters_and_no_tensor_overrides(talker, lora):
 def fake_gpu(monkeypatch, path, n_layer, *, n_expert=0, n_cell=0):
     """Let kvtool see a made-up GPU that has room for a part of a model.
 
-    The part: the output, the last n_layer layers with n_cell cells each, and the experts of n_expert layers.
+    This part has the output, the last n_layer layers with n_cell cells each, and the experts of n_expert
+    layers.
     """
     info = read(path)
     weights, cache_bytes = info.weights, info.plain_layers.cell_bytes() * n_cell

@@ -237,7 +237,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command with kvtool's option must not accept the names that other programs use for it
+        # if a command has one of kvtool's options, it must not accept other programs' names for this option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
@@ -498,7 +498,7 @@ def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_s
     assert (
         written.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
     )
-    # -n also cuts the answer, which another line says
+    # another line says that -n has cut the answer
     assert written.count("\n") == is_said + 1
 
 

@@ -64,7 +64,8 @@ def test_text_without_colours_has_marks_below_it():
 
 
 def test_columns_of_the_strip_are_spread_evenly():
-    # tokens are held by all rows or by none in turn, so a column of two tokens has the mark for one half
+    # every second token is held by all rows, the others by none; so a column of two tokens has the mark for
+    # one half
     strip = shown(["a"] * 30, [1, 0] * 15).split("right:\n")[1].split("\n")[0]
     assert strip == "#6.6" * 5
 
@@ -368,7 +369,7 @@ def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
     assert set(result) <= set(re.findall(r"`(\w+)`", document.partition("`--json` prints")[2]))
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
-    # the policy's definition says that it keeps the sinks and the newest tokens
+    # streamingllm keeps the first 4 tokens and the newest tokens
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]

@@ -124,7 +124,7 @@ def test_session_is_reread_only_if_the_thinking_budget_in_its_prompt_changes(mod
     path, command = tmp_path / "talk.kv", ["chat", "-m", models(COUNTS), "-n", 4, "-t", 1, "--policy", "h2o"]
     for n_mark, options in ((1, ["--think-budget", 3]), (2, []), (1, ["--think-budget", 4]), (2, [])):
         assert called(*command, "--session", path, *options, stdin="Hello\n").returncode == 0
-        # turns before the chat was read again cannot be taken back, so they have no marks
+        # turns from before a reread cannot be undone, so they have no marks
         assert len(session.read(path)[0]["marks"]) == n_mark
 
 

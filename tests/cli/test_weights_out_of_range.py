@@ -14,7 +14,7 @@ from tests.cli.test_cli import TEXT
 
 @pytest.fixture(scope="module")
 def scaled(talker, tmp_path_factory):
-    """scaled(number) returns a copy of `talker` in which a row of the output's weights is multiplied."""
+    """scaled(factor): copy `talker`, and multiply the output weights of tokens from 300 on by this factor."""
     folder = tmp_path_factory.mktemp("scaled")
 
     def make(factor):
