@@ -226,7 +226,9 @@ def test_invalid_messages_requests_get_one_line(changes, words):
 
 
 def sent(path, body=None, method="POST", **how):
-    """Return (status, body) of the answer to a request. The server has no engine, and its queue no room."""
+    """Return (status, body) of the answer to a request. The server has no engine, and its queue accepts no
+    jobs.
+    """
     answer = send(path, method, body=body, n_waiting=0, **how)
     if answer.status_code != 200:
         ids = [answer.headers[name] for name in ("request-id", "x-request-id")]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 def recorded(name):
-    """Return the lines of a file in tests/data. The key is the program that sent them."""
+    """Return the requests in a file of tests/data, as a list for each program that sent them."""
     text = (Path(__file__).parents[1] / "data" / name).read_text()
     lines = map(json.loads, text.splitlines())
     return {client: list(its) for client, its in groupby(lines, lambda line: line["client"])}

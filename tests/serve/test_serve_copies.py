@@ -80,7 +80,7 @@ def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
         answer = ask(server.url, messages)
         assert answer.n_read < 400 < answer.n_all
         assert len([*tmp_path.glob("*.kv")]) == 1
-        # an edited chat is read again from its newest checkpoint, and stored as another chat
+        # the server reads an edited chat again from the newest checkpoint, and stores it as another chat
         edited = [*messages[:-1], message("user", "Nobody.")]
         other = ask(server.url, edited)
         assert other.n_cached == 0 if size == "0" else other.n_read < 100

@@ -33,10 +33,11 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. For recall, its context is more than twice as long as any chat of these tests.
+    """A model that suits the policy.
 
-    In a longer chat, answers would depend on how a prompt is divided into steps: if an archived token is
-    farther away than half of the context, recall limits its distance from the first query of each step.
+    Recall limits the distance between an archived token and the first query of a step to half of the context.
+    In long chats, answers therefore depend on how a prompt is divided into steps. For recall, the context
+    here is more than twice as long as any chat.
     """
     return talker if policy == "recall" else chat_model
 

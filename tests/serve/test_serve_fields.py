@@ -271,7 +271,7 @@ def test_later_errors_name_the_message_as_the_client_numbers_it():
 
 
 class Unlisted(dict):
-    """A map that can be asked for keys, but not walked through."""
+    """A dict whose keys can be looked up, but not iterated over."""
 
     def __iter__(self):
         raise AssertionError

@@ -69,7 +69,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return `next_logits` for `written`: random logits that are higher for the bytes of the texts `ends`."""
+    """Return `next_logits` for `written`. Logits are random, and higher for the bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
     def next_logits(so_far):
@@ -187,9 +187,9 @@ HAS_PLACE = GEMMA_HAS_PLACE | {
     "a list of a definition",
     "names of rules",
 }
-"""Schemas in AWKWARD, by name. Each format except Gemma's can express arguments for all of them.
+"""Names of schemas in AWKWARD for which every format except Gemma's can express arguments.
 
-Gemma's format can express GEMMA_HAS_PLACE. For other schemas, calls may also be written in Hermes' format.
+Gemma's format can do so for GEMMA_HAS_PLACE. For the other schemas, calls may be in Hermes' format instead.
 """
 
 

@@ -225,5 +225,5 @@ def test_markdown_renderer_handles_any_text():
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
     elements = shown(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
-    # the page must show all characters \u4e16 of a text
+    # the page must show every \u4e16 of a text
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

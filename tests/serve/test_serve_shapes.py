@@ -1,4 +1,4 @@
-"""Answers whose form is given: by a schema, a grammar, a pattern or a choice, or as a call of a tool."""
+"""Answers that must fit a schema, a grammar, a pattern or a choice, or that must call a tool."""
 
 from __future__ import annotations
 

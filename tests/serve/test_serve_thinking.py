@@ -260,7 +260,7 @@ def test_shared_template_is_copied_under_the_lock(bytewise, monkeypatch):
 
     def copied(shared):
         other = copy(shared)
-        # another thread now asks the shared template for something that it has to find out
+        # do what another thread may do now: let the shared template compute `has_tools`
         vars(shared).pop("has_tools", None)
         assert shared.has_tools in (True, False)
         are_locked.append(renderings._lock.locked())
@@ -361,7 +361,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory):
-    """A model whose small vocabulary gives the parts of a text the same tokens as the whole text."""
+    """A model with a small vocabulary. Parts of a text get the same tokens as in the whole text."""
     path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
     tiny.write_llama(path, n_ctx_train=4096)
     model = Model(path)
@@ -511,8 +511,8 @@ def test_reasoning_items_belong_to_the_reply_that_follows(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # The prompt must leave out both reasoning items below: no reply follows this `first`, and `thought` has
-    # only encrypted text.
+    # The prompt must leave out the last two reasoning items: no reply follows the second `first`, and
+    # `thought` has only encrypted text.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
     assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt

@@ -322,7 +322,7 @@ def test_templates_get_arguments_as_objects_and_short_call_ids():
         call = {"id": "a23456789", "function": {"name": "now", "arguments": text}}
         (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
         assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
-    # a text with half of a character could not be tokenized
+    # a lone surrogate cannot be tokenized, so it is replaced
     call = {"id": "a23456789", "function": {"name": "now", "arguments": r'{"x": "\ud800"}'}}
     (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}
