@@ -86,7 +86,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
 
 @pytest.mark.parametrize("arch", [kind for kind in KINDS if kind != "lfm2"])
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
-def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, name, arch, n_ctx):
+def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, arch, n_ctx):
     path, tokens = tiny_model(arch, n_ctx_train=n_ctx), text(500)
     with opened(path, name) as engine, opened(path, name) as fresh:
         for n in (490, 450, 333, 225, 61, 3):
@@ -102,7 +102,7 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             assert np.abs(got - wanted).max() < TOLERANCE
 
 
-def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, monkeypatch):
+def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypatch):
     monkeypatch.setattr(checkpoints, "SPACING", 400)
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
@@ -116,7 +116,7 @@ def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, mon
 
 @pytest.mark.parametrize("prefill", ["whole", "exact"])
 @pytest.mark.parametrize("arch", KINDS)
-def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill):
+def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefill):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(450)
     with opened(path, "recall", prefill=prefill) as engine, opened(path, "recall", prefill=prefill) as fresh:
         for each in (engine, fresh):
@@ -130,13 +130,13 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         assert np.abs(got - wanted).max() < 0.05
 
 
-def test_a_stopped_reading_of_a_whole_prompt_leaves_no_checkpoints(tiny_model):
+def test_stopped_whole_read_leaves_no_checkpoints(tiny_model):
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
         assert engine.read(text(450), lambda: engine.n_past > 2 * SPACING) == 0
         assert len(engine.checkpoints) == 0
 
 
-def test_distances_grow_with_age(tiny_model):
+def test_older_checkpoints_are_farther_apart(tiny_model):
     with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     with opened(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
@@ -153,7 +153,7 @@ def test_distances_grow_with_age(tiny_model):
 
 
 @pytest.mark.parametrize(("n_free", "n"), [(1600, 100), (160, 10), (64, 8), (32, 8), (20, 5), (3, 0)])
-def test_checkpoints_take_a_small_part_of_the_memory(tiny_model, monkeypatch, n_free, n):
+def test_default_checkpoint_limit_depends_on_free_memory(tiny_model, monkeypatch, n_free, n):
     with opened(tiny_model("lfm2"), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
@@ -177,7 +177,7 @@ def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
     assert places == [2, 1]
 
 
-def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
+def test_limit_below_one_checkpoint_is_refused(tiny_model):
     path = tiny_model("lfm2")
     with (
         pytest.raises(UsageError, match="at least 4KiB for one checkpoint"),
@@ -190,14 +190,14 @@ def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
         assert engine.rewind(100) == engine.n_past == 0
 
 
-def test_models_that_need_none_have_none(tiny_model):
+def test_recall_without_recurrent_layers_makes_no_checkpoints(tiny_model):
     with opened(tiny_model(), "recall") as engine:
         engine.read(text(300))
         assert not len(engine.checkpoints)
         assert engine.rewind(200) == 200
 
 
-def test_tokens_that_the_archive_has_dropped_are_not_rewound_to(tiny_model):
+def test_rewind_to_forgotten_tokens_changes_nothing(tiny_model):
     path = tiny_model("lfm2", n_ctx_train=N_CTX)
     with opened(path, "recall", archive=60) as engine:
         engine.read(text(500))
@@ -213,7 +213,7 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("name", FORGETTING)
-def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model, name, arch):
+def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(500)
     with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:
         assert engine.can_rewind
@@ -235,7 +235,7 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streamingllm", "kvzip"])
-def test_a_prompt_read_whole_has_checkpoints_only_after_it(tiny_model, monkeypatch, name):
+def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatch, name):
     monkeypatch.setattr(checkpoints, "SPACING", 30)
     path, tokens = tiny_model(n_ctx_train=N_CTX), text(300)
     with opened(path, name, prefill="whole") as engine, opened(path, name, prefill="whole") as fresh:
