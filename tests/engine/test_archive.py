@@ -177,7 +177,7 @@ def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_p
     message = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # if the user asks for recall or for one of its options, kvtool refuses and does not choose another policy
+    # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         refused = called(*command, *typed, stdin="word " * 150)
         assert (refused.returncode, refused.stdout) == (2, "")
@@ -193,8 +193,7 @@ def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_m
     first, *_, last = done.stderr.splitlines(keepends=True)
     pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(pattern, first)
-    # both policies have 512 cells. This is the default of recall. For h2o, the trained context limits the
-    # default of 1,024 to 512
+    # recall has 512 cells by default. h2o has 1,024, but the trained context limits them to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)

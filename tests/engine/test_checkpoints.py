@@ -35,7 +35,7 @@ def opened(path, name, n_batch=16, **settings):
 def arrays_of(engine):
     """Return the saved arrays, without the cells of sliding layers.
 
-    Those cells may differ, because cells of dropped tokens may hold anything.
+    Some of these cells belong to dropped tokens, and may hold anything.
     """
     return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
 
@@ -48,7 +48,7 @@ def assert_same_arrays(engine, other):
 
 
 def check_rewound(engine, fresh, tokens, n):
-    """Rewind to n tokens or a few less, and compare with `fresh`, which reads only the tokens that stay."""
+    """Rewind to n tokens or somewhat fewer, and compare with `fresh`, which reads only the kept tokens."""
     n_kept = engine.n_kept(n)
     assert n - SPACING - 16 < n_kept <= n
     assert engine.rewind(n) == n_kept
@@ -107,9 +107,8 @@ def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypa
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
         (checkpoint,) = engine.checkpoints
-        # a cut to n tokens needs the 15 tokens before them, because the window is 16. The sliding layers
-        # still have only 256 tokens before the checkpoint. Cuts to fewer than `first` tokens therefore go
-        # back to 0
+        # the sliding layers have only the last 256 tokens before the checkpoint. With a window of 16, a cut
+        # to n tokens needs the last 15 of these n. So a cut to fewer than `first` tokens goes back to 0
         first = checkpoint.n_past - 256 + 15
         assert [engine.n_kept(n) for n in (first - 1, first, first + 1)] == [0, first, first + 1]
 
@@ -264,7 +263,7 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
-    # no copy is made within a step, because the step exceeds the budget until it ends
+    # no copy is made within a step, because the cache may exceed the budget until the step ends
     with opened(path, "h2o", n_batch=160) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         engine.read(text(700))

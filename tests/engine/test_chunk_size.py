@@ -1,4 +1,4 @@
-"""Steps that are decoded in parts leave the same state, and other threads wait for at most one part."""
+"""Steps decoded in parts leave the same state as whole steps, and other threads wait for at most one part."""
 
 from __future__ import annotations
 

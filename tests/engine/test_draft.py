@@ -47,7 +47,7 @@ def held(engine):
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lfm2")
 # recall does not support ALiBi (refact). With MLA (deepseek), all queries of a step recall the same tokens,
-# so wrong draft tokens would change which tokens are recalled for correct ones
+# so a wrong draft token would change the logits of the correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
@@ -114,7 +114,7 @@ def test_recurrent_layers_drop_draft_tokens_at_most_once_per_step(tiny_model):
         engine.drop_drafts(2)
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
             engine.drop_drafts(1)
-        # each step overwrites the states that earlier steps kept for dropping their draft tokens
+        # a later step overwrites the saved states, so draft tokens of an earlier step cannot be dropped
         engine.draft(tokens[4:7])
         engine.step(tokens[7:8])
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
@@ -133,7 +133,7 @@ def test_gaps_may_be_closed_right_after_draft_tokens_were_dropped(tiny_model):
                 engine.drop_drafts(3)
             else:
                 engine.step([tokens[187]])
-            # these tokens do not fit in the context, so the positions of all tokens change first
+            # these tokens do not fit in the context, so gaps between positions are closed first
             engine.read(tokens[188:208])
             logits.append(engine.context.next_logits.copy())
     assert np.abs(logits[0] - logits[1]).max() < 1e-4

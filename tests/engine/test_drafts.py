@@ -249,8 +249,7 @@ def test_closed_text_continues_after_the_pieces_it_yielded(talker):
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after the n_piece pieces, and without the draft tokens that came after
-            # them
+            # draft tokens after the last piece are dropped, and the next text continues after this piece
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole

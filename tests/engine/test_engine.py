@@ -720,8 +720,8 @@ def test_memory_of_signals_counts_as_state(tiny_model, policy, options, per_cell
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # there is memory for n_draft additional queries. Draft tokens use it, because the older queries are
-        # still needed if the draft tokens are rejected
+        # draft tokens have memory for n_draft more queries. They must not overwrite older queries, which are
+        # needed if the draft tokens are rejected
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
@@ -773,7 +773,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # q8_0 changes the NLL much less than the kind of positions does
+    # for comparison: in-cache positions change the NLL much more than q8_0
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 
@@ -782,7 +782,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # with seed 2, no two scores in this text are so close that half precision would change their order
+    # with seed 2, this text has no near ties, which rounding to half precision could decide
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}

@@ -208,7 +208,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # distances are limited to 65, half of the context, so two distant copies of a token could tie
+    # all tokens differ, because distant copies of a token could tie: distances are limited to 65, half of the
+    # context
     tokens = distinct(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
@@ -352,7 +353,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, name, positions):
-    # with seed 2, no two scores in this text are so close that half precision would change their order
+    # with seed 2, this text has no near ties, which rounding to half precision could decide
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}

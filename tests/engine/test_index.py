@@ -60,8 +60,7 @@ def _round(x):
 def test_products_equal_those_of_rounded_vectors(kernels, kernel, n_embd):
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((5 * N_SIDE, n_embd)).astype(np.float32)
-    # the keys have a dimension of outliers, a key of zeros, and two keys that have the largest possible
-    # integer sums
+    # dimension 3 has outliers, key 7 is zero, and keys 8 and 9 give the largest possible integer sums
     keys[:, 3] += 40
     keys[7] = 0
     keys[8], keys[9] = 1, -1

@@ -60,7 +60,7 @@ def one_by_one(lock):
 def run_streams(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
     """Return the StreamResult of each stream.
 
-    Stream i reads all tokens except the last said[i]. It decodes these one by one.
+    Stream i reads its tokens as a text, except for the last said[i] tokens, which it decodes one by one.
     make_batcher: a function that makes a StepBatcher.
     """
     n_stream = len(tokens)

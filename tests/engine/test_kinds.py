@@ -133,8 +133,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # after `join`, the eviction above has closed all gaps between positions (`in_cache`). Later evictions
-    # must leave gaps
+    # `join` sets in_cache, so the eviction above has closed all gaps between positions. Later evictions must
+    # leave gaps
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])

@@ -1,4 +1,4 @@
-"""Whole reading: a prompt is compressed once, after all its tokens are decoded. Then its cache is freed."""
+"""Whole reading: a prompt is decoded into a large cache, and then compressed once into a small cache."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_failed_plan_of_a_prompt_leaves_an_empty_usable_cache(tiny_model, error)
 
 def test_important_counts_stream_tokens_in_every_segment(tiny_model):
     # IMPORTANT of a key is the number of tokens up to the last query to which the key was important. In each
-    # segment, some key is important to the last query. Therefore the segment's maximum is its end
+    # segment, some key is important to the last query, so the maximum is the end of the segment
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -350,7 +350,7 @@ def test_important_counts_stream_tokens_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # CORM's rows keep as many tokens as they need, so it has no size for a compressed prompt
+        # CORM cannot compress a prompt to a given size, because each row keeps as many tokens as it needs
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

@@ -59,7 +59,7 @@ def test_recalling_the_whole_archive_equals_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # the tolerances allow for the rounding of keys in synthetic ("made") cells to the cache's type
+    # tolerances are larger if the cache's type rounds the keys of synthetic ("made") cells
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
 def test_synthetic_cells_equal_the_full_cache(tiny_model, n_head_kv, n_threads, flash, kind, tolerance):
@@ -194,7 +194,7 @@ def test_steps_attend_exactly_to_more_tokens_of_a_longer_archive(tiny_model):
         archive = engine.context.archive
         archive.trace(2048)
         for _ in range(2):
-            # the archive ends inside a block, so that the same blocks have clusters in all rows
+            # rows cluster a block at different times. At this length, all rows have clustered the same blocks
             engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
@@ -422,8 +422,7 @@ def test_first_eviction_comes_when_first_plan_says(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop includes the step after the eviction, which has one token, or up to n_batch tokens of a
-        # text
+        # n_past includes the step after the eviction: one token, or up to n_batch tokens of the text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -692,7 +691,7 @@ def test_archive_file_is_mapped_without_read_ahead(tiny_model, path_of_file):
 def test_emptying_and_closing_an_archive_file_frees_its_disk_space(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # the list includes the descriptor that listing the folder opened, which is closed by now
+        # iterdir() opens a descriptor itself. It is in the list, but closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

@@ -168,7 +168,7 @@ def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model,
 
 
 def refuse_above(n):
-    """Return a function to replace `Context.resize`. It fails above n cells a row, as if a GPU were full."""
+    """Return a function to replace `Context.resize`. It fails above n cells per row, like a full GPU."""
     resize = Context.resize
 
     def refuse(self, n_cell):
@@ -180,7 +180,7 @@ def refuse_above(n):
 
 
 def fail_above(n):
-    """Return a function to replace `Context.decode`. It fails with more than n cells a row."""
+    """Return a function to replace `Context.decode`. It fails above n cells per row."""
     decode = Context.decode
 
     def fail(self, tokens, pos_0, n_output):
@@ -225,7 +225,7 @@ def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_mod
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # a new text is read together with the 100 tokens before it if it has at least an eighth of their sum:
+        # a new text is read together with the 100 earlier tokens if it is at least an eighth of the stream:
         # 15 of 115 tokens are enough, but 14 of 114 are not
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         message = "It is read at once, with the 100 tokens before it, in a cache of"

@@ -100,8 +100,8 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # the client sends one graph for each number of cells; these pushes send them before the bytes are
-        # counted
+        # the client sends one graph for each number of cells. These pushes send both graphs before the bytes
+        # are counted
         archive.push(np.array(LEAVING[:3]), 0)
         archive.push(np.array(LEAVING), 3)
         before = meter.read() if meter else ()

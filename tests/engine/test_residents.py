@@ -157,8 +157,8 @@ def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, mon
 
 @pytest.mark.usefixtures("always_repeated")
 def test_means_of_sets_replace_clusters_without_cells(tiny_model, monkeypatch):
-    # The archive has 19 blocks of 256 tokens: 16 sets of clusters, and three blocks that are in no set. All,
-    # 12 or 6 of these 19 have cells for the means of their clusters
+    # The archive has 19 blocks of 16 clusters. The clusters of 16 blocks form 16 sets, and 3 blocks are in no
+    # set. n_page is the number of these sets and blocks for whose clusters there are cells
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), text(5010)
     full, _ = written(path, policies.fit("full", 5120), tokens, n_prompt=5000)
 

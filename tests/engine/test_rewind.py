@@ -1,4 +1,4 @@
-"""Rewinding: a stream that is cut to its first tokens has the same state as right after these tokens."""
+"""Rewinding: a stream that is cut to n tokens has the same state as when it had read only these n tokens."""
 
 from __future__ import annotations
 

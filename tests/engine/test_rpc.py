@@ -1,4 +1,4 @@
-"""All layers are on a device whose memory is not the host's: the CPU behind ggml's RPC server on loopback.
+"""Layers on a remote device, the CPU of ggml's RPC server on loopback.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """

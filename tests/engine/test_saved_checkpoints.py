@@ -117,7 +117,7 @@ def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, 
         if harm == "damaged":
             data[-1] ^= 1
         else:
-            # a digit of the archive's id
+            # change a digit of the archive's id
             data[20] = ord("0" if data[20] != ord("0") else "1")
         place.unlink() if harm == "missing" else place.write_bytes(data)
         if name == "recall":

@@ -99,8 +99,8 @@ def test_restore_reports_the_progress_of_clustering(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
-        # each thread clusters two of the four rows. Progress is reported if rows are left: with one thread,
-        # after the first two rows; with three threads, never
+        # each call clusters up to two rows per thread, and progress is reported if rows are left. One thread
+        # needs two calls for the four rows, three threads need one
         assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 

@@ -153,7 +153,7 @@ def test_turn_appends_only_its_newly_archived_tokens(path, store):
 def test_another_process_continues_the_archive_file(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # append 500 bytes, as a process does that is killed while it writes
+    # append 500 bytes, like a process that was killed while it was writing
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))

@@ -118,7 +118,7 @@ def test_arrays_that_do_not_fit_leave_the_engine_unchanged(tiny_model):
             of_another_type = saved | {name: saved[name].astype(kind)}
             for wrong in (broken, shorter, of_another_type):
                 if name == "engine" and wrong is of_another_type:
-                    # the array "engine" has counters, which may have another type
+                    # the counters in the array "engine" may have another type
                     continue
                 with pytest.raises(SessionError, match="does not fit"):
                     engine.restore(wrong)

@@ -12,7 +12,7 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-# largest share of cells with other hits: rounding may move attention across the threshold 1 / t
+# largest accepted share of cells with wrong hits: rounding may move attention across the threshold 1 / t
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (

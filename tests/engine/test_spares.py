@@ -1,7 +1,7 @@
-"""Spares: two additional handles of each device of a worker, on which edits of the cache are computed.
+"""Spares: for each device of a worker, two additional handles that compute edits of the cache.
 
-For each handle, a worker keeps only the last graph. Because edits use the spares, the worker keeps the graph
-of decoding, so this graph is not sent again for every token.
+A worker keeps only the last graph of each handle. Edits use the spares, so the worker keeps the graph of
+decoding, which therefore is not sent again for every token.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """
@@ -138,7 +138,7 @@ def test_edits_on_a_spare_score_like_local_edits(remote, path, number):
 
 @pytest.mark.parametrize("number", [i for i, run in enumerate(RUNS) if run[0] == "h2o"])
 def test_no_queries_are_stored_for_signals_with_a_worker(remote, number):
-    # one float for each cell of two KV heads in each layer
+    # each layer has two KV heads with 256 cells, and each of these cells has one float
     assert remote[0]["results"][number][2] == 4 * N_LAYER * 2 * 256
 
 
@@ -153,7 +153,7 @@ def test_each_graph_is_sent_to_the_worker_once(remote, number):
     # one graph per token and one per plan, for its edit; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
-    # a merge of more values than any earlier merge needs another graph, which has to be sent
+    # if a merge has more values than all earlier merges, it needs a new graph, which has to be sent
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
 

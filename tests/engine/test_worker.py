@@ -209,7 +209,7 @@ def workers():
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         started = [Worker(port, "--mem", "64MiB") for port in ports]
-        # a test replaces an element of `started`, so this reads the list only when the tests have ended
+        # a test replaces an element of `started`, so the lambda reads the list only after the tests
         stack.callback(lambda: [worker.end() for worker in started])
         for worker in started:
             worker.serves()
