@@ -15,7 +15,7 @@ from kvtool.llama import bindings
 def packages(monkeypatch, **found):
     """Pretend that only the packages in `found` are installed. Return a list that collects attempted imports.
 
-    found: for each package, its bindings or the error that is raised when it is imported.
+    found: {package: its bindings, or the error that its import raises}.
     """
     attempted = []
 
@@ -72,7 +72,8 @@ def test_functions_are_looked_up_in_each_library_on_windows():
 def library(monkeypatch, *, there, loads):
     """Fake a library.
 
-    there: True if it includes the CPU part. loads: True if load_all loads the CPU part.
+    there: True if it includes the CPU part.
+    loads: True if load_all loads the CPU part.
     """
     state = SimpleNamespace(there=there, folders=[])
 

@@ -1,4 +1,4 @@
-"""Tests of the patched library through `Context`: edits and signals give the results that are defined."""
+"""The patched library, used through `Context`: edits and signals match their definitions."""
 
 from __future__ import annotations
 
@@ -777,7 +777,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
         fill(context, 30)
         context.hide(30)
         context.resize(np.full(2, 512))
-        # the new tokens may have the same positions, because no query sees the hidden cells
+        # new tokens may have the positions of hidden cells, because no query sees hidden cells
         fill(context, 9, seed=1)
         context.resize(np.full(2, 1024))
         context.decode(tokens(1), 9, 1)

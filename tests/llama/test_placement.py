@@ -63,7 +63,7 @@ WRONG = {
 
 
 def all_mib(path, mtp=False):
-    """Return the MiB of the weights that can be on a GPU, and of the caches in F16."""
+    """Return the size in MiB of the F16 caches and of all weights that can be on a GPU."""
     info = read(Path(path))
     weights = info.weights if mtp else info.weights.without_mtp()
     cell_bytes = info.plain_layers.cell_bytes()
@@ -133,7 +133,7 @@ def placed(path, path_mtp):
 
 
 def moved(log):
-    """Return the names of the tensors that an override moved, by their buffers."""
+    """Return {buffer: names of the tensors that an override moved to it}."""
     by_buffer = {}
     for name, buffer in re.findall(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)", log):
         by_buffer.setdefault(buffer, []).append(name)

@@ -410,8 +410,8 @@ def test_text_ends_before_its_first_stop_string_in_any_pieces():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # (end, begin) of each stop string that is in the text. The writer has to stop at the stop string with
-        # the first end
+        # (end, begin) of each stop string that is in the text. The writer has to stop at the one that ends
+        # first
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]

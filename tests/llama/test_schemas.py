@@ -37,7 +37,7 @@ def fits(value, schema):
 
 
 class Schemas:
-    """Draws schemas."""
+    """Generator of random schemas."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def test_complement_accepts_no_value_of_its_schema():
             assert common == [], (schema, other)
         rest = [value for value in VALUES if not fits(value, schema)]
         n_empty += bool(rest and not others)
-    # few complements are empty if VALUES has a value that does not fit the schema
+    # if some value of VALUES does not fit a schema, the schema's complement is rarely empty
     assert n_others > 800
     assert n_empty < 60
 
@@ -292,7 +292,7 @@ def test_texts_of_random_schemas_are_valid(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # few schemas are refused, and each of them because no value fits it
+    # few schemas are refused, and only because no value fits them
     assert len(refused) < 40
     assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40
