@@ -69,7 +69,7 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_summary_uses_the_requested_similarity(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
+    # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
@@ -115,7 +115,7 @@ def test_summary_starts_with_sinks_pinned_and_newest_tokens(greedy, pinned):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
+    # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)

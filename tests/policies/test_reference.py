@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""Number of query heads per KV head, by number of KV heads. The model has 4 query heads."""
+"""{number of KV heads: number of query heads per KV head}. The model has 4 query heads."""
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,8 @@ def test_similar_option_sets_how_many_cosines_are_ignored():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # each token ignores its cosine with the newest token that is similar to it. Tokens 0 and 2 ignore their
-    # cosines with 4, and token 4 ignores its cosine with 2. After that, two high cosines make token 0
-    # redundant, one makes token 2 redundant, and none makes token 4 redundant
+    # each token ignores its cosine with the newest token that is similar to it: tokens 0 and 2 ignore 4, and
+    # token 4 ignores 2. So two high cosines count for token 0, one for token 2, and none for token 4
     assert stay(5) == [1, 2, 3, 4, 5]
     # therefore token 4 is not more redundant than tokens 1 and 3. On ties, the newer token stays
     assert stay(3) == [3, 4, 5]
@@ -103,7 +102,7 @@ def test_default_window_is_the_newest_eight_queries():
     assert policies.fit("rkv", 512, None, ["window=7"]).n_query == 7
     assert policies.fit("rkv", 12, 2).n_query == 5
     assert policy.request().group == "max"
-    # generated tokens are compressed as the prompt is
+    # generated tokens are compressed like the prompt
     assert policy.prefill == "stream"
 
 

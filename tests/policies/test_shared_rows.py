@@ -76,7 +76,7 @@ def test_ties_keep_the_newer_token_then_the_earlier_row():
 def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
     policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
-    # becomes True if, after a plan, one row of a layer holds more cells than the other
+    # becomes True when the two rows of a layer hold different numbers of cells
     differ = False
     for _ in range(12):
         cache.grow(8)

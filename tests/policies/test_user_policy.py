@@ -321,7 +321,7 @@ def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command
     code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
     code = code.replace("scores.no_such_attribute", "scores * np.float32(2)")
     code = code.replace(SCORES, SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"))
-    # the kernel tells whether it is compiled when the text begins
+    # print whether the kernel is compiled each time the policy observes; the first time counts
     start = "        print('compiled', _scaled._compiled is not None)\n"
     code = code.replace("def observe(self, view, state):\n", f"def observe(self, view, state):\n{start}")
     written.write_text(code, encoding="utf-8")
