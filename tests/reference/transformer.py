@@ -365,8 +365,8 @@ class Stream:
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
             if (of < 0).all():
                 return logits, archive.value
-            # before clustering, far keys are rotated to position 0. The keys of a near block are rotated to
-            # their positions minus the base (pos - rot) of the block's last key
+            # before clustering, all keys of a far block are rotated to position 0. Keys of a near block are
+            # rotated to pos - base, where base is pos - rot of the block's last key
             n = self.n_block
             last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
             bases = (archive.pos - archive.rot)[last]
