@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.whole_reader import WholeReader
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
 from kvtool.policy import PER_CELL, Plan, Policy, Signal
@@ -260,7 +261,11 @@ def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
         assert np.array_equal(engine.context.logits(), again)
 
 
-def test_short_and_later_texts_are_not_read_whole(tiny_model):
+def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):
+    def fail(*_):
+        raise AssertionError("the text was read whole")
+
+    monkeypatch.setattr(WholeReader, "read", fail)
     tokens = text(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         engine.read(tokens[:48])
