@@ -102,7 +102,7 @@ def test_full_rewinds_to_any_token(tiny_model, unpatch, arch, has_patch):
 
 
 KINDS = [
-    # flash attention adds up in another order. Archiving and rewinding round keys and values
+    # flash attention adds up in another order. Archived and rewound keys and values are rounded
     ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
     # quantized keys are stored multiplied by a Hadamard matrix

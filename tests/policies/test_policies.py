@@ -234,8 +234,7 @@ def test_buzz_divides_the_budget_by_the_parameter_theorem():
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
 def test_buzz_frees_a_cell_with_one_sampling_per_eviction(stride):
-    # an eviction must free a cell with one sampling, because a second sampling would thin the old tokens
-    # again
+    # each eviction may sample only once, because a second sampling would thin the old tokens again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -156,7 +156,7 @@ class Llama:
         return self.scaled((pairs * self._phase[i][rot]).view(np.float64), i)
 
     def scaled(self, keys, i):
-        """Transform keys f64[..., head_dim] after their rotation, in the order of the pairs."""
+        """Scale rotated keys f64[..., head_dim], whose elements are in the order of RoPE's pairs."""
         return keys
 
     def rotate_query(self, pairs, rot, i):

@@ -1,4 +1,4 @@
-"""Clients notice if a killed server cuts an answer at any byte. `until_killed` hides no other errors."""
+"""Clients notice if a killed server cuts an answer at any byte. `until_killed` hides only such errors."""
 
 from __future__ import annotations
 

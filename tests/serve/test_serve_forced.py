@@ -55,7 +55,7 @@ def written(engine, rules, next_logits, n=900):
 
 
 def dictates(text):
-    """Return `next_logits` for `written`. It strongly prefers this text, and then an end of the turn."""
+    """Return a `next_logits` that strongly prefers the text `text`, and then an end of the turn."""
 
     wanted = text.encode()
 

@@ -454,7 +454,7 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
                     answer = link.getresponse()
                     assert answer.readline()
                 assert ask(server.url, **short).text == alone
-                # for a moment after its answer, the server may still count the short request
+                # just after it has answered the short request, the server may still count it
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:
