@@ -137,7 +137,7 @@ class Stream:
     counter: position by which the next token's query and key are rotated.
     t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
-    observe: function that gets all entries after each step, or None.
+    observe: function that gets all entries when positions restart, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
     n_near: largest distance between a query and evicted entries: half of the trained context.
     far: evicted entries before this position have the distance n_near from the step's first token. An
