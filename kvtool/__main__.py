@@ -22,9 +22,8 @@ def main() -> None:
 def _open_streams() -> None:
     """Replace closed streams (>&-), and make stdin and stdout accept all characters.
 
-    Closed streams have to be replaced before any file is opened, because the file would get the descriptor of
-    a closed stream. The replacement of stdin is empty. Writing to the replacement of stdout or stderr is an
-    error, as in other programs.
+    Without the replacement, the next file that is opened would get the descriptor of a closed stream. The new
+    stdin is empty. Writing to the new stdout or stderr is an error, as in other programs.
 
     Characters that the encoding of stdout does not have are printed as "?". Bytes from stdin that are invalid
     in its encoding become surrogates, as in file names.

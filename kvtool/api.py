@@ -69,7 +69,7 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     Raises
     ------
     UsageError
-        If the values cannot work. The error names values that work.
+        If a value is invalid. The error names valid values.
     """
     check_whole("budget, a number of tokens,", budget, UsageError)
     if evict_every is not None:
@@ -89,11 +89,11 @@ def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversa
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
     """Append the prompt to the text that the engine has read, and yield the model's continuation in pieces.
 
-    The continuation ends when the model ends it, or after n_max tokens. None and -1 mean no limit. sampling:
-    fields of `Sampling`, and `seed`. By default, the most likely token is chosen.
+    n_max: maximum number of tokens of the continuation. None and -1 mean no limit. sampling: fields of
+    `Sampling`, and `seed`. By default, the most likely token is chosen.
 
-    Raises UsageError for another n_max, or if there is nothing to continue. Raises StreamEnd if the cache is
-    full and the policy never evicts.
+    Raises UsageError if n_max is invalid, or if there is nothing to continue. Raises StreamEnd if the cache
+    is full and the policy never evicts.
     """
     model, n_max = engine.model, checked_limit(n_max)
     writer = Writer(engine, _sampler(model, sampling))

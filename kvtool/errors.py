@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""Names are suggested if their similarity (difflib's ratio) is above the best similarity minus this."""
+"""Maximum difference in similarity (difflib's ratio) between a suggested name and the most similar name."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 _LIBRARIES = {"importlib", "numba", "numpy"}
-"""Packages in which an error is raised, but whose caller has the fault."""
+"""Packages whose frames `where` skips: if they raise an error, the fault is in their caller."""
 
 
 class KvtoolError(Exception):
@@ -30,7 +30,7 @@ class KvtoolError(Exception):
 
 
 class UsageError(KvtoolError):
-    """A command, an option, a default of the user or an argument is invalid, alone or in combination."""
+    """A command, an option, an argument or a user's default is invalid, alone or in combination."""
 
     exit_code = 2
 
@@ -89,7 +89,7 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the result of `alike`; "" if that is empty."""
+    """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names."""
     meant = alike(name, known)
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
@@ -111,7 +111,7 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
 
 
 def users_traceback(error: BaseException) -> list[str]:
-    """Return the traceback of an error in a user's policy, beginning after kvtool's own calls.
+    """Return the traceback of an error in a user's policy. kvtool's calls at its beginning are left out.
 
     The list is empty for any other error.
     """
@@ -127,11 +127,12 @@ def users_traceback(error: BaseException) -> list[str]:
 
 
 def where(error: BaseException) -> str:
-    """Describe an error in one line, with its source file and line number.
+    """Describe an error in one line. Add the source file and the line number if they are known.
 
-    These are from the traceback's innermost frame outside kvtool and `_LIBRARIES`: if kvtool refuses an
+    They are from the innermost frame that is neither in kvtool nor in `_LIBRARIES`: if kvtool refuses an
     argument, the fault is in the caller. If there is no such frame, they are from kvtool's innermost frame.
-    They are left out if kvtool has called a library. numba's errors name the place in a compiled function.
+    But if a library raised the error and kvtool had called it, they are left out. If numba cannot compile a
+    function, they are from numba's message.
     """
     trace, place, is_own = error.__traceback__, "", True
     # skip the traceback of a SyntaxError, because it ends in the import system; the message names the line

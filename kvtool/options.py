@@ -36,7 +36,7 @@ class Option:
     metavar
         Name of the value in the help.
     default_text
-        The text that the help shows for the default. True to show the value, False to show no default. In the
+        Text that the help shows as the default. True shows the default value, False shows nothing. In the
         text, "{NAME}" is replaced by the attribute NAME of the options' class, and "{model}" by the default
         model.
     words
@@ -230,12 +230,12 @@ def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
 
 
 def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
-    """Return the values of a repeatable option as a tuple. For the attribute `read` of `Option`."""
+    """Return the values of a repeatable option as a tuple. Use this function as `Option.read`."""
     return tuple(raw or ())
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:
-    """Return a function for the attribute `read` of `Option` that converts the number `default` to None.
+    """Return a function that converts the number `default` to None. Use the function as `Option.read`.
 
     For example, -1 for no limit becomes None.
     """

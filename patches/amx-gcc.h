@@ -1,7 +1,7 @@
-// GCC before 14 does not know which memory AMX's intrinsics read and write: it assumes 8 of the 64 bytes of a tile
-// configuration, and no memory at all for loads and stores of tiles. It therefore removes stores that look unused, and
-// ggml's AMX kernels crash on an invalid configuration or compute wrong results. This file is included before the files
-// of ggml-cpu and defines the intrinsics with the right memory operands.
+// GCC before 14 does not know which memory AMX's intrinsics read and write. For a tile configuration, it assumes 8 of
+// the 64 bytes. For loads and stores of tiles, it assumes no memory at all. Therefore, it removes stores that look
+// unused. ggml's AMX kernels then crash on an invalid configuration, or compute wrong results. This file defines the
+// intrinsics with the right memory operands. It is included before the files of ggml-cpu.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 #undef _tile_stored
 #undef _tile_zero
 
-// These macros stringize `tile`. ggml passes macros such as TMM0, which _tile_loadd, _tile_stored and _tile_zero expand
-// to a number first
+// These macros turn `tile` into a string, so it must already be a number. ggml passes macros such as TMM0, and
+// _tile_loadd, _tile_stored and _tile_zero expand them to numbers
 #define kvtool_tile_load(tile, base, stride) \
     __asm__ volatile ("tileloadd (%0,%1,1), %%tmm" #tile :: "r" ((const void *) (base)), "r" ((long) (stride)) : "memory")
 #define kvtool_tile_store(tile, base, stride) \

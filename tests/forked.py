@@ -4,8 +4,8 @@ Starting Python takes half a second of CPU before kvtool does anything; a fork t
 `Popen` and `run` of this file work like subprocess.Popen and subprocess.run for `python -m MODULE ...` and
 `python -c CODE ...`. The fork is a child of the test process. It has its own arguments, streams, folder,
 environment and signals, and it ends like any other process. Calls that a fork cannot serve start a new
-Python. A fork loads compiled kernels from the folder that $KVTOOL_CACHE named when the forking process
-started, even if the fork's own $KVTOOL_CACHE differs.
+Python. All forks load compiled kernels from the $KVTOOL_CACHE of the process that forks, even if their own
+$KVTOOL_CACHE differs.
 
 Tests of start-up, of imports and of memory use `run_python`, which always starts a new Python.
 """

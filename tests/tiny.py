@@ -17,7 +17,7 @@ The element pairs of RoPE are (2i, 2i+1) in "norm", and (i, i + d/2) in "neox".
 """
 
 N_SPECIAL = 3
-"""Number of special tokens. <unk>, <s> and </s> begin the vocabulary; then come the 256 bytes in order."""
+"""Number of special tokens. The vocabulary begins with <unk>, <s> and </s>. The 256 bytes follow in order."""
 
 Q_STD = K_STD = 1.8
 O_STD = 2.0
@@ -56,8 +56,8 @@ def write_llama(
 ):
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
-    Without `space_prefix` and `add_bos`, tokenizing adds nothing to a text, and detokenizing restores it.
-    The output rows of special tokens are zero, so greedy text rarely ends.
+    Without `space_prefix` and `add_bos`, tokenizing adds nothing to a text, and detokenizing its tokens gives
+    the same text. The output rows of special tokens are zero, so greedy text rarely ends.
     letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
     n_head_kv: an int, or with arch="deci" a list with one number per layer. (Deci is otherwise like llama.)
     """

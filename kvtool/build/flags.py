@@ -32,8 +32,8 @@ DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
 def asked_cmake_args() -> str:
     """Return $CMAKE_ARGS, or the flags of this environment's last build if the variable is not set.
 
-    If the variable is empty, there are no flags. Because the last flags are remembered, `make chat` still
-    uses the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
+    For example, after `make chat CMAKE_ARGS=-DGGML_CUDA=on`, a plain `make chat` also uses the GPU. If the
+    variable is empty, there are no flags.
     """
     if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
         return cmake_args.strip()

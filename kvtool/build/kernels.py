@@ -1,7 +1,7 @@
 """Compile all kernels, so that users do not wait for numba: `python -m kvtool.build.kernels`.
 
-Each kernel is written to numba's disk cache. All kernels together are written to a shared library, which
-kvtool/kernels/load.py loads. Third-party packages are imported only if there is something to compile.
+Each kernel is written to numba's disk cache. In addition, all kernels are linked into one shared library,
+which kvtool/kernels/load.py loads. Third-party packages are imported only if there is something to compile.
 """
 
 from __future__ import annotations

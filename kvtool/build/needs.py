@@ -35,7 +35,7 @@ def check_tools(cmake_args: str = "") -> None:
         if f"-DCMAKE_{'CXX' if variable == 'CXX' else 'C'}_COMPILER" in cmake_args:
             continue
         if not any(map(_runs, [os.environ[variable]] if os.environ.get(variable) else usual)):
-            # a prebuilt wheel supports only the CPU, so suggest it only if there are no flags
+            # suggest a prebuilt wheel only if there are no flags, because it supports only the CPU
             wheels = f", or a folder with a {pack.PACKAGE}-*.whl in KVTOOL_WHEELS" if not cmake_args else ""
             raise LibraryError(
                 f"no working {'C++' if variable == 'CXX' else 'C'} compiler; install one "

@@ -84,8 +84,8 @@ def run(
     Raises LibraryError if the command fails. If the log shows a known cause, the message is one line.
     Otherwise the message is `what` and the last errors in the log.
 
-    title: title of the progress line, or "" for no progress line. known: another known cause, as a pair: a
-    text to look for in the log, and the message.
+    title: title of the progress line, or "" for no progress line. known: another known cause. If the log
+    contains known[0], the message is known[1].
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)

@@ -1,9 +1,11 @@
-"""Measure memory, and the speed of reading and writing at several depths, for several cache configurations.
+"""Measure memory and the speed of reading and writing, for several cache configurations and depths.
 
-A row is one cache configuration at one depth. Each round of a row starts a new cache with fewer tokens than
-the depth (see `depths`). The round writes two tokens, reads a batch once or twice, and then writes more
-tokens, at most until the depth is reached. The rows of a depth take turns: each gets one round at a time.
-When the rounds of a row have taken longer than its time limit, the row gets no more rounds.
+A row is one cache configuration at one depth. It is measured in rounds. The rows of a depth take turns: each
+gets one round at a time. When the rounds of a row have taken longer than its time limit, the row gets no more
+rounds.
+
+A round starts a new cache that has fewer tokens than the depth (see `depths`). The round writes two tokens,
+reads a batch once or twice, and then writes up to 32 more tokens. The depth is never exceeded.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _N_WRITE = 32
 """Maximum number of tokens written after a round's batch: twice the number of tokens between evictions."""
 
 _N_SHORT = 64
-"""A batch is not shortened to fewer tokens than this.
+"""Minimum size of a shortened batch, in tokens.
 
 On a CPU, flash attention reads the tokens of a smaller batch one by one.
 """
@@ -185,8 +187,10 @@ class Bench:
     ----------
     settings
         Settings of all rows; a row's configuration changes some of them.
-    rounds, row_s
-        Maximum number of rounds of a row, and time in seconds after which a row gets no more rounds.
+    rounds
+        Maximum number of rounds of a row.
+    row_s
+        Time in seconds after which a row gets no more rounds.
 
     Attributes
     ----------
@@ -270,7 +274,8 @@ class Bench:
             first = self._write(engine, at)
             usual = self._write(engine, at)
             if not row.write:
-                # shorten the batch if it would take more than row_s even at 20 times the speed of writing
+                # assume that reading a token is 20 times as fast as writing one; if the batch would then
+                # take more than row_s, shorten it
                 row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
             if usual * row.n_read / 4 < _CHEAP_S:
                 self._read(engine, row.n_read, at)
@@ -289,7 +294,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # leave out unknown bytes: the counter of a worker's device does not change
+                # leave out 0: the memory counter of a worker's device does not change
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
@@ -330,7 +335,7 @@ class Bench:
                 saved = depths.lengthened(saved, row.n_start - n_past, self.model.n_ctx_train)
             engine.restore(saved | self._clusters)
             if engine.context.archive:
-                # computing them again in later rounds would be slow
+                # keep the clusters for later rounds, because computing them is slow
                 self._clusters = self._clusters or dict(engine.context.archive.save_clusters())
         except BaseException:
             engine.close()
@@ -363,7 +368,7 @@ class Bench:
 
 
 def device_free() -> int | None:
-    """Free bytes of all devices except the CPU, from the devices' counters. None if there is only the CPU."""
+    """Free bytes of all GPUs together, from the devices' counters. None if there is no GPU."""
     free = [device["memory_free"] for device in devices() if device["type"] in ("gpu", "igpu")]
     return sum(free) if free else None
 

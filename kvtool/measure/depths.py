@@ -44,7 +44,10 @@ def text(model: Model) -> np.ndarray:
 
 
 def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
-    """Fill an empty engine with n tokens, by repeating the first N_SEED. The policy must not evict."""
+    """Fill an empty engine with n tokens: read the first N_SEED, and repeat their data.
+
+    The policy must not evict.
+    """
     n_seed = min(n, N_SEED)
     engine.read(tokens[:n_seed])
     if n == n_seed:
@@ -110,10 +113,9 @@ def _counters(saved: Arrays) -> Counters:
 
 
 def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
-    """Return the state `saved` as if n more tokens had been read. The policy must be one that evicts.
+    """Return the state `saved` as if n more tokens had been read. The policy must evict.
 
-    The tokens in the cells are also the newest tokens of the longer stream. If there is an archive, n tokens
-    are added at its end.
+    The keys and values in the cells stay the same. If there is an archive, n tokens are added at its end.
     """
     counters = _counters(saved)
     for name in ("rows.n_past", "n_planned", "signals.since"):
@@ -132,8 +134,8 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # A new frame begins whenever a stream closes the gaps in its positions. Make frames as if it had closed
-    # them after each three quarters of the context
+    # A new frame begins whenever a stream closes the gaps in its positions. Assume that it closed them every
+    # n_ctx * 3 / 4 tokens
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

@@ -112,7 +112,7 @@ class ReferenceReader(Scores):
 
 
 class ReferenceWriter(Scores):
-    """Scores of the full cache, whose predictions are written to an open file as the reference."""
+    """Score the full cache itself, and write its predictions to an open file as the reference."""
 
     def __init__(self, file: BinaryIO, n: int, n_vocab: int) -> None:
         super().__init__(n)

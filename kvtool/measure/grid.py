@@ -1,7 +1,7 @@
 """Grid of the runs of `kvtool compare`, which all use the same text.
 
-Each run is one entry of the grid: a policy, a budget and a cache type. A run is identified by all fields that
-its result depends on (`KEY`), so an interrupted comparison can be resumed on any machine.
+Each run is one entry of the grid: a policy, a budget and a cache type. `KEY` names all fields on which the
+result of a run depends. They identify the run, so that an interrupted comparison can be resumed.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def runs(
     def kinds(text: str) -> Sequence[str]:
         return types if combine or not evicts(text) else types[:1]
 
-    # generators: of several mistakes, the first that the user typed then raises the error
+    # use generators, so that entries are checked one by one: the error is then about the user's first mistake
     entries = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
         ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),
@@ -156,7 +156,7 @@ def keeps_all_it_needs(wanted: str) -> bool:
 
 
 def full_run(common: Common) -> Run:
-    """Return the run of the full f16 cache, which writes the predictions for all comparisons."""
+    """Return the run with the full f16 cache. All other runs are compared with its predictions."""
     return Run("full", _options(common, "full", (), "f16"), {}, None, min(common.n_ctx, common.n_tokens))
 
 
@@ -223,7 +223,7 @@ def _run(
     check_read_once(common.options, name)
     chosen = _options(common, name, options, kind)
     spec = policies.spec(name, chosen.evict_every, options)
-    # called for its check: it raises UsageError for a type that does not fit the model's heads
+    # raise UsageError if the type does not fit the model's heads
     layers.cell_bytes(kind, kind)
     if typed_budget is None:
         n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)

@@ -20,10 +20,10 @@ Progress = Callable[[int], None]
 
 
 N_TRACED = 256
-"""Number of archived tokens per row whose attention is counted in each step.
+"""Number of archived tokens whose attention is recorded, for each row and step.
 
-These are the tokens with the most attention. In a text of 1,500 tokens, 256 tokens get 93 % of the attention
-to the archive, and 64 tokens get 79 %.
+They are the archived tokens that the row attends to most. In a text of 1,500 tokens, 256 tokens get 93 % of
+the attention to the archive, and 64 tokens get 79 %.
 """
 
 
@@ -34,15 +34,16 @@ class Attended:
     Attributes
     ----------
     attn
-        f32[row, n], attention of the row's query heads to each token, summed over heads and queries. In
-        each query, a head gives a total of 1 to archived and other tokens.
+        f32[row, n], attention of the row's query heads to each token, summed over heads and queries. For
+        each query, the attention of a head to all tokens sums to 1.
     n_head
         i32[row], number of query heads of each row.
     n_query
         Number of queries since the first token was archived.
     query
-        i32[n], position of the first query of the step in which the token got its largest share of all
-        attention, the first step among equals. -1 if the token got no attention.
+        i32[n], the step in which the token got its largest share of all attention. It is given by the
+        position of the step's first query. If several steps are equal, the first is used. -1 if the token
+        got no attention.
     query_share
         f64[n], the token's share of all attention in the step of `query`.
     """
@@ -141,9 +142,9 @@ def is_archived(engine: Engine) -> np.ndarray:
 
 
 def n_forgotten(engine: Engine) -> int:
-    """Number of the stream's tokens that are lost: kept by no row and not archived.
+    """Number of the stream's tokens that are lost: they are in no row and not in the archive.
 
-    The computation takes longer with more cells, but not with a longer stream.
+    The time of the computation depends on the number of cells, not on the length of the stream.
     """
     return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
 

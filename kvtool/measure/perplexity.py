@@ -31,7 +31,7 @@ def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
 def stream(
     engine: Engine, tokens: np.ndarray, progress: Progress = lambda nll: None, score: Score = nll_of
 ) -> np.ndarray:
-    """Stream tokens i32[n] through the engine's cache. Return the nll f64[n - 1] of all except the first.
+    """Stream tokens i32[n] through the engine's cache. Return the nll f64[n - 1] of all but the first token.
 
     No batch is larger than the budget, so evictions follow the policy's schedule exactly.
     """

@@ -80,7 +80,7 @@ def append(path: Path, record: Record) -> None:
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
     """Replace the file's records by the result of `change`. If this fails, the file is not changed.
 
-    Other processes that want to append a record wait. Raises OSError and InputError.
+    Meanwhile, other processes wait before they append. Raises OSError and InputError.
     """
     with locked(path.with_name(path.name + ".lock")):
         records = change(read(path))

@@ -52,7 +52,7 @@ class ComparisonResults:
                 self.of_run[run] = record
 
     def has_other_text(self) -> bool:
-        """Return True if the file has results of a text with this name and length and another content."""
+        """Return True if the file has results of a different text with the same name and length."""
         what = {**self.common.what, "tokens": self.common.n_tokens}
         same = ("text", "model_sha256", "tokens")
         return any(
@@ -75,7 +75,7 @@ class ComparisonResults:
     def stored(self) -> list[dict[str, Any]]:
         """Return all records for the file: this grid's records in order, then other grids' records.
 
-        They do not have the fields of `_AGAINST_BEST`: another grid may add a better run to the file.
+        The fields of `_AGAINST_BEST` are left out, because they depend on the other runs of the grid.
         """
         done = [self.of_run[run] for run in self.grid if run in self.of_run]
         return [
@@ -92,7 +92,7 @@ class ComparisonResults:
         return [(run, r if "error" in r else r | self._against_best(run)) for run, r in done]
 
     def _against_best(self, run: Run) -> dict[str, Any]:
-        """Return the fields that compare the nll with the best other run of the same budget and cache types.
+        """Return the fields that compare a run's nll with that of the best other run of its group.
 
         The difference and its error are computed from the nll of blocks of tokens.
         """

@@ -109,7 +109,7 @@ class Runner:
                 start_new_session=True,
             )
         self._running[run] = process
-        assert process.stdin  # not None, because it is a pipe
+        assert process.stdin  # it is a pipe, so it is not None
         with suppress(OSError), process.stdin:
             process.stdin.write(encode(job))
         threading.Thread(target=self._listen, args=(run, process), daemon=True).start()

@@ -1,13 +1,12 @@
 """Intervals and standard errors of means.
 
 Tokens of a text are not independent: a forgotten fact affects several tokens in a row. Errors are therefore
-computed from blocks of tokens. If blocks still depend on each other, `joined` makes longer blocks of them.
+computed from blocks of tokens. If blocks still depend on each other, `joined` joins them into longer blocks.
 In a task, each item is one block. The random numbers have a fixed seed, so the same values always give the
 same interval.
 
-SciPy is not used. Its bootstrap and its Wilson interval give the same numbers, but it adds 143 MB to the
-installation, 1 s to the time of an import, and 75 MiB of memory. Its bootstrap of 5,000 blocks takes four
-times as long.
+SciPy is not used. Its bootstrap and its Wilson interval give the same numbers, but SciPy needs 143 MB on the
+disk, 75 MiB of memory, and 1 s for its import. Its bootstrap of 5,000 blocks takes four times as long.
 """
 
 from __future__ import annotations
@@ -138,9 +137,9 @@ def item_interval(
 ) -> tuple[float, float] | tuple[None, None]:
     """Confidence interval of the mean of independent scores f64[n]. (None, None) for a single score.
 
-    are_hits: True for scores that are hits (1) and misses (0), or shares of several hits. This is then
-    Wilson's interval (1927), which has a width even if all scores are equal; for shares it is wider than
-    necessary. For other scores this is the interval of the bootstrap.
+    are_hits: True if each score is 1 for a hit, 0 for a miss, or the share of several hits. The result is
+    then Wilson's interval (1927). It has a width even if all scores are equal. For shares, it is wider than
+    necessary. For other scores, the result is the interval of the bootstrap.
     """
     n, mean = len(scores), scores.mean()
     if n < 2:

@@ -1,6 +1,6 @@
 """Convert named arrays to bytes and back.
 
-The bytes of each array follow a line with the name, the dtype and the shape of the array.
+Each array is stored as a line with its name, dtype and shape, followed by its data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST = 256
 def parts_of(name: str, array: np.ndarray, at: int) -> Iterator[memoryview]:
     """Yield the bytes of a named array in parts: first its line, then its data.
 
-    at: offset of the first part. Spaces are added to the line, so that the data is aligned for every dtype.
+    at: offset at which the line will be stored. Spaces at the end of the line align the data for every dtype.
     """
     array = np.ascontiguousarray(array)
     line = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()

@@ -143,10 +143,10 @@ class Log:
 
 
 def set_aside(path: Path, *suffixes: str) -> Path:
-    """Give second names to files whose paths begin with PATH (`path`). Return the path PATH.n.
+    """Give PATH (`path`), or files such as PATH.archive, a second name with a number n. Return PATH.n.
 
-    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. The default is "",
-    the suffix of PATH itself.
+    suffixes: each file PATH + suffix that exists gets the second name PATH.n + suffix. Without suffixes, only
+    PATH gets a second name.
 
     n is the smallest number from 1 on for which PATH.n and all paths PATH.n + suffix are free. If OSError is
     raised, no file has a second name.
@@ -206,7 +206,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     if path.is_file() and path.stat().st_size:
         # check this, because filelock would empty the file
         raise OSError(errno.EINVAL, f"{path.name} is not a lock of kvtool; rename it", str(path))
-    # raise OSError if the folder cannot hold the file, because filelock would report a lock in use
+    # raise OSError here if the file cannot be created: filelock would report that the lock is in use
     path.touch()
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:

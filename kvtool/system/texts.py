@@ -17,7 +17,7 @@ from kvtool.errors import InputError, UsageError
 
 _CONVERT = "convert it first, for example with iconv"
 _BLOCK = 2**16
-"""At first, this many bytes are read, to check that a file is text."""
+"""Number of bytes that are read first, to check that a file is text."""
 
 
 def with_lf(text: str) -> str:
@@ -49,7 +49,7 @@ def shown(text: object) -> str:
 def json_text(value: Any, indent: int | None = None) -> str:
     """Encode a value as ASCII JSON.
 
-    U+FFFD replaces bytes of a path that are not UTF-8, and null replaces numbers that JSON does not have.
+    Bytes of a path that are not UTF-8 become U+FFFD. Numbers that JSON does not have become null.
     """
     import json
 
@@ -92,8 +92,8 @@ def stdin_lines() -> Iterator[str]:
 class TextSource:
     """A text from a file, a named pipe or stdin. Only the necessary part of the text is read.
 
-    Line ends are not converted: a perplexity is comparable with that of other programs and with recorded ones
-    only if the text is the same.
+    Line ends are not converted. Otherwise, the text would differ, and its perplexity could not be compared
+    with earlier results or with other programs.
 
     Attributes
     ----------

@@ -120,9 +120,9 @@ def hide(
 ) -> str:
     """Build a prompt from `start`, the filler with the fact, and `end`. It has at most `length` tokens.
 
-    The prompt has as much filler as fits. The filler begins at a random sentence. After its last sentence it
-    starts again with the first. The fact is put between two sentences, as close as possible to the fraction
-    `depth` of the filler's tokens. Raises InputError if the fact does not fit even without filler.
+    The prompt has as much filler as fits. This filler begins at a random sentence. After the last sentence,
+    it continues with the first. The fact is put between two sentences, as close as possible to the
+    fraction `depth` of the filler's tokens. Raises InputError if the fact does not fit even without filler.
     """
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:

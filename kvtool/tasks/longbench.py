@@ -68,7 +68,7 @@ class Dataset:
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 PARTS = {name: Dataset(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
-"""Tasks by name, read from longbench.json. LongBench also keeps the prompts in JSON files (config/*.json)."""
+"""Tasks by name, read from longbench.json."""
 
 CATEGORIES = {
     "single-document questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -148,8 +148,7 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             datasets = values.keys() & parts
-            # code tasks are part of both languages; if only code tasks have items, there is no average for a
-            # language
+            # code tasks are part of both languages, so a language with only code tasks gets no average
             if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
                 categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

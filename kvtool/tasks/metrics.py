@@ -125,7 +125,7 @@ def share_of_numbers(output: str, right: str) -> float:
 
 
 def retrieval(output: str, reference: str) -> float:
-    """LongBench's score for "Paragraph N" (in Chinese 段落N): the share of N in the output's numbers."""
+    """LongBench's score for "Paragraph N" or "段落N": the share of the output's numbers that are N."""
     match = re.search(r"(?:Paragraph |段落)(\d+)", reference)
     return share_of_numbers(output, match[1]) if match else 0.0
 
@@ -133,8 +133,8 @@ def retrieval(output: str, reference: str) -> float:
 def code_similarity(output: str, reference: str) -> float:
     """LongBench's code score: similarity of the reference and the output's first line of code.
 
-    Lines with a comment or a code fence are skipped. LongBench uses fuzzywuzzy's ratio. It does not install
-    python-Levenshtein, and then fuzzywuzzy uses difflib's ratio in whole percents.
+    Lines with a comment or a code fence are skipped. LongBench uses fuzzywuzzy's ratio without
+    python-Levenshtein. This is difflib's ratio in whole percents.
     """
     lines = output.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")

@@ -63,9 +63,9 @@ class Reader:
     template
         Chat template, if prompts are a user's turn. None if prompts are plain text.
     n_prompt
-        Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. The default is
-        the trained context. If the policy never evicts, the maximum cannot be larger than the trained
-        context.
+        Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. By default, the
+        prompt and the answer together fit in the trained context. A larger maximum has no effect if the
+        policy never evicts.
     full_for
         Function that returns the policy that keeps everything. It has the arguments of `policy_for`. None if
         `policy_for` already returns this policy.
@@ -75,7 +75,7 @@ class Reader:
     Attributes
     ----------
     n_read
-        Number of tokens that were read of the last prompt.
+        Number of tokens of the last prompt that were read.
     is_cut
         True if the middle of the last prompt was cut out.
     shared
@@ -145,9 +145,9 @@ class Reader:
 
         Return the number of tokens that were read before the question. Raises the errors of `read`.
 
-        question: the end of the prompt, which is read after the rest. With `--prefill whole`, an eviction
-        then happens before the question is known. If the question is "", everything is read at once, and the
-        number of all tokens is returned.
+        question: the end of the prompt, which is read after the rest. With `--prefill whole`, the policy thus
+        evicts before it knows the question. If the question is "", everything is read at once, and the number
+        of all tokens is returned.
 
         opening: the beginning of the answer. If the prompt is plain text, a space is put before it.
         """
@@ -163,7 +163,7 @@ class Reader:
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # hold no tokens yet, because the first part does not end with a reply header
+            # hold no tokens while the first part is read, because the reply header is in the rest
             self.engine.hold(0)
         if len(first):
             self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
@@ -285,7 +285,7 @@ class Reader:
     def _read_part(
         self, tokens: np.ndarray, n_before: int, n_all: int, cached: CachedPrompt | None = None
     ) -> None:
-        """Read tokens i32[n] of a prompt of n_all tokens, after its first n_before tokens."""
+        """Read tokens i32[n], which follow the first n_before tokens of a prompt of n_all tokens."""
         before, n = self.engine.n_past, len(tokens)
 
         def stopped() -> bool:

@@ -20,7 +20,7 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, Task
 
 _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
-"""Scores that are 1 for a hit and 0 for a miss, or the share of several hits."""
+"""Scores whose values are 1 for a hit, 0 for a miss, or the share of several hits."""
 
 
 @dataclass(frozen=True, slots=True)

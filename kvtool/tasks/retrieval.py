@@ -35,9 +35,8 @@ class Retrieval(RecordTask):
     Attributes
     ----------
     pairs
-        Number of pairs in a prompt; 0 for all pairs of the record. If there are fewer pairs than in the
-        record, the last pairs of the record are left out, but never the requested pair. The requested pair
-        keeps its relative place among the pairs.
+        Number of pairs in a prompt; 0 for all pairs of the record. A smaller prompt has the requested pair
+        and the first of the other pairs. The requested pair keeps its relative place among the pairs.
     n_max
         Maximum tokens of an answer.
     """

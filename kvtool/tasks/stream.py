@@ -5,7 +5,7 @@ of a user is read in the chat template, after all earlier turns. If the turn has
 is scored token by token and stays in the cache as the reply. Otherwise the model writes an answer, which is
 not scored.
 
-nll: negative log-likelihood of a right answer per token, in nats. The summary has the mean nll of all scored
+nll: negative log-likelihood per token of a right answer, in nats. The summary has the mean nll of all scored
 turns and of each quarter of them. It also has the slope of nll per 1,000 tokens of the stream, and the
 slope's standard error. They come from least squares, with the same weight for all turns.
 

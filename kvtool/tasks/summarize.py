@@ -1,9 +1,9 @@
 """summarize: summaries of articles or meetings; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
 
 The scores are f-measures (0 to 1) of the rouge-score package, with its stemmer. Texts are not split into
-sentences for ROUGE-L. With `likelihood`, there is another score, logp: the log-probability of the right
-summary per token, in nats. With a small model, logp shows differences between policies with fewer items than
-ROUGE needs.
+sentences for ROUGE-L. With `likelihood`, there is another score, logp: the log-probability per token of
+the right summary, in nats. With a small model, logp needs fewer items than ROUGE to show differences between
+policies.
 
 Layouts:
 
@@ -50,8 +50,8 @@ class Summarize(Task):
     sentences
         Number of sentences that the added instruction asks for.
     spans
-        True to put only those parts of a meeting into the prompt that are marked as relevant to the query.
-        Queries about the whole meeting are then left out.
+        True if a prompt has only the parts of a meeting that are marked as relevant to the query. Queries
+        about the whole meeting are then left out.
     plain
         True if articles are plain text, False if they are a user's turn.
     seed

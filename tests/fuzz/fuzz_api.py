@@ -143,9 +143,9 @@ class Fuzz:
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # with n_future, the library stores the queries: a terabyte for 2**31 - 1 queries. With RECENT, it
-            # stores their attention: a terabyte for 100 cells. Both must be refused. With fewer cells, the
-            # call could succeed and use most of the memory, so n_query is reduced.
+            # so many queries need a terabyte, and must be refused: with n_future the library stores them, and
+            # with RECENT it stores their attention to each cell. With RECENT alone and fewer than 100 cells,
+            # the call could succeed and use most of the memory, so it gets only 3 queries
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:

@@ -38,8 +38,8 @@ EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) f
 
 KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# The exit codes that are allowed for a damaged file. Not obvious are 2 (the context is too small for the
-# budget), 6 (the cache or the context is full) and 7 (attention is not finite).
+# The exit codes that are allowed for a damaged file. Three of them need a reason: 2 (the context is too small
+# for the budget), 6 (the cache or the context is full) and 7 (attention is not finite).
 CODES = {0, 2, 3, 4, 6, 7, 8}
 CRASHED = {3, 4, 8}
 
@@ -200,7 +200,7 @@ def verdict(codes, died, said):
         return f"the process ended with {died}"
     if not set(codes) <= CODES:
         return f"exit codes {codes}"
-    # -n cuts the text of a file that is still good enough
+    # if a file still works, generate stops after -n tokens and prints a line
     said = [re.sub(r"^stopped after .*\n", "", part) for part in said]
     for part in said:
         lines = part.splitlines()

@@ -47,15 +47,15 @@ def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
 
 
 @pytest.mark.parametrize("text", ["32.3%", "64.1%", "64.6%", "65.1%"])
-def test_a_share_is_exact_where_binary_fractions_are_not(text):
+def test_share_of_the_context_has_no_rounding_error(text):
     assert parse(text) == (int(text.replace(".", "").rstrip("%")), 64)
 
 
-def test_a_share_of_a_prompt_never_exceeds_it():
+def test_share_of_a_prompt_is_rounded_down():
     assert [budget.share(Decimal(50), n) for n in range(200)] == [n // 2 for n in range(200)]
 
 
-def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
+def test_byte_budget_gives_multiples_of_256_cells_up_to_the_context():
     assert PLAIN.cell_bytes() == 512
     assert parse("255KiB") == (256, 64)
     assert parse(f"{2 * 256 * 512 - 1}B") == (256, 64)
@@ -69,30 +69,30 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
     ]
 
 
-def test_bytes_hold_what_the_model_keeps_beside_its_rows():
+def test_byte_budget_includes_sliding_windows_and_recurrent_states():
     # a sliding layer has cells for its window of 200 tokens and for a batch, rounded up to a multiple of 256.
     # It has 512 cells if a batch has 64 tokens, and 256 cells if a batch has 30
     for n_batch, n_cell in ((64, 512), (30, 256)):
-        beside = n_cell * 256 + 12345
-        assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
-        assert parse(f"{beside + 512 * 512 - 1}B", HYBRID, n_batch) == (256, n_batch)
+        fixed = n_cell * 256 + 12345
+        assert parse(f"{fixed + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
+        assert parse(f"{fixed + 512 * 512 - 1}B", HYBRID, n_batch) == (256, n_batch)
 
 
-def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
+def test_batch_shrinks_if_window_and_batch_exceed_a_small_budget():
     # the window of 400 tokens takes 768 cells with a batch of 256 tokens, but only 512 cells with up to 112
     # tokens
     small = replace(HYBRID, n_swa=400)
-    beside = 512 * 256 + 12345
+    fixed = 512 * 256 + 12345
     assert small.swa_bytes(256) == 768 * 256
-    assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
-    assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
+    assert parse(f"{fixed + 256 * 512}B", small, 256) == (256, 64)
+    assert parse(f"{fixed + 512 * 512 - 1}B", small, 256) == (256, 64)
     # a batch of 64 tokens, a quarter of the cache, does not fit here. The largest batch that fits has 12
     # tokens
     tight = replace(HYBRID, n_swa=500)
-    assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
-    assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)
+    assert parse(f"{fixed + 256 * 512}B", tight, 256) == (256, 12)
+    assert parse(f"{fixed + 256 * 512}B", tight, 8) == (256, 8)
     with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 268.1 KiB$"):
-        parse(f"{beside + 256 * 512 - 1}B", tight, 256)
+        parse(f"{fixed + 256 * 512 - 1}B", tight, 256)
 
 
 def test_more_bytes_never_give_fewer_cells():
@@ -109,7 +109,7 @@ def test_more_bytes_never_give_fewer_cells():
             assert last == N_CTX_TRAIN
 
 
-def test_bytes_are_of_the_cache_types():
+def test_byte_budget_depends_on_the_cache_types():
     # 32 numbers take 34 bytes in q8_0 and 128 bytes in f32
     assert parse(f"{512 * 4 * 2 * 34}B", type_k="q8_0", type_v="q8_0") == (512, 64)
     assert parse(f"{512 * 4 * 2 * 34 - 1}B", type_k="q8_0", type_v="q8_0") == (256, 64)
@@ -118,7 +118,7 @@ def test_bytes_are_of_the_cache_types():
         parse("64MiB", type_v="q9")
 
 
-def test_the_smallest_cache_has_everything_in_it():
+def test_budget_below_the_smallest_cache_is_refused():
     # the window of 200 tokens and a batch of 56 tokens fit in 256 cells
     smallest = 256 * 512 + 256 * 256 + 12345
     assert parse(f"{smallest}B", HYBRID) == (256, 56)
@@ -142,7 +142,7 @@ def test_the_smallest_cache_has_everything_in_it():
         ("1KiB", "^1KiB is too small for this model: its smallest cache .256 tokens. takes 128.0 KiB$"),
     ],
 )
-def test_what_is_no_budget_is_refused(text, words):
+def test_invalid_budgets_are_refused_in_one_line(text, words):
     with pytest.raises(UsageError, match=words) as error:
         parse(text)
     assert "\n" not in str(error.value)

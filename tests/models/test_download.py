@@ -105,7 +105,7 @@ def test_a_url_is_downloaded_once(site, model):
     assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
 
 
-def test_a_broken_download_starts_over(site, model, url):
+def test_broken_url_download_restarts_from_the_beginning(site, model, url):
     site.breaks_after = 100_000
     with pytest.raises(ModelError) as error:
         resolve(url)
@@ -119,7 +119,7 @@ def test_a_broken_download_starts_over(site, model, url):
     assert [request[2] for request in site.requests] == [None, None]
 
 
-def test_a_download_has_its_name_only_when_it_is_whole(model, wanted):
+def test_killed_download_leaves_no_file_with_the_final_name(model, wanted):
     code = (
         "import os, sys; import huggingface_hub.constants as c; from kvtool.models.resolve import resolve\n"
         "c.HF_HUB_CACHE, c.ENDPOINT, c.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[2:]\n"
@@ -137,7 +137,7 @@ def test_a_download_has_its_name_only_when_it_is_whole(model, wanted):
     assert resolve(wanted).read_bytes() == model
 
 
-def test_a_file_of_unknown_size_is_held_against_its_header(site, model, url):
+def test_truncated_download_of_unknown_size_is_found_by_its_header(site, model, url):
     site.says_length = False
     site.breaks_after = 100_000
     with pytest.raises(ModelError, match="truncated"):
@@ -146,7 +146,7 @@ def test_a_file_of_unknown_size_is_held_against_its_header(site, model, url):
     assert resolve(url).read_bytes() == model
 
 
-def test_what_is_no_gguf_is_not_kept(site):
+def test_download_that_is_not_gguf_is_not_kept(site):
     site.files["/tiny.gguf"] = b"<html>Please sign in</html>"
     site.kind = "text/html"
     with pytest.raises(ModelError, match=r"tiny\.gguf is not a GGUF file \(text/html\)"):
@@ -158,24 +158,24 @@ def test_what_is_no_gguf_is_not_kept(site):
     ("path", "says"),
     [("/missing.gguf", "the server answered 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
 )
-def test_a_url_that_does_not_work_is_one_line(site, path, says):
+def test_failing_urls_give_one_line_errors(site, path, says):
     with pytest.raises(ModelError, match=re.escape(says)) as error:
         resolve(site.url + path)
     assert "\n" not in str(error.value)
 
 
-def test_a_server_that_cannot_be_reached():
+def test_unreachable_url_is_reported():
     with pytest.raises(ModelError, match="no connection .*without a network, copy a GGUF file"):
         resolve("http://127.0.0.1:1/tiny.gguf")
 
 
-def test_a_name_in_a_url_leads_to_no_other_folder(site, model):
+def test_url_cannot_place_its_file_in_another_folder(site, model):
     site.files["/..%2F..%2Ftiny.gguf"] = model
     path = resolve(f"{site.url}/..%2F..%2Ftiny.gguf?download=true")
     assert (path.name, path.parent.parent) == (".._.._tiny.gguf", web.urls_dir())
 
 
-def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts):
+def test_url_of_any_part_downloads_all_parts_of_a_split_model(site, parts):
     for name, data in parts.items():
         site.files[f"/{name}"] = data
     names = sorted(parts)
@@ -187,7 +187,7 @@ def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts):
     assert len(site.requests) == 3
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, wanted):
+def test_unwritable_cache_error_names_the_variable_to_set(tmp_path, monkeypatch, wanted):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
@@ -211,7 +211,7 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     ],
     indirect=["wanted"],
 )
-def test_a_full_disk_is_one_line(monkeypatch, wanted, fails, error):
+def test_full_disk_is_reported(monkeypatch, wanted, fails, error):
     def full(*_, **__):
         raise error
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line(monkeypatch, wanted, fails, error):
         resolve(wanted)
 
 
-def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
+def test_local_file_is_resolved_without_importing_download_modules(tmp_path, model):
     path = tmp_path / "mine.gguf"
     path.write_bytes(model)
     code = (
@@ -249,7 +249,7 @@ def test_two_processes_download_once(site, model, url):
 # models by repository
 
 
-def test_the_reference_of_a_repository():
+def test_repository_references_are_parsed_or_refused():
     assert hub.parse("hf:o/r") == hub.Reference("o/r")
     assert hub.parse("hf:o/r@v1.0:q8_0") == hub.Reference("o/r", "v1.0", "q8_0")
     assert hub.parse("o/r:Q4_0") == hub.Reference("o/r", None, "Q4_0")
@@ -280,11 +280,11 @@ def test_the_reference_of_a_repository():
         (["a-Q8_0.gguf"], "Q4_0", None),
     ],
 )
-def test_which_file_a_quantization_is(names, quant, chosen):
+def test_file_of_a_quantization_is_chosen(names, quant, chosen):
     assert hub.choose(names, quant) == chosen
 
 
-def test_a_repository_is_asked_once(site, model):
+def test_repository_download_is_cached(site, model):
     server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": b"GGUF", "README.md": b""})
     path = resolve("hf:o/r")
     assert path.read_bytes() == model
@@ -298,13 +298,13 @@ def test_a_repository_is_asked_once(site, model):
     assert try_to_load_from_cache("o/r", "m-Q4_K_M.gguf") == str(path)
 
 
-def test_another_quantization_in_the_cache_is_not_the_default(site, model):
+def test_cached_quantization_does_not_replace_the_default(site, model):
     server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": model})
     assert resolve("hf:o/r:Q8_0").name == "m-Q8_0.gguf"
     assert resolve("hf:o/r").name == "m-Q4_K_M.gguf"
 
 
-def test_files_of_one_quantization_are_listed_by_their_names(site, model):
+def test_listed_names_tell_two_files_of_one_quantization_apart(site, model):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": model, "b-Q8_0.gguf": model})
     for name in ("hf:o/r:b-Q8_0.gguf", "hf:o/r"):
         resolve(name)
@@ -313,14 +313,14 @@ def test_files_of_one_quantization_are_listed_by_their_names(site, model):
     assert [resolve(name).name for name in listed] == ["a-Q8_0.gguf", "b-Q8_0.gguf"]
 
 
-def test_a_token_is_for_the_server_alone(site, model):
+def test_token_is_not_sent_to_the_host_of_a_redirect(site, model):
     server.add_repository(site, "o/r", {"m.gguf": model})
     resolve("hf:o/r")
     assert {token for *_, token in asked(site, "/api/")} == {"Bearer hf_secret"}
     assert [token for *_, token in asked(site, "/store/")] == [None]
 
 
-def test_a_connection_to_a_repository_that_breaks_is_opened_again(site, model, monkeypatch):
+def test_broken_repository_download_is_resumed(site, model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
     server.add_repository(site, "o/r", {"m.gguf": model})
     site.breaks_after = 100_000
@@ -333,7 +333,7 @@ def test_a_connection_to_a_repository_that_breaks_is_opened_again(site, model, m
     assert (first, seen[-1]) == ((10_000, len(model)), (len(model), len(model)))
 
 
-def test_all_parts_come_from_a_repository(site, parts):
+def test_repository_download_includes_all_parts(site, parts):
     server.add_repository(site, "o/r", {f"Q8_0/{name}": data for name, data in parts.items()})
     path = resolve("hf:o/r:Q8_0")
     assert path.name == min(parts)
@@ -343,7 +343,7 @@ def test_all_parts_come_from_a_repository(site, parts):
     assert read(resolve("hf:o/r:Q8_0")).n_part == 3
 
 
-def test_a_revision(site, model):
+def test_revision_or_commit_of_a_repository_is_downloaded(site, model):
     server.add_repository(site, "o/r", {"m.gguf": b"GGUF"})
     server.add_repository(site, "o/r", {"m.gguf": model}, commit="f" * 40, revision="v2")
     assert resolve("hf:o/r@v2").read_bytes() == model
@@ -368,7 +368,7 @@ def error_of(code, kind):
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
-def test_a_repository_that_does_not_work_is_one_line(site, wanted, says):
+def test_failing_repositories_give_one_line_errors(site, wanted, says):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
     server.add_repository(site, "o/empty", {"model.safetensors": b""})
     server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
@@ -383,7 +383,7 @@ def test_a_repository_that_does_not_work_is_one_line(site, wanted, says):
     assert "\n" not in str(error.value)
 
 
-def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
+def test_cached_file_is_used_if_the_server_cannot_be_asked(site, model, monkeypatch):
     from huggingface_hub import constants
 
     server.add_repository(site, "o/r", {"m-Q8_0.gguf": model})
@@ -397,7 +397,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
         resolve("hf:o/r:Q4_0")
 
 
-def test_a_server_of_repositories_that_cannot_be_reached(monkeypatch):
+def test_unreachable_repository_server_is_reported(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -411,7 +411,7 @@ def test_a_server_of_repositories_that_cannot_be_reached(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["hf:o/r", "hf:o/r:Q8_0", "http://127.0.0.1:1/m.gguf", "tiny"])
-def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, capsys):
+def test_download_is_announced_before_the_first_connection(monkeypatch, name, capsys):
     from huggingface_hub import constants
 
     from kvtool.cli.locate import locate
@@ -438,7 +438,7 @@ def entry_of(sha256=None, size=None):
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_known):
+def test_model_of_models_txt_is_stored_in_kvtools_cache(site, model, is_known):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
     entry = entry_of(*((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
     assert stored.of_entry(entry) is None
@@ -450,14 +450,14 @@ def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_know
         assert download.pull(entry).read_bytes() == model
 
 
-def test_the_hash_of_models_txt_counts_more_than_the_servers(site, model):
+def test_download_must_have_the_hash_of_models_txt(site, model):
     server.add_repository(site, "o/r", {"tiny.gguf": model})
     with pytest.raises(ModelError, match=r"tiny: the download has sha256 .* instead of 0000"):
         download.pull(entry_of("0" * 64))
     assert list(catalogue.models_dir().iterdir()) == []
 
 
-def test_an_entry_whose_server_fails_is_one_line(site):
+def test_failing_server_of_models_txt_gives_a_one_line_error(site):
     site.errors["/o/r/resolve/main/tiny.gguf"] = (503, {}, b"")
     with pytest.raises(ModelError, match=r"cannot download tiny\.gguf: .*503.*without a network") as error:
         download.pull(entry_of())
@@ -467,7 +467,7 @@ def test_an_entry_whose_server_fails_is_one_line(site):
 # kvtool models
 
 
-def test_pull_says_which_file_and_prints_the_path_alone(site, model):
+def test_pull_names_the_file_on_stderr_and_prints_the_path(site, model):
     server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model})
     result = kvtool("pull", "hf:o/r")
     path = hub.cached(hub.Reference("o/r"))
@@ -477,7 +477,7 @@ def test_pull_says_which_file_and_prints_the_path_alone(site, model):
     assert (again["size"], again["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
 
 
-def test_list_has_what_is_cached_and_rm_deletes_it(site, model, parts):
+def test_list_shows_cached_files_and_rm_deletes_them(site, model, parts):
     server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": model, "n.gguf": model})
     for name, data in parts.items():
         site.files[f"/{name}"] = data
@@ -507,7 +507,7 @@ def test_list_has_what_is_cached_and_rm_deletes_it(site, model, parts):
         stored.remove("hf:o/r")
 
 
-def test_rm_deletes_what_a_killed_download_left(site, model):
+def test_rm_deletes_the_remains_of_a_killed_download(site, model):
     server.add_repository(site, "o/r", {"m.gguf": model})
     site.files["/m.gguf"] = model
     for name in ("hf:o/r", f"{site.url}/m.gguf"):

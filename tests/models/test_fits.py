@@ -42,7 +42,7 @@ def named(entry):
     return entry and entry.name
 
 
-def test_sizes_are_known_and_what_is_recommended_is_free():
+def test_models_have_sizes_and_recommended_models_free_licences():
     entries = registry().values()
     assert all(entry.about_bytes for entry in entries)
     recommended = [entry for entry in entries if entry.is_recommended]
@@ -59,7 +59,7 @@ def test_sizes_are_known_and_what_is_recommended_is_free():
     assert fits.fits(three, fits.Room(2**60, 2**60)) is None
 
 
-def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
+def test_best_model_is_the_largest_that_fits_and_is_fast_enough(memory):
     entries = registry().values()
 
     def best(*of, cores=8):
@@ -86,7 +86,7 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
     assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
 
 
-def test_what_fits_does_not_change_with_what_is_free(memory, monkeypatch):
+def test_best_model_does_not_depend_on_free_memory(memory, monkeypatch):
     def best():
         return named(fits.best(registry().values(), fits.room()))
 
@@ -96,7 +96,7 @@ def test_what_fits_does_not_change_with_what_is_free(memory, monkeypatch):
     assert best() == before == "qwen3-8b"
 
 
-def test_the_list_of_models_marks_what_fits(memory):
+def test_list_marks_models_that_fit_and_the_best(memory):
     memory(6)
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(cli.app, ["list", "--json"]).stdout)}
     assert [rows[name]["fits"] for name in ("smollm2-135m", "qwen3-4b", "qwen3-8b")] == [True, True, False]
@@ -111,7 +111,7 @@ def test_the_list_of_models_marks_what_fits(memory):
     assert "the best" not in CliRunner().invoke(cli.app, ["list"]).stdout
 
 
-def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch):
+def test_list_shows_few_models_without_the_option_all(memory, tmp_path, monkeypatch):
     memory(6)
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     stdout = CliRunner().invoke(cli.app, ["list"]).stdout
@@ -130,7 +130,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert "more, of which" not in every
 
 
-def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
+def test_better_model_hint_is_given_once(memory, tmp_path, monkeypatch):
     memory(6)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
@@ -172,7 +172,9 @@ def info(n_bytes, n_ctx_train):
         (1_000_000, 512, 5000, 0, None, None),
     ],
 )
-def test_what_is_too_much_names_a_model_that_can(memory, n_bytes, n_ctx_train, n, n_before, why, better):
+def test_advice_names_a_model_for_texts_that_are_too_long(
+    memory, n_bytes, n_ctx_train, n, n_before, why, better
+):
     memory(16, cores=8)
     line = too_much(info(n_bytes, n_ctx_train), n, n_before)
     if why is None:
@@ -185,7 +187,7 @@ def test_what_is_too_much_names_a_model_that_can(memory, n_bytes, n_ctx_train, n
         assert "-m" not in line
 
 
-def test_every_recommended_model_says_what_it_was_trained_for():
+def test_recommended_models_state_their_trained_context():
     for entry in registry().values():
         assert not entry.is_recommended or entry.n_ctx_train >= 32_768, entry.name
     note = "recommended; about 2.5 GB; trained for 40,960 tokens"
@@ -198,7 +200,7 @@ def test_every_recommended_model_says_what_it_was_trained_for():
     assert fits.best(entries, fits.Room(2**33, 2**33), 10**6) is None
 
 
-def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, monkeypatch):
+def test_generate_and_chat_print_the_advice_once(smollm2, memory, monkeypatch):
     memory(16, cores=2)
     monkeypatch.setattr(model_advice, "_LONG", 50)
     monkeypatch.setattr(Writer, "read", lambda self, tokens, *_: self.before_reading(len(tokens)) or False)
@@ -214,7 +216,7 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
-def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
+def test_first_terminal_chat_prints_the_better_model_hint(smollm2, talker, tmp_path):
     def start(model, *options):
         with terminals(model, *options, env={"XDG_STATE_HOME": str(tmp_path)}) as chat:
             return chat().text
@@ -224,7 +226,7 @@ def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
     assert HINT not in start(None)
 
 
-def test_a_chat_in_a_pipe_says_nothing_of_it(smollm2, tmp_path):
+def test_chat_in_a_pipe_prints_no_better_model_hint(smollm2, tmp_path):
     done = called("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
     assert done.returncode == 0
     assert "better" not in done.stdout + done.stderr

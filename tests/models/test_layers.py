@@ -49,7 +49,7 @@ MIXED = Layers(
 )
 
 
-def test_rows_are_the_heads_of_layers_whose_cells_are_their_own():
+def test_rows_are_the_kv_heads_of_layers_with_their_own_cells():
     assert MIXED.n_row == 1 + 4
     assert MIXED.n_shared == 2
     assert [layer.number for layer in MIXED.of(ROWS)] == [0, 3, 5]
@@ -58,7 +58,7 @@ def test_rows_are_the_heads_of_layers_whose_cells_are_their_own():
     assert [layer.number for layer in MIXED.all if not layer.is_owner] == [5, 4]
 
 
-def test_a_cell_has_the_bytes_of_all_rows_each_with_its_own_sizes():
+def test_cell_bytes_sum_all_rows_with_their_own_head_sizes():
     assert MIXED.cell_bytes() == (64 + 32) * 2 + 4 * (32 + 64) * 2
     assert MIXED.cell_bytes("f32", "bf16") == 64 * 4 + 32 * 2 + 4 * (32 * 4 + 64 * 2)
     # 32 numbers take 34 bytes in q8_0, 18 in q4_0, 20 in q4_1, 22 in q5_0, 24 in q5_1
@@ -70,14 +70,14 @@ def test_a_cell_has_the_bytes_of_all_rows_each_with_its_own_sizes():
 @pytest.mark.parametrize(
     ("n_batch", "n_cell"), [(1, 256), (156, 256), (157, 512), (256, 512), (412, 512), (413, 768)]
 )
-def test_sliding_layers_hold_their_window_and_a_batch_in_steps_of_256_cells(n_batch, n_cell):
+def test_sliding_layers_have_window_plus_batch_cells_in_steps_of_256(n_batch, n_cell):
     assert MIXED.swa_bytes(n_batch) == n_cell * 2 * (128 + 96) * 2
     assert MIXED.swa_bytes(n_batch, "q8_0", "f32") == n_cell * 2 * (4 * 34 + 96 * 4)
     assert MIXED.fixed_bytes(n_batch) == MIXED.swa_bytes(n_batch) + 1001
     assert n_cell % PAD == 0
 
 
-def test_cells_fit_beside_what_is_fixed():
+def test_cells_that_fit_leaves_room_for_the_fixed_bytes():
     fixed, cell = MIXED.fixed_bytes(256), MIXED.cell_bytes()
     assert MIXED.recurrent_bytes == 1001
     for n in (0, 1, 7):
@@ -88,7 +88,7 @@ def test_cells_fit_beside_what_is_fixed():
     assert MIXED.cells_that_fit(fixed + 5 * cell, 256, "q8_0", "f32") == 5
 
 
-def test_values_that_are_a_part_of_the_keys_take_nothing():
+def test_latent_attention_takes_no_bytes_for_values():
     latent = Layers(tuple(Layer(i, ROWS, i, 1, 576, 0, 0) for i in range(3)))
     assert latent.cell_bytes() == 3 * 576 * 2
     assert latent.cell_bytes("q8_0", "q8_0") == 3 * 576 // 32 * 34
@@ -102,7 +102,7 @@ def test_values_that_are_a_part_of_the_keys_take_nothing():
     assert (latent.n_row, latent.fixed_bytes(256)) == (3, 0)
 
 
-def test_a_model_is_named_by_what_is_not_plain_in_it():
+def test_kinds_lists_everything_except_plain_attention():
     plain = Layer(0, ROWS, 0, 2, 32, 32, 0)
     by_kinds = {
         (): plain,
@@ -120,12 +120,12 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     assert "latent" not in str(Layers((plain, by_kinds["recurrent layers",])).kinds)
 
 
-def test_without_rows_no_cells_fit():
+def test_model_without_rows_has_no_cells():
     nothing = Layers((Layer(0, RECURRENT, 0, 0, 0, 0, 8),))
     assert (nothing.n_row, nothing.cell_bytes(), nothing.cells_that_fit(2**30, 256)) == (0, 0, 0)
 
 
-def test_a_cache_type_that_does_not_fit():
+def test_cache_types_that_do_not_fit_the_head_size_are_refused():
     small = Layers((Layer(0, ROWS, 0, 2, 32, 16, 0), Layer(1, SLIDING, 1, 2, 80, 16, 0)), n_swa=8)
     assert small.cell_bytes("q8_0") == 2 * (34 + 32)
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_a_cache_type_that_does_not_fit():
 
 
 @pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
-def test_llama_cpp_says_which_layers_slide(tiny_model, pattern, slides):
+def test_sliding_layers_are_read_from_llama_cpp(tiny_model, pattern, slides):
     layers = layers_of(tiny_model("gemma3", n_layer=6, n_head_kv=1, window=100, pattern=pattern))
     for kind, which in ((ROWS, "0"), (SLIDING, "1")):
         assert [layer.number for layer in layers.of(kind)] == [i for i in range(6) if slides[i] == which]
@@ -166,7 +166,7 @@ def test_llama_cpp_says_which_layers_slide(tiny_model, pattern, slides):
     ],
     ids=str,
 )
-def test_a_context_takes_the_bytes_that_layers_say(tiny_model, arch, shape, type_k, type_v):
+def test_computed_bytes_equal_the_cache_of_a_context(tiny_model, arch, shape, type_k, type_v):
     path = tiny_model(arch, **shape)
     layers = layers_of(path)
     model = Model(path)
@@ -186,13 +186,13 @@ def test_a_context_takes_the_bytes_that_layers_say(tiny_model, arch, shape, type
 @pytest.mark.parametrize(
     "shape", [{}, {"rope": "neox"}, {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}], ids=str
 )
-def test_of_a_plain_model_the_header_says_the_same(tiny_model, shape):
+def test_header_and_llama_cpp_agree_on_the_layers_of_plain_models(tiny_model, shape):
     path = tiny_model(**shape)
     assert layers_of(path) == read(path).plain_layers
     assert layers_of(path).kinds == []
 
 
-def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
+def test_recurrent_layers_have_states_and_other_layers_have_rows(tiny_model):
     layers = layers_of(tiny_model("lfm2", n_head_kv=(0, 2, 0, 4), n_conv=4))
     # a state is the 3 newest vectors of 128 float32
     assert layers.all == (
@@ -204,7 +204,7 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
 
 
-def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypatch):
+def test_m_rope_is_reported_with_and_without_the_patch(tiny_model, monkeypatch):
     path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
     # a llama.cpp without kvtool's patch reports M-RoPE too
@@ -212,7 +212,7 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
     assert layers_of(path).rope == "M-RoPE"
 
 
-def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
+def test_window_of_zero_tokens_is_an_error_if_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
     # if the window is 0, no layer of Gemma 3 is a sliding layer. Most architectures behave in this way, but
     # gpt-oss does not
@@ -225,7 +225,7 @@ def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_p
     assert str(error.value) == f"{path} is damaged: its sliding layers see 0 tokens; download it again"
 
 
-def test_layers_of_a_closed_model_are_an_error(tiny_model):
+def test_layers_of_a_closed_model_raise_usage_error(tiny_model):
     model = Model(tiny_model(), no_weights=True)
     model.close()
     with pytest.raises(UsageError, match="this model is closed"):
@@ -236,7 +236,7 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
-def test_without_the_patch_what_is_not_plain_is_refused(tiny_model, unpatched, arch):
+def test_sliding_and_recurrent_models_are_refused_without_the_patch(tiny_model, unpatched, arch):
     message = (
         "^this llama.cpp was built without kvtool's patch, "
         "which models with sliding or recurrent layers need; build .*make setup"
@@ -246,7 +246,7 @@ def test_without_the_patch_what_is_not_plain_is_refused(tiny_model, unpatched, a
     assert "\n" not in str(error.value)
 
 
-def test_without_the_patch_a_plain_model_is_what_its_header_says(tiny_model, unpatched):
+def test_plain_layers_come_from_the_header_without_the_patch(tiny_model, unpatched):
     path = tiny_model(arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
     layers = layers_of(path)
     assert layers == read(path).plain_layers
@@ -254,7 +254,7 @@ def test_without_the_patch_a_plain_model_is_what_its_header_says(tiny_model, unp
     assert (layers.kinds, layers.n_row) == ([], 7)
 
 
-def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(tiny_model):
+def test_header_layers_count_latent_values_only_for_older_files(tiny_model):
     info = read(tiny_model())
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}
     latent = replace(info, architecture="deepseek2", head_size_k=576, head_size_v=512, metadata=metadata)

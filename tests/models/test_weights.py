@@ -18,7 +18,7 @@ CACHE = (2, 2, 2, 2)
 @pytest.mark.parametrize(
     ("free", "n_layer", "n_bytes"), [(4, 0, 0), (5, 1, 5), (16, 1, 5), (17, 2, 17), (52, 4, 41), (53, 5, 53)]
 )
-def test_layers_fill_a_gpu_from_the_last_one(free, n_layer, n_bytes):
+def test_layers_fill_a_gpu_beginning_with_the_last(free, n_layer, n_bytes):
     assert place(DENSE, CACHE, free) == PlacedWeights(n_layer, 0, n_bytes)
 
 
@@ -26,7 +26,7 @@ def test_layers_fill_a_gpu_from_the_last_one(free, n_layer, n_bytes):
     ("free", "n_layer", "n_cpu_moe", "n_bytes"),
     [(41, 4, 4, 41), (53, 5, 4, 53), (152, 5, 4, 53), (153, 5, 3, 153), (253, 5, 2, 253), (353, 5, 0, 353)],
 )
-def test_experts_come_after_all_else(free, n_layer, n_cpu_moe, n_bytes):
+def test_experts_are_placed_after_all_other_weights(free, n_layer, n_cpu_moe, n_bytes):
     assert place(EXPERTS, CACHE, free) == PlacedWeights(n_layer, n_cpu_moe, n_bytes)
 
 
@@ -47,7 +47,7 @@ def test_weights_are_summed_up_by_layer(tiny_model, arch, shape):
     assert weights.output == output + is_tied * sizes["token_embd.weight"]
 
 
-def test_layers_for_multi_token_prediction_count_without_weights_if_they_are_not_loaded(tiny_model):
+def test_mtp_layers_that_are_not_loaded_count_zero_bytes(tiny_model):
     weights, plain = (read(tiny_model("qwen35", mtp=mtp)).weights for mtp in (True, False))
     assert (weights.n_layer, weights.n_mtp, plain.n_layer, plain.n_mtp) == (5, 1, 4, 0)
     sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(tiny_model("qwen35")).tensors}
@@ -67,11 +67,11 @@ def test_layers_for_multi_token_prediction_count_without_weights_if_they_are_not
         (["blk.3.attn_qkv.bias"], True),
     ],
 )
-def test_biases_of_keys_are_found_in_any_model(tensors, has_bias):
+def test_key_biases_are_found_by_tensor_name(tensors, has_bias):
     assert Weights.of(dict.fromkeys(tensors, 4), 4).has_key_bias == has_bias
 
 
-def test_weights_of_a_split_model_are_those_of_all_its_parts(tmp_path):
+def test_weights_of_a_split_model_include_all_parts(tmp_path):
     path = tmp_path / "whole.gguf"
     tiny.write_llama(path)
     first = tiny.split(path, tmp_path / "part", 3)[0]

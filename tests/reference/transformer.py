@@ -137,7 +137,7 @@ class Stream:
     counter: position by which the next token's query and key are rotated.
     t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
-    observe: a twin's function, or None.
+    observe: function that gets all entries when positions restart, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
     n_near: largest distance between a query and evicted entries: half of the trained context.
     far: evicted entries before this position have the distance n_near from the step's first token. An
@@ -365,8 +365,8 @@ class Stream:
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
             if (of < 0).all():
                 return logits, archive.value
-            # before clustering, far keys are rotated to position 0. The keys of a near block are rotated to
-            # their positions minus the base (pos - rot) of the block's last key
+            # before clustering, all keys of a far block are rotated to position 0. Keys of a near block are
+            # rotated to pos - base, where base is pos - rot of the block's last key
             n = self.n_block
             last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
             bases = (archive.pos - archive.rot)[last]

@@ -75,11 +75,11 @@ def named(runs):
         ("C:/mine.py:x=1", "C:/mine.py", ("x=1",)),
     ],
 )
-def test_a_policy_has_its_parameters_behind_colons(typed, name, options):
+def test_policy_parameters_follow_colons(typed, name, options):
     assert grid.split_policy(typed) == (name, options)
 
 
-def test_the_grid_goes_budget_by_budget(common):
+def test_grid_orders_runs_by_budget(common):
     runs = make(common, ["h2o", "full", "corm"], ["64", "25%"], ["f16", "q8_0"])
     assert named(runs) == [
         "full - f16",
@@ -95,25 +95,25 @@ def test_the_grid_goes_budget_by_budget(common):
     assert runs[3].options.evict_every == 8
 
 
-def test_everything_is_combined_when_asked(common):
+def test_combine_runs_each_policy_with_each_cache_type(common):
     names = named(make(common, ["full", "h2o"], ["64"], ["q8_0", "f16"], combine=True))
     assert names == ["full - q8_0", "full - f16", "h2o 64 q8_0", "h2o 64 f16"]
     assert named(make(common, ["h2o"], ["64"], ["q8_0", "f16"])) == ["h2o 64 q8_0"]
 
 
-def test_what_is_named_twice_is_one_run(common):
+def test_duplicate_policies_and_budgets_give_one_run(common):
     assert named(make(common, ["h2o", "h2o", "h2o:window=28"], ["64", "64"])) == ["h2o 64 f16"]
     assert len(make(common, ["h2o", "h2o:window=30"], ["64"])) == 2
 
 
-def test_bytes_are_for_cells_and_the_batch(common):
+def test_byte_budget_sets_cells_and_batch(common):
     (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
     assert (run.typed_budget, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
     runs = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
     assert [run.budget for run in runs] == [256, 256]
 
 
-def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
+def test_byte_budget_includes_recurrent_states(common):
     rows = read(Path(common.options.model)).plain_layers.all
     # a cell takes 512 bytes, and the state of the recurrent layer takes as many bytes as 256 cells
     layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
@@ -150,12 +150,12 @@ def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
         ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
     ],
 )
-def test_what_cannot_be_is_refused_before_it_is_run(common, wanted, budget, kind, change, words):
+def test_impossible_runs_are_refused_before_they_start(common, wanted, budget, kind, change, words):
     with pytest.raises(UsageError, match=words):
         make(changed(common, **change), [wanted], [budget], [kind])
 
 
-def test_a_type_has_to_fit_all_heads_that_have_cells(common):
+def test_cache_type_must_fit_the_head_size(common):
     small = Layers((Layer(0, Kind.ROWS, 0, 2, 48, 32, 0),))
     with pytest.raises(
         UsageError, match="^K cannot be q8_0: the model's head size of 48 is not a multiple of"
@@ -163,12 +163,12 @@ def test_a_type_has_to_fit_all_heads_that_have_cells(common):
         grid.runs(common, 512, small, ["h2o"], ["64"], ["q8_0"])
 
 
-def test_full_is_never_turned(common):
+def test_full_always_uses_positions_auto(common):
     (run,) = make(changed(common, positions="in-cache"), ["full"], [], ["q4_0"])
     assert run.options.positions == "auto"
 
 
-def test_shards_are_the_grid_between_them(common):
+def test_shards_together_contain_every_run_once(common):
     runs = make(common, ["full", "h2o", "buzz"], ["64", "128"])
     parts = [grid.shard(runs, f"{i}/3") for i in (1, 2, 3)]
     assert [len(part) for part in parts] == [2, 2, 1]
@@ -188,7 +188,7 @@ def blocks(seed):
     return np.random.default_rng(seed).random(n).tolist()
 
 
-def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
+def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
     runs = make(common, ["full", "h2o", "buzz", "local"], ["64", "128"])
     results = ComparisonResults(common, runs)
     sums = {run: blocks(i) for i, run in enumerate(runs)}
@@ -209,23 +209,23 @@ def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
     assert results.stored() == [record(common, run, sums[run]) for run in runs]
 
 
-def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
+def test_records_of_the_grid_are_reused_and_other_records_kept(common):
     runs = make(common, ["h2o", "buzz"], ["64"])
-    stranger = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
+    of_other_text = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
     failed = grid.identity(common, runs[1]) | {"error": "no"}
-    mended = record(common, runs[1], blocks(1))
+    succeeded = record(common, runs[1], blocks(1))
     results = ComparisonResults(common, runs)
-    results.add([stranger, failed, mended, failed])
-    assert results.others == [stranger]
+    results.add([of_other_text, failed, succeeded, failed])
+    assert results.others == [of_other_text]
     assert results.missing() == [runs[0]]
     assert results.failed() == []
-    assert results.of_run == {runs[1]: mended}
+    assert results.of_run == {runs[1]: succeeded}
     results.add([grid.identity(common, runs[0]) | {"error": "no"}])
     assert results.missing() == results.failed() == [runs[0]]
     assert results.compared()[0][1]["error"] == "no"
 
 
-def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
+def test_record_without_kl_is_missing_if_kl_is_wanted(common):
     (run,) = make(common, ["h2o"], ["64"])
     without, whole = (record(common, run, blocks(0), kl=kl) for kl in (None, 0.5))
     for stored in ([without], [without, whole], [whole, without]):
@@ -236,7 +236,7 @@ def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
         assert results.of_run == {run: stored[0] if whole not in stored else whole}
 
 
-def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
+def test_record_key_depends_on_the_content_of_a_policy_file(common, tmp_path):
     path = tmp_path / "mine.py"
     keys = []
     for comment in "ab":
@@ -249,13 +249,13 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
     assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
 
 
-def test_another_device_is_another_run(common):
+def test_record_key_depends_on_gpu_layers(common):
     grids = [changed(common, gpu_layers=n) for n in (None, 0)]
     keys = [records.key(grid.identity(each, *make(each, ["h2o"], ["64"])), grid.KEY) for each in grids]
     assert keys[0] != keys[1]
 
 
-def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
+def test_record_key_depends_on_the_archive_only_for_recall(common):
     grids = [changed(common, **change) for change in ({}, {"archive": "100"}, {"archive_type": "f16"})]
     keys = {
         name: {records.key(grid.identity(each, *make(each, [name], ["64"])), grid.KEY) for each in grids}
@@ -276,7 +276,7 @@ def measured(common, runs, tokens=None, **options):
     return by_run, seen
 
 
-def test_a_run_has_the_numbers_of_perplexity(common):
+def test_run_has_the_results_of_perplexity(common):
     runs = make(common, ["full", "h2o"], ["64", "256"])
     path = grid.reference(common)
     of_full, _ = measured(common, runs[:1], against=path, writes=True)
@@ -324,7 +324,7 @@ BREAKS = {
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
-def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
+def test_failed_run_is_recorded_and_other_runs_continue(common, tmp_path):
     names = []
     for name, (what, _) in BREAKS.items():
         path = tmp_path / f"{name}.py"
@@ -357,11 +357,11 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the end of the `with` block kills the process, because its result would take a while
+    # the process was still computing, so the end of the `with` block has killed it
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_job_survives_its_way(common):
+def test_encoding_and_decoding_a_job_restores_it(common):
     (run,) = make(common, ["h2o:window=30"], ["64"])
     job = one.RunInput(run.options, "t", reference="r")
     assert (job.options.options, job.options.budget, job.options.evict_every) == (("window=30",), "64", 8)

@@ -28,7 +28,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, name):
+def test_shares_and_forgotten_tokens_equal_a_plain_count(tiny_model, name):
     with open_engine(tiny_model(), POLICIES[name]) as engine:
         for part in np.array_split(text(210), 3):
             engine.read(part)
@@ -41,7 +41,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
+def test_snapshots_equal_the_tokens_held_at_that_time(tiny_model, name):
     seen = {}
     with open_engine(tiny_model(), POLICIES[name]) as engine:
         watched = holdings.watch(engine, text(210), 9, lambda n: seen.update({n: rows_of(engine)}))
@@ -56,7 +56,7 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 
 
 @pytest.mark.parametrize(("name", "n_sinks"), [("streamingllm", 4), ("local", 0)])
-def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
+def test_streamingllm_and_local_hold_only_sinks_and_newest_tokens(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         watched = holdings.watch(engine, text(100), 10)
     # the cache is full after 32, 40, ... 96 tokens. Each eviction leaves 24 tokens. The last 4 tokens follow
@@ -81,14 +81,14 @@ def test_a_text_read_whole_has_one_snapshot(tiny_model):
     assert seen[-1] < 150
 
 
-def test_a_short_text_has_no_snapshot_twice(tiny_model):
+def test_short_text_has_one_snapshot_per_token(tiny_model):
     with open_engine(tiny_model(), policies.fit("local", 32, 8)) as engine:
         watched = holdings.watch(engine, text(5), 32)
     assert watched.ends.tolist() == [1, 2, 3, 4, 5]
     assert watched.share(1).tolist() == [1, 1, 0, 0, 0]
 
 
-def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
+def test_character_of_several_tokens_is_shown_at_its_last_token(tiny_model):
     with open_engine(tiny_model(), policies.fit("local", 32, 8)) as engine:
         model = engine.model
         tokens = model.tokenize("a€</s>", special=True)
@@ -97,7 +97,7 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
         assert holdings.texts(model, tokens[:0]) == []
 
 
-def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
+def test_attended_sums_attention_and_records_the_largest_share():
     attended = holdings.Attended.none(np.array([2, 1]), 9)
     none = np.full((2, 2), -1), np.zeros((2, 2), np.float32)
     attended.add(*none, slice(0, 8))
@@ -127,7 +127,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
         ("deepseek2", ["recalled=7"], 7),
     ],
 )
-def test_attention_is_what_the_engine_says_step_by_step(tiny_model, arch, options, k):
+def test_attended_equals_the_sum_of_the_engines_steps(tiny_model, arch, options, k):
     shape = {"n_head_kv": 2} if arch == "llama" else {}
     notes, ends = [], [0]
 
@@ -162,14 +162,14 @@ def test_attention_is_what_the_engine_says_step_by_step(tiny_model, arch, option
     assert attended.query.tolist() == np.where(share > 0, first, -1).tolist()
 
 
-def test_without_an_archive_nothing_is_attended_to_in_it(tiny_model):
+def test_attended_is_none_if_nothing_is_archived(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
         assert holdings.watch(engine, text(210), 6).attended is None
     with open_engine(tiny_model(), policies.fit("recall", 48, 8)) as engine:
         assert holdings.watch(engine, text(40), 6).attended is None
 
 
-def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
+def test_archived_tokens_are_neither_held_nor_forgotten(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8), archive=40) as engine:
         watched = holdings.watch(engine, text(210), 6)
         archived = holdings.is_archived(engine)

@@ -11,7 +11,7 @@ from kvtool.measure import records
 from tests.held import PATIENCE_S
 
 
-def test_what_is_added_is_read_in_order(tmp_path):
+def test_appended_records_are_read_in_order(tmp_path):
     path = tmp_path / "out.jsonl"
     assert records.read(path) == []
     for i in range(3):
@@ -20,7 +20,7 @@ def test_what_is_added_is_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("rest", [b"", b"{", b'{"i": 7', b'{"i": 7}', b"x" * 10_000])
-def test_half_a_line_is_left_out_and_spoils_nothing(tmp_path, rest):
+def test_incomplete_last_line_does_not_affect_other_records(tmp_path, rest):
     path = tmp_path / "out.jsonl"
     records.append(path, {"i": 0})
     with path.open("ab") as file:
@@ -30,7 +30,7 @@ def test_half_a_line_is_left_out_and_spoils_nothing(tmp_path, rest):
     assert records.read(path) == [{"i": 0}, {"i": 1}]
 
 
-def test_a_file_that_is_only_half_a_line_starts_over(tmp_path):
+def test_append_replaces_a_file_with_only_an_incomplete_line(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"i"')
     records.append(path, {"i": 1})
@@ -38,7 +38,7 @@ def test_a_file_that_is_only_half_a_line_starts_over(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[1]", "1", "", '{"a":' * 100_000])
-def test_any_other_line_is_refused_by_its_number(tmp_path, line):
+def test_invalid_line_is_refused_with_its_number(tmp_path, line):
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"i": 0}}\n{line}\n{{"i": 1}}\n')
     with pytest.raises(InputError, match="line 2, is not a JSON object"):
@@ -55,7 +55,7 @@ def _add(path, who):
         records.append(path, {"who": who, "i": i, "long": "x" * 5000})
 
 
-def test_several_processes_lose_nothing(tmp_path):
+def test_appends_of_several_processes_are_all_kept(tmp_path):
     path = tmp_path / "out.jsonl"
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_add, args=(path, who)) for who in range(3)]
@@ -67,7 +67,7 @@ def test_several_processes_lose_nothing(tmp_path):
     assert len(pairs) == len(records.read(path)) == 60
 
 
-def test_rewriting_replaces_all(tmp_path):
+def test_rewrite_replaces_all_records(tmp_path):
     path = tmp_path / "out.jsonl"
     records.append(path, {"i": 0})
     records.rewrite(path, lambda there: [{"i": 2}, {"i": 1}, *there])
@@ -84,7 +84,7 @@ def _rewrite(path, began, is_asked):
     records.rewrite(path, slowly)
 
 
-def test_what_is_added_while_a_file_is_rewritten_is_not_lost(tmp_path):
+def test_record_appended_during_a_rewrite_is_kept(tmp_path):
     path, context = tmp_path / "out.jsonl", multiprocessing.get_context("spawn")
     records.append(path, {"i": 0})
     began, is_asked = context.Event(), context.Event()
@@ -97,7 +97,7 @@ def test_what_is_added_while_a_file_is_rewritten_is_not_lost(tmp_path):
     assert records.read(path) == [{"i": 0}, {"i": 1}]
 
 
-def test_keys_tell_values_apart_and_not_their_order():
+def test_keys_depend_on_values_but_not_on_their_order():
     names = ("policy", "params")
     one = records.key({"policy": "h2o", "params": {"a": 1, "b": 2}, "other": 1}, names)
     assert one == records.key({"params": {"b": 2, "a": 1}, "policy": "h2o"}, names)

@@ -100,7 +100,7 @@ def n_token(model, item):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
+def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, model):
     length = 4096 if name == "cwe" else 1200
     items = items_of(name, length=length, repeats=2)
     assert [item.id for item in items] == [f"{name}-{length}-{i}" for i in range(2)]
@@ -120,7 +120,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
 
 
 @pytest.mark.parametrize("name", NIAH)
-def test_needles_are_hidden_as_many_as_are_defined(name, items_of):
+def test_prompt_hides_the_defined_number_of_needles(name, items_of):
     n_key, n_value, n_asked, key_kind, value_kind = NIAH[name]
     (item,) = items_of(name)
     needles = NEEDLE.findall(item.prompt)
@@ -141,7 +141,7 @@ def test_needles_are_hidden_as_many_as_are_defined(name, items_of):
         assert re.fullmatch("adjective..-noun..", key) if key_kind == "word" else UUID(key).version == 4
 
 
-def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
+def test_needles_are_hidden_in_noise_or_essays(items_of):
     def around(name):
         (item,) = items_of(name)
         text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
@@ -159,7 +159,7 @@ def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
         assert whole.startswith(text) or text.startswith(whole)
 
 
-def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural(items_of):
+def test_question_is_singular_for_one_value_and_plural_for_several(items_of):
     (item,) = items_of("niah_single_3")
     start = (
         "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you"
@@ -180,7 +180,7 @@ def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural(items_
     assert item.opening == f"T{numbers[1:]} are"
 
 
-def test_a_chain_of_variables_is_hidden_behind_a_solved_one(items_of, model):
+def test_variable_chain_follows_a_solved_example(items_of, model):
     (item,) = items_of("vt", length=2000)
     start = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     empty, solved, unsolved = item.prompt.split(start)
@@ -216,7 +216,7 @@ def test_a_chain_of_variables_is_hidden_behind_a_solved_one(items_of, model):
 @pytest.mark.parametrize(
     ("length", "often", "solved_often"), [(1200, {6, 1}, {3, 1}), (4096, {30, 3}, {10, 3})]
 )
-def test_ten_words_of_a_list_are_the_common_ones(length, often, solved_often, items_of):
+def test_answers_of_cwe_are_the_ten_most_common_words(length, often, solved_often, items_of):
     (item,) = items_of("cwe", length=length)
     question = "Question: What are the 10 most common words in the above list?"
     assert item.question == question
@@ -240,14 +240,14 @@ def test_ten_words_of_a_list_are_the_common_ones(length, often, solved_often, it
         assert list(words) != sorted(words, key=of.__getitem__, reverse=True)
 
 
-def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
+def test_answers_of_fwe_are_the_three_most_frequent_coded_words(items_of):
     (item,) = items_of("fwe")
     words = re.findall(r"\.\.\.|\b[a-z]{6}\b", item.prompt.split("coded words. ")[1].split("\n")[0])
     of = Counter(words)
     (dots, n_dots), *ranked = of.most_common()
     assert dots == "..."
     assert [word for word, _ in ranked[:3]] == list(item.references)
-    # the numbers of words follow the zeta distribution with alpha 2, rounded down
+    # how often each word occurs follows the zeta distribution with alpha 2, rounded down
     n_word = [n for n in range(10, 5000) if int(n * 6 / np.pi**2) == n_dots]
     counts = [n_dots, *(n for _, n in ranked)]
     assert any(counts == [int(n / k**2 * 6 / np.pi**2) for k in range(1, len(counts) + 1)] for n in n_word)
@@ -256,7 +256,7 @@ def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
     )
 
 
-def test_documents_of_the_same_article_are_the_first_to_join(items_of):
+def test_qa_prompt_takes_documents_of_the_same_article_first(items_of):
     articles = json.loads((DATA / "squad.json").read_text())["data"]
     by_question = {
         q["question"]: (paragraph["context"], [other["context"] for other in article["paragraphs"]], q)
@@ -287,7 +287,7 @@ def test_documents_of_the_same_article_are_the_first_to_join(items_of):
 
 
 @pytest.mark.parametrize("file", ["hotpotqa_published.json", "hotpotqa.jsonl"])
-def test_a_question_is_asked_of_its_documents(file, items_of):
+def test_qa_prompt_contains_documents_and_question(file, items_of):
     for item in items_of("qa_2", f"hotpotqa={DATA / file}", repeats=2):
         if "bridges" in item.question:
             assert list(item.references) == ["no"]
@@ -299,7 +299,7 @@ def test_a_question_is_asked_of_its_documents(file, items_of):
         assert item.opening == "Answer:"
 
 
-def test_all_documents_of_a_question_stay(items_of):
+def test_qa_prompt_keeps_all_documents_of_its_question(items_of):
     counts = []
     for length in range(120, 180, 2):
         # the question has two documents, which do not fit into the shortest of these lengths
@@ -316,7 +316,7 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
         items_of("qa_2", repeats=3)
 
 
-def test_too_short_a_length_is_refused_with_the_least(items_of):
+def test_error_for_a_short_length_names_the_smallest_length(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
     # the message only estimates the least length, because samples for different lengths differ by some tokens
@@ -329,7 +329,7 @@ def test_too_short_a_length_is_refused_with_the_least(items_of):
 @pytest.mark.parametrize("answer", [1, 2, 3, 4, 5, 9, 10, 11, 97, 98])
 @pytest.mark.parametrize("least", [1, 5])
 @pytest.mark.parametrize("most", [98, 200])
-def test_the_largest_that_fits_is_found(answer, least, most):
+def test_largest_finds_the_largest_number_that_fits(answer, least, most):
     expected = max(answer, least)
     tried = []
 
@@ -342,7 +342,7 @@ def test_the_largest_that_fits_is_found(answer, least, most):
     assert len(tried) < 14
 
 
-def test_words_are_wonderwords():
+def test_words_come_from_wonderwords():
     pytest.importorskip("wonderwords")
     nouns = sources._words("noun")
     assert "creme brulee" in nouns
@@ -361,7 +361,7 @@ def test_words_are_wonderwords():
         (["two\nwords"], "two\twords", 1, 1),
     ],
 )
-def test_answers_are_matched_as_by_ruler(references, output, all_of_them, any_of_them):
+def test_string_match_scores_answers_like_ruler(references, output, all_of_them, any_of_them):
     assert string_match(output, references, is_any=False) == all_of_them
     assert string_match(output, references, is_any=True) == any_of_them
 
@@ -385,7 +385,7 @@ class Says:
     ("name", "n_max", "score"), [("niah_multiquery", 128, 0.5), ("vt", 30, 0.5), ("qa_1", 32, 1)]
 )
 @pytest.mark.parametrize("when", ["known", "after"])
-def test_an_answer_is_asked_for_and_scored_by_its_task(name, n_max, score, when, given):
+def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, given):
     task = tasks.make("ruler", [*given, f"question={when}"])
     item = Item(
         "x", "text question?", ["12", "34"], about={"part": name}, question="question?", opening="It is"
@@ -399,7 +399,7 @@ def test_an_answer_is_asked_for_and_scored_by_its_task(name, n_max, score, when,
     assert reader.n_max == n_max
 
 
-def test_an_average_is_of_the_tasks_means(given):
+def test_average_is_the_mean_of_the_tasks_means(given):
     scores = [("vt", 8, [1.0, 0.0, 0.5]), ("cwe", 8, [0.2]), ("vt", 4, [1.0])]
     results = [
         {"part": name, "length": length, "scores": {"string_match": score}}
@@ -424,7 +424,7 @@ def test_an_average_is_of_the_tasks_means(given):
         (["tasks=vt,qa_2"], "qa_2 needs HotpotQA's hotpot_dev_distractor_v1.json"),
     ],
 )
-def test_wrong_parameters_are_one_line(given, words):
+def test_invalid_parameters_give_one_line_errors(given, words):
     with pytest.raises(UsageError, match=f"ruler: {words}") as error:
         tasks.make("ruler", given)
     assert "\n" not in str(error.value)
@@ -452,7 +452,7 @@ def test_wonderwords_is_needed_only_for_tasks_with_words():
     ],
 )
 @pytest.mark.usefixtures("listed")
-def test_files_that_do_not_do_are_one_line(files, more, words, model, tmp_path):
+def test_unusable_files_give_one_line_errors(files, more, words, model, tmp_path):
     (tmp_path / "empty").mkdir()
     task = tasks.make("ruler", [each.format(tmp=tmp_path) for each in more])
     with pytest.raises(InputError, match=words) as error:
@@ -480,7 +480,7 @@ def bytewise(tiny_model):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeypatch):
+def test_text_question_and_opening_form_one_prompt(bytewise, chat, after, monkeypatch):
     parts = []
     monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: parts.append(bytes(tokens.tolist())))
     with closing(reader_of(bytewise, "full", chat=chat)) as reader:
@@ -497,7 +497,7 @@ def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeyp
     assert n_first == len(parts[0])
 
 
-def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
+def test_token_across_text_and_question_belongs_to_the_question(model, monkeypatch):
     read = []
     monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: read.append(tokens))
     with closing(reader_of(model, "full")) as reader:
@@ -509,7 +509,7 @@ def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
-def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, policy):
+def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
     def held(known):
         rows = []
         with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
@@ -532,7 +532,7 @@ def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, 
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_full_cache_answers_alike_in_both_ways(bytewise, chat):
+def test_full_cache_gives_the_same_answer_for_known_and_after(bytewise, chat):
     with closing(reader_of(bytewise, "full", chat=chat, type_k="f32", type_v="f32", flash="off")) as reader:
         written = []
         for question in ("", QUESTIONS[0]):
@@ -549,14 +549,14 @@ def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
         reader.ask(TEXT * 5, 8, question="river ")
 
 
-def test_another_opening_is_another_record():
+def test_item_hash_depends_on_the_opening():
     about = {"task": "ruler"}
     items = [Item("1", "text", opening=opening) for opening in ("", "It is", "They are")]
     hashes = {of_items.TaskResults(about, [item])._what(item)["item_sha256"] for item in items}
     assert len(hashes) == 3
 
 
-def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
+def test_reply_header_is_held_only_after_the_whole_prompt(tiny_model, monkeypatch):
     """A prompt ends with a reply header, whose tokens are held. A text before a question has no header."""
     held = []
     read = Engine.read
@@ -580,7 +580,7 @@ HOTPOT = ("--set", f"hotpotqa={DATA / 'hotpotqa.jsonl'}")
 
 
 @pytest.mark.parametrize("when", ["known", "after"])
-def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
+def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")

@@ -11,7 +11,7 @@ from kvtool.measure import statistics
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (31, 1), (64, 2), (8191, 255), (8192, 256), (10**6, 256)])
-def test_blocks_hold_all_and_the_last_takes_the_rest(n, size):
+def test_blocks_cover_all_values_and_the_last_takes_the_rest(n, size):
     values = np.random.default_rng(n).random(n)
     sums, counts = statistics.block_sums(values), statistics.block_counts(n)
     assert statistics.block_size(n) == size
@@ -23,25 +23,25 @@ def test_blocks_hold_all_and_the_last_takes_the_rest(n, size):
     assert sums[0] == pytest.approx(values[: int(counts[0])].sum())
 
 
-def test_equal_blocks_have_the_textbook_error():
+def test_standard_error_of_equal_blocks_is_the_textbook_one():
     values = np.random.default_rng(0).normal(size=50)
     mean, error = statistics.mean_error(values, np.ones(50))
     assert mean == pytest.approx(values.mean())
     assert error == pytest.approx(values.std(ddof=1) / np.sqrt(50))
 
 
-def test_a_mean_goes_by_counts():
+def test_mean_is_the_sum_divided_by_the_counts():
     mean, _ = statistics.mean_error(np.array([2.0, 9.0]), np.array([1.0, 3.0]))
     assert mean == 11 / 4
 
 
-def test_one_block_tells_no_error():
+def test_standard_error_of_one_block_is_nan():
     mean, error = statistics.mean_error(np.array([3.0]), np.array([2.0]))
     assert mean == 1.5
     assert np.isnan(error)
 
 
-def test_what_never_varies_has_no_width():
+def test_constant_values_have_zero_error_and_interval_width():
     sums, counts = np.full(20, 3.0), np.full(20, 2.0)
     assert statistics.mean_error(sums, counts) == (1.5, 0)
     assert statistics.interval(sums, counts) == (1.5, 1.5)
@@ -57,7 +57,7 @@ def _texts(n_text, n, reach):
     return np.lib.stride_tricks.sliding_window_view(noise, reach, axis=1).mean(axis=2)
 
 
-def test_intervals_of_texts_hold_their_mean_as_often_as_they_say():
+def test_intervals_contain_the_mean_about_95_percent_of_the_time():
     held = errors = alone = 0
     texts = _texts(300, 8192, 40)
     for text in texts:
@@ -73,14 +73,14 @@ def test_intervals_of_texts_hold_their_mean_as_often_as_they_say():
     assert alone / 300 < 0.5
 
 
-def test_intervals_come_out_the_same():
+def test_intervals_are_reproducible_and_narrower_at_a_lower_level():
     sums = np.random.default_rng(0).random(40)
     assert statistics.interval(sums, np.ones(40)) == statistics.interval(sums, np.ones(40))
     low, high = statistics.interval(sums, np.ones(40), level=0.5)
     assert statistics.interval(sums, np.ones(40))[0] < low < sums.mean() < high
 
 
-def test_many_items_take_little_memory():
+def test_interval_of_500_items_takes_less_than_10_mb():
     sums = np.random.default_rng(0).random(500)
     tracemalloc.start()
     statistics.interval(sums, np.ones(500))
@@ -102,7 +102,7 @@ def test_hits_and_misses_have_wilsons_interval(hits, n, low, high):
     assert missed == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_other_scores_are_drawn():
+def test_other_scores_have_bootstrap_intervals():
     rng = np.random.default_rng(0)
     for scores in (rng.random(40), rng.integers(2, size=40).astype(float)):
         drawn = statistics.interval(scores, np.ones(40))
@@ -115,7 +115,7 @@ def test_a_single_score_has_no_interval(are_hits):
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.9])
-def test_a_block_is_as_long_as_theory_says(rho):
+def test_block_length_is_near_theory_for_an_autoregression(rho):
     n, rng, lengths = 4000, np.random.default_rng(0), []
     for _ in range(40):
         values = np.zeros(n)
@@ -128,13 +128,13 @@ def test_a_block_is_as_long_as_theory_says(rho):
     assert np.median(lengths) == pytest.approx(theory, rel=0.15)
 
 
-def test_values_that_do_not_depend_on_each_other_stay_alone():
+def test_block_length_of_independent_values_is_short():
     rng = np.random.default_rng(0)
     assert np.median([statistics.block_length(rng.normal(size=200)) for _ in range(50)]) < 3
     assert statistics.block_length(np.full(30, 2.0)) == 1
 
 
-def test_joined_blocks_have_the_same_sum_and_are_no_fewer_than_eight():
+def test_joining_keeps_the_sums_and_at_least_eight_blocks():
     rng = np.random.default_rng(0)
     for n in (3, 8, 9, 32, 200):
         sums, counts = rng.normal(size=n).cumsum(), rng.integers(1, 9, size=n).astype(float)
@@ -145,7 +145,7 @@ def test_joined_blocks_have_the_same_sum_and_are_no_fewer_than_eight():
         assert len(joined) < n or n < 9
 
 
-def test_texts_that_depend_on_far_tokens_have_wider_errors():
+def test_joined_blocks_widen_errors_of_strongly_dependent_texts():
     held = {"alone": 0, "joined": 0}
     for text in _texts(200, 16384, 1000):
         sums, counts = statistics.block_sums(text), statistics.block_counts(len(text))

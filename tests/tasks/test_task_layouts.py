@@ -20,7 +20,7 @@ def items(task, *files, **params):
     return tasks.load(task)(**params).items([DATA / file for file in files], None)
 
 
-def test_files_are_json_lines_or_an_array_packed_or_not(tmp_path):
+def test_json_lines_arrays_and_gzip_files_are_read(tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"a": "x\u2028y"}\n\n{"a": 2}\n', encoding="utf-8")
     packed = tmp_path / "a.jsonl.gz"
@@ -32,7 +32,7 @@ def test_files_are_json_lines_or_an_array_packed_or_not(tmp_path):
         assert data.stem(path) == "a"
 
 
-def test_half_a_character_is_one_that_can_be_read(tmp_path):
+def test_lone_surrogate_is_read_as_a_question_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"a": "\ud83d\ude00 \uD83D."}' + "\n")
     assert data.read(path) == [{"a": "\U0001f600 ?."}]
@@ -54,7 +54,7 @@ def test_half_a_character_is_one_that_can_be_read(tmp_path):
         ("a.jsonl", b'{"question": 3, "answers": ["x"], "ctxs": []}', "expected a text, got 3"),
     ],
 )
-def test_a_file_of_another_layout_is_refused_with_its_place(tmp_path, name, content, words):
+def test_damaged_files_and_unknown_layouts_are_refused(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
@@ -67,7 +67,7 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
             items("qa", path)
 
 
-def test_qa_asks_as_lost_in_the_middle_does():
+def test_qa_prompts_equal_lost_in_the_middle():
     first, second = items("qa", "lost_in_the_middle.jsonl")
     assert first.id == "lost_in_the_middle-1"
     assert first.references == ["Ada Quill", "A. Quill"]
@@ -82,7 +82,7 @@ def test_qa_asks_as_lost_in_the_middle_does():
     assert second.references == ["212"]
 
 
-def test_qa_reads_hotpotqa_cut_down_and_as_published():
+def test_qa_reads_both_layouts_of_hotpotqa():
     first, second = items("qa", "hotpotqa.jsonl")
     assert (
         "Document [2](Title: Dunmere) Dunmere is a town on the Lisk.\n\nQuestion: Which river" in first.prompt
@@ -101,7 +101,7 @@ def test_qa_reads_longbench():
     assert first.references == ["in Arden", "Arden"]
 
 
-def test_qa_reads_dialogues_without_questions_that_have_no_answer():
+def test_qa_reads_locomo_and_omits_questions_without_answer():
     questions = items("qa", "locomo.json")
     assert [item.id for item in questions] == ["locomo-1-1", "locomo-1-2", "locomo-2"]
     assert [item.references for item in questions] == [["a pear tree"], ["2022"], ["Wren"]]
@@ -112,7 +112,7 @@ def test_qa_reads_dialogues_without_questions_that_have_no_answer():
     assert questions[1].about == {"file": "locomo.json", "category": 2}
 
 
-def test_retrieval_asks_as_lost_in_the_middle_does():
+def test_retrieval_prompts_equal_lost_in_the_middle():
     first, _ = items("retrieval", "kv_retrieval.jsonl")
     record = data.read(DATA / "kv_retrieval.jsonl")[0]
     assert first.references == [record["value"]]
@@ -124,7 +124,7 @@ def test_retrieval_asks_as_lost_in_the_middle_does():
 
 
 @pytest.mark.parametrize(("n", "places"), [(5, (2, 0)), (9, (2, 0)), (3, (1, 0)), (2, (0, 0)), (1, (0, 0))])
-def test_retrieval_of_fewer_pairs_keeps_the_place_of_the_one_asked_for(n, places):
+def test_retrieval_with_fewer_pairs_keeps_the_relative_place_of_the_key(n, places):
     records = data.read(DATA / "kv_retrieval.jsonl")
     questions = items("retrieval", "kv_retrieval.jsonl", pairs=n)
     for record, item, place in zip(records, questions, places, strict=True):
@@ -150,7 +150,7 @@ def test_xsum_keeps_its_instruction_and_cnn_dailymail_gets_one():
     assert (one.references, other.references) == (["The bread was sold by six."], ["The clock stopped ."])
 
 
-def test_shots_of_summaries_are_other_articles_and_the_same_every_time():
+def test_summary_shots_are_other_articles_chosen_by_the_seed():
     articles = items("summarize", "xsum.jsonl", shots=2)
     for i, item in enumerate(articles):
         assert item.prompt.count("###\nArticle: ") == 3
@@ -225,7 +225,7 @@ def test_qmsum_has_the_relevant_spans_or_the_whole_meeting():
         ),
     ],
 )
-def test_choices_are_asked_as_lm_evaluation_harness_does(file, prompt, choices, right, ending):
+def test_choice_prompts_equal_lm_evaluation_harness(file, prompt, choices, right, ending):
     first, second = items("choice", f"{file}.jsonl")
     assert (first.prompt, first.choices, first.references) == (prompt, choices, [right])
     assert first.about.get("ending") == ending
@@ -241,11 +241,11 @@ def test_options_of_mathqa_may_be_a_list(tmp_path):
     assert item.references == ["4 , 5"]
 
 
-def test_an_effect_follows_therefore():
+def test_copa_effect_question_ends_with_therefore():
     assert items("choice", "copa.jsonl")[1].prompt == "The rope broke therefore"
 
 
-def test_shots_of_choices_are_solved():
+def test_choice_shots_are_solved_examples():
     first, second = items("choice", "winogrande.jsonl", shots=1)
     assert first.prompt == (
         "Ann thanked Eve. Ann had been helped.\n\nThe pot did not fit into the bag because the"
@@ -299,7 +299,7 @@ def test_longbench_has_21_tasks_and_their_prompts():
     assert items("longbench", "longbench_prompts.jsonl", only=("lcc",)) == [second]
 
 
-def test_longbenchs_parts_have_its_lengths_and_metrics():
+def test_longbench_tasks_have_the_published_lengths_and_metrics():
     lengths = {
         32: "hotpotqa 2wikimqa musique triviaqa passage_count passage_retrieval_en passage_retrieval_zh",
         64: "multifieldqa_en multifieldqa_zh trec lsht lcc repobench-p",
@@ -328,7 +328,7 @@ def test_longbenchs_parts_have_its_lengths_and_metrics():
     assert PARTS["lcc"].prompt.endswith("Next line of code:\n")
 
 
-def test_what_longbench_does_not_have_is_refused(tmp_path):
+def test_unknown_longbench_tasks_and_missing_classes_are_refused(tmp_path):
     with pytest.raises(UsageError, match="narrativeqa"):
         tasks.make("longbench", ["only=nope"])
     with pytest.raises(InputError, match="no records of vcsum"):
@@ -339,7 +339,7 @@ def test_what_longbench_does_not_have_is_refused(tmp_path):
         items("longbench", path)
 
 
-def test_a_stream_has_turns_and_their_answers_whatever_the_files_order():
+def test_stream_turns_do_not_depend_on_the_order_of_files():
     turns = items("stream", "mt_bench_answer.jsonl", "mt_bench_question.jsonl")
     assert [(item.prompt, item.references) for item in turns] == [
         ("Name three birds.", []),

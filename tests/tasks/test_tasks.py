@@ -70,7 +70,7 @@ def stepwise(model, policy, settings, prompt, answer):
     return total
 
 
-def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
+def test_log_likelihood_under_full_equals_the_nll_of_the_stream(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
         likelihood = reader.log_likelihood(ANSWER)
@@ -86,7 +86,7 @@ def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm", "snapkv", "weightedkv"])
-def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_model, policy):
+def test_log_likelihood_equals_reading_the_answer_token_by_token(tiny_model, policy):
     with reading(tiny_model(), policy, 48) as reader:
         reader.read(PROMPT, 40)
         likelihood = reader.log_likelihood(ANSWER)
@@ -96,7 +96,7 @@ def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_mode
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
-def test_several_answers_follow_one_prompt(tiny_model, policy):
+def test_answers_after_going_back_equal_answers_to_a_fresh_prompt(tiny_model, policy):
     with reading(tiny_model(), policy, None if policy == "full" else 48) as reader:
         asks = [
             lambda: reader.log_likelihood(ANSWER),
@@ -120,7 +120,7 @@ def test_several_answers_follow_one_prompt(tiny_model, policy):
     assert apart[2] != apart[3]
 
 
-def test_texts_one_after_the_other_are_scored_like_one(tiny_model):
+def test_log_likelihoods_of_two_parts_add_up_to_the_whole(tiny_model):
     with reading(tiny_model(), "h2o", 64) as reader:
         reader.read(PROMPT, 60)
         parts = [reader.log_likelihood(ANSWER[:9]), reader.log_likelihood(ANSWER[9:])]
@@ -129,7 +129,7 @@ def test_texts_one_after_the_other_are_scored_like_one(tiny_model):
     assert sum(part.logp for part in parts) == pytest.approx(whole.logp, abs=1e-3)
 
 
-def test_what_the_model_writes_is_likelier_than_what_it_does_not(smollm2):
+def test_written_text_is_likelier_than_another_text(smollm2):
     with reading(smollm2) as reader:
         reader.read("The sky is blue, the grass is green, and the sun is", 20)
         with reader.going_back() as back:
@@ -142,7 +142,7 @@ def test_what_the_model_writes_is_likelier_than_what_it_does_not(smollm2):
     assert other.logp < of_written.logp
 
 
-def test_a_stop_ends_what_is_written(tiny_model):
+def test_stop_string_ends_the_written_text(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
         whole = reader.write(20)
@@ -152,7 +152,7 @@ def test_a_stop_ends_what_is_written(tiny_model):
             assert reader.write(20, stops) == whole[: whole.find(stop)]
 
 
-def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
+def test_middle_of_a_long_prompt_is_cut_out(tiny_model):
     prompt = "".join(f"{i:04d}." for i in range(200))
     with reading(tiny_model(), n_prompt=103) as reader:
         reader.read(prompt, 20)
@@ -164,7 +164,7 @@ def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
         assert not reader.is_cut
 
 
-def test_an_answer_has_its_room_beside_a_long_prompt(tiny_model):
+def test_long_prompt_leaves_room_for_the_answer(tiny_model):
     with reading(tiny_model(n_ctx_train=128)) as reader:
         reader.read(PROMPT, 30)
         assert reader.n_read == 98
@@ -173,7 +173,7 @@ def test_an_answer_has_its_room_beside_a_long_prompt(tiny_model):
             reader.read(PROMPT, 128)
 
 
-def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
+def test_long_user_turn_is_cut_inside_the_chat_template(tiny_model):
     path = tiny_model(chat_template=CHATML)
     with reading(path, n_prompt=120, chat=True) as reader:
         reader.read("Hello there.", 20)
@@ -194,7 +194,7 @@ def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
         assert text.endswith(b"xxx<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_an_engine_serves_prompts_of_one_budget(tiny_model):
+def test_engine_is_reused_while_the_budget_stays_the_same(tiny_model):
     model = Model(tiny_model())
     settings = Settings(n_threads=1, n_batch=32)
     reader = Reader(model, lambda n, n_answer: policies.fit("h2o", 64 if n < 100 else 128), settings)
@@ -213,7 +213,7 @@ SENTENCES = [f"Sentence {i} says {'much ' * (i % 5)}of nothing." for i in range(
 
 @pytest.mark.parametrize("length", [200, 700])
 @pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1])
-def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, length, depth):
+def test_fact_is_hidden_at_its_depth_in_a_prompt_of_the_given_length(tiny_model, length, depth):
     model = Model(tiny_model())
     arguments = (model, SENTENCES, "The fact.", depth, length)
     prompt = haystack.hide(*arguments, random.Random(1), "START", "END")
@@ -234,14 +234,14 @@ def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, len
     assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
 
 
-def test_too_short_for_its_fact_is_refused(tiny_model):
+def test_length_too_short_for_the_fact_is_refused(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(InputError, match="choose greater lengths"):
         haystack.hide(model, SENTENCES, "The fact.", 0.5, 15, random.Random(1), "START", "END")
     model.close()
 
 
-def test_haystacks_are_files_and_folders_of_text(tmp_path):
+def test_haystack_sentences_come_from_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("Second one. And\nmore! ")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "c.txt").write_text("Third? ")
@@ -297,7 +297,7 @@ def measured(items, path=None, about=ABOUT, n=None):
     return results
 
 
-def test_only_what_is_missing_is_asked(tmp_path):
+def test_only_items_without_a_record_are_asked(tmp_path):
     path = tmp_path / "out.jsonl"
     measured(ITEMS, path, n=2)
     assert Length.asked == Counter(["1", "2"])
@@ -318,7 +318,7 @@ def test_only_what_is_missing_is_asked(tmp_path):
         (ABOUT, Item("1", "x", choices=["a choice"])),
     ],
 )
-def test_another_policy_or_text_is_another_record(tmp_path, about, item):
+def test_changed_policy_or_item_is_asked_again(tmp_path, about, item):
     path = tmp_path / "out.jsonl"
     measured(ITEMS[:1], path)
     measured([item], path, about)
@@ -326,19 +326,19 @@ def test_another_policy_or_text_is_another_record(tmp_path, about, item):
     assert len(records.read(path)) == 2
 
 
-def test_what_does_not_fit_is_said_and_scores_nothing():
+def test_item_that_does_not_fit_has_an_error_and_no_score():
     items = [ITEMS[0], Item("long", "too long"), ITEMS[1]]
     results = measured(items)
     assert results.records[1]["error"] == "no more room"
     assert of_items.means(results.records)["length"].mean == 1.5
 
 
-def test_items_that_are_the_same_are_refused():
+def test_duplicate_items_are_refused():
     with pytest.raises(InputError, match="the same"):
         of_items.TaskResults(ABOUT, [ITEMS[0], ITEMS[0]])
 
 
-def test_means_are_by_score_and_by_what_items_share():
+def test_means_are_computed_per_score_and_per_group():
     results = measured(ITEMS)
     means = of_items.means(results.records)
     assert (means["length"].mean, means["length"].n) == (3, 5)
@@ -348,7 +348,7 @@ def test_means_are_by_score_and_by_what_items_share():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
-def test_the_kind_of_a_score_chooses_its_interval():
+def test_interval_depends_on_the_kind_of_score():
     records = [{"scores": {"em": 1.0, "f1": 1.0}}] * 4
     means = of_items.means(records)
     assert (means["f1"].low, means["f1"].high) == (1, 1)
@@ -365,14 +365,14 @@ def test_the_kind_of_a_score_chooses_its_interval():
         ("needle", ["sandwich", "Dolores Park"], "Eat a sandwich in a park.", 0),
     ],
 )
-def test_found_is_what_the_answer_says(task, references, text, found):
+def test_found_is_1_if_the_answer_contains_all_references(task, references, text, found):
     reader = SimpleNamespace(read=lambda prompt, n_answer, uncut: None, write=lambda n_max: text)
     answer = tasks.make(task, []).answer(Item("1", "", references), reader)
     assert answer.output == text
     assert answer.scores == {"found": found}
 
 
-def test_every_task_is_found_and_says_what_it_is():
+def test_every_task_has_a_docstring_and_a_source():
     assert {"needle", "passkey"} <= set(tasks.names())
     for name in tasks.names():
         kind = tasks.load(name)
@@ -393,7 +393,7 @@ def test_every_task_is_found_and_says_what_it_is():
         ("size", "name=value"),
     ],
 )
-def test_wrong_parameters_are_told(given, words):
+def test_invalid_parameters_raise_usage_error(given, words):
     with pytest.raises(UsageError, match=words):
         tasks.make("passkey", [given])
 
@@ -402,7 +402,7 @@ SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2"
 
 
 @pytest.mark.parametrize("command", ["eval", "perplexity"])
-def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_model, tmp_path):
+def test_eval_and_perplexity_default_to_recall_or_else_h2o(command, tiny_model, tmp_path):
     def policy(*options):
         done = called(command, *of[command], "-m", tiny_model(), "-t", "1", "--json", *options)
         assert done.returncode == 0, done.stderr
@@ -420,7 +420,7 @@ def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_mode
     assert "choose --positions auto or original" in done.stderr
 
 
-def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
+def test_budget_share_applies_to_each_prompt_and_is_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = called(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--records", out
@@ -438,7 +438,7 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
         assert record["scores"] == {"found": float(record["references"][0] in record["output"])}
 
 
-def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
+def test_too_small_share_gives_the_smallest_budget_of_the_policy(tiny_model):
     done = called(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
     )
@@ -449,7 +449,7 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
     assert summary["summary"]["found"]["n"] == 4
 
 
-def test_a_run_is_gone_on_with(tiny_model, tmp_path):
+def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--records", out)
     assert called(*command, "--limit", 1).returncode == 0
@@ -466,7 +466,7 @@ def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     assert "passkey, 4 items" in done.stdout
 
 
-def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
+def test_needle_uses_the_chat_template_and_draws_a_plot(tiny_model, tmp_path):
     (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
     picture = tmp_path / "found.png"
     options = ("-m", tiny_model(chat_template=CHATML), *SMALL, "--set", "lengths=600,700", "--policy", "tova")
@@ -492,7 +492,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
         (["passkey", "--temp", "nan", "-m", "missing.gguf"], 2, "--temp must be in 0"),
     ],
 )
-def test_what_cannot_work_is_one_line(arguments, code, words):
+def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, words):
     done = called("eval", *arguments)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
@@ -500,9 +500,9 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
     assert done.stdout == ""
 
 
-def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
+def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # the policy waits once the first item has a record, which is while the second item is read
+    # the policy waits as soon as the first item has a record, so it waits while the second item is read
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     options = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--records", out]
@@ -519,9 +519,7 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
-    tiny_model, tmp_path, is_stopped
-):
+def test_records_go_to_stdout_and_an_interrupt_ends_the_progress_bar(tiny_model, tmp_path, is_stopped):
     held = Held(tmp_path)
     options = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--json", "-"]
@@ -553,7 +551,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
         assert '"task"' not in seen
 
 
-def test_tasks_are_listed():
+def test_eval_without_arguments_lists_the_tasks():
     done = called("eval")
     assert done.returncode == 0
     assert all(name in done.stdout for name in tasks.names())
@@ -563,7 +561,7 @@ def test_tasks_are_listed():
 
 
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
-def test_the_real_model_finds_a_key_that_it_holds(smollm2, share_of, policy, found):
+def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, found):
     lengths = f"lengths={share_of(300, 512)}"
     done = called(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),

@@ -72,7 +72,7 @@ def records_of(path):
 
 
 @pytest.mark.parametrize("task", FILES)
-def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
+def test_every_task_records_and_prints_its_scores(tiny_chat, tmp_path, task):
     out = tmp_path / "out.jsonl"
     done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out)
     results = records_of(out)
@@ -99,7 +99,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     assert len(records_of(out)) == len(results)
 
 
-def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
+def test_answers_depend_on_temperature_and_seed(tiny_chat, tmp_path):
     def written(*how, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
@@ -115,7 +115,7 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
 
 
-def test_a_result_says_how_it_was_drawn(tiny_chat):
+def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
     options = ("--policy", "full", "--limit", 1)
     drawn = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
     assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
@@ -140,7 +140,7 @@ def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
     assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
-def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
+def test_intervals_are_computed_only_at_the_end(tiny_chat, monkeypatch):
     drawn = []
 
     def item_interval(scores, *, are_hits):
@@ -156,7 +156,7 @@ def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_package_that_is_not_there_is_named_before_any_work(monkeypatch):
+def test_missing_package_is_reported_before_the_model_is_loaded(monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
@@ -167,7 +167,7 @@ def test_a_package_that_is_not_there_is_named_before_any_work(monkeypatch):
     assert done.stdout == ""
 
 
-def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
+def test_items_are_asked_again_after_the_policy_file_changed(tiny_chat, tmp_path):
     out, policy = tmp_path / "out.jsonl", tmp_path / "mine.py"
     arguments = ("--budget", "64", "--policy", policy, "--records", out, "--limit", "1", "--resume")
     for n, comment in enumerate("aba", 1):
@@ -195,7 +195,7 @@ def model(tiny_chat):
 PROMPT = "the heron stood by the mill and the mill stood by the river " * 3
 
 
-def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, monkeypatch):
+def test_stop_strings_in_leading_white_space_are_ignored(model, monkeypatch):
     pieces = ["\n", " \n", "two", "\nlines"]
     monkeypatch.setattr("kvtool.chats.conversation.Writer.write", lambda self, n: iter(pieces))
     with closing(reader_for(model)) as reader:
@@ -203,7 +203,7 @@ def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, mon
         assert reader.write(8, stop=["\n"]) == "\n \ntwo"
 
 
-def test_some_prompts_are_read_as_they_are_though_others_are_turns(model):
+def test_as_it_is_prompts_are_read_without_the_chat_template(model):
     with closing(reader_for(model, chat=True)) as reader:
         reader.read("abc", 8)
         assert reader.n_read == len(model.tokenize("[user]abc[end][reply]"))
@@ -270,7 +270,7 @@ class FakeReader:
         return Likelihood(logp, len(text.split()))
 
 
-def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
+def test_acc_uses_log_probability_and_acc_norm_divides_it_by_bytes():
     task = tasks.make("choice", [])
     right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
     # "a pond" is the right answer. Its log-probability is -6, for 6 bytes. "a clock" has a lower
@@ -282,7 +282,7 @@ def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     assert answer.about["logp"] == list(logp.values())
 
 
-def test_of_winogrande_what_follows_the_blank_is_scored():
+def test_winogrande_scores_the_text_after_the_blank():
     task = tasks.make("choice", [])
     item, _ = task.items([DATA / "winogrande.jsonl"], None)
     end = " was too small."
@@ -295,7 +295,7 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     assert answer.about["logp"] == [-5, -4]
 
 
-def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
+def test_qa_logp_is_that_of_the_likeliest_reference_per_token():
     task = tasks.make("qa", [])
     item, _ = task.items([DATA / "lost_in_the_middle.jsonl"], None)
     reader = FakeReader({((), "Ada Quill"): -4.0, ((), "A. Quill"): -6.0}, " It was Ada Quill.")
@@ -313,7 +313,7 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     assert reader.n_answer == len(" Ada Quill")
 
 
-def test_retrieval_has_room_for_the_quotes_and_the_space_before_them():
+def test_retrieval_reserves_room_for_quotes_and_a_leading_space():
     task = tasks.make("retrieval", ["n_max=1"])
     item, _ = task.items([DATA / "kv_retrieval.jsonl"], None)
     quoted = f'"{item.references[0]}"'
@@ -322,7 +322,7 @@ def test_retrieval_has_room_for_the_quotes_and_the_space_before_them():
     assert reader.n_answer == len(f" {quoted}")
 
 
-def test_longbenchs_averages_are_of_categories():
+def test_longbench_averages_are_means_over_categories():
     scores = {"qasper": [1.0, 0.0], "narrativeqa": [0.8], "trec": [1.0], "lcc": [0.3, 0.5], "vcsum": [0.1]}
     results = [{"dataset": name, "scores": {"score": score}} for name, of in scores.items() for score in of]
     task = tasks.make("longbench", [])
@@ -333,7 +333,7 @@ def test_longbenchs_averages_are_of_categories():
     assert task.summary([]) == {}
 
 
-def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_they_are():
+def test_longbench_few_shot_prompts_are_raw_and_score_the_first_line():
     task = tasks.make("longbench", [])
     hotpotqa, trec = task.items([DATA / "longbench.jsonl"], None)
     reader = FakeReader({}, "\nDefinition\nDate")
@@ -346,7 +346,7 @@ def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_th
     assert not reader.as_it_is
 
 
-def test_a_turns_nll_is_that_of_a_token():
+def test_stream_nll_is_per_token():
     task = tasks.make("stream", ["scored=true"])
     turns = task.items([DATA / "mt_bench_question.jsonl", DATA / "mt_bench_answer.jsonl"], None)
     answer = task.answer(turns[0], FakeReader({(("What is 2 and 3?",), "It is 5."): -6.0}))
@@ -354,7 +354,7 @@ def test_a_turns_nll_is_that_of_a_token():
     assert answer.about == {"past": 0, "answer_tokens": 3}
 
 
-def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
+def test_summarize_reads_articles_raw_by_default_and_meetings_as_turns():
     for file, plain, expected in (
         ("xsum.jsonl", "true", True),
         ("xsum.jsonl", "false", False),
@@ -368,7 +368,7 @@ def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
         assert answer.output == "A roof."
 
 
-def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
+def test_likelihood_scores_the_right_summary_per_token_from_the_prompt():
     task = tasks.make("summarize", ["likelihood=true", "n_max=8"])
     item, *_ = task.items([DATA / "xsum.jsonl"], None)
     (right,) = item.references
@@ -381,7 +381,7 @@ def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
     assert set(answer.scores) == {"rouge1", "rouge2", "rougeL"}
 
 
-def test_each_sample_follows_the_prompt_and_its_own_seed(model):
+def test_each_diversity_sample_has_its_own_seed(model):
     task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
     item, _ = task.items([DATA / "prompts.jsonl"], None)
     with closing(reader_for(model)) as reader:
@@ -391,7 +391,7 @@ def test_each_sample_follows_the_prompt_and_its_own_seed(model):
             assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
 
 
-def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
+def test_diversity_full_samples_equal_those_of_policy_full(tiny_chat, tmp_path):
     of_policy, of_full = tmp_path / "h2o.jsonl", tmp_path / "full.jsonl"
     evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--records", of_policy)
     evaluate(tiny_chat, "diversity", "--policy", "full", "--records", of_full)
@@ -404,7 +404,7 @@ def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
         assert len(set(one["output"])) == 5
 
 
-def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
+def test_unfinished_stream_starts_again_from_its_first_turn(tiny_chat, tmp_path):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", whole)
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--limit", "3")
@@ -418,13 +418,13 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
 
 
-def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
+def test_budget_share_of_a_stream_is_of_the_trained_context(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--records", out, "--limit", "1")
     assert records_of(out)[0]["budget_cells"] == 409  # 20 % of 2,048 are 409.6
 
 
-def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
+def test_budget_share_leaves_room_for_the_reply_header(tiny_chat, tmp_path):
     for policy in ("local", "buzz", "weightedkv", "recall"):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
@@ -433,7 +433,7 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
-def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
+def test_byte_budget_includes_the_batch(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch takes some of these
     # cells
@@ -448,7 +448,7 @@ def test_a_budget_beyond_the_context_is_refused(tiny_chat):
     assert "choose a budget of at most that, not 3000" in done.stderr
 
 
-def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
+def test_passkey_prompt_beyond_the_context_is_not_cut(tiny_model, tmp_path):
     short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
     single = ("--set", "depths=0.5", "--set", "repeats=1", "--set", "lengths=600")
     small = ("--records", out, "--budget", "64", "--policy", "tova")
@@ -469,7 +469,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     assert "1 of 1 item failed: the prompt (" in done.stderr
 
 
-def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
+def test_cut_prompt_is_announced_before_it_is_read(tiny_chat, monkeypatch):
     steps = []
 
     @contextmanager
@@ -490,7 +490,7 @@ def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
     assert sum(64 <= n < 300 for n in n_read) >= 6
 
 
-def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
+def test_turns_beyond_the_context_are_reported_and_not_scored(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = evaluate(
         tiny_model(chat_template=CHAT, n_ctx_train=128), "stream", "--policy", "full", "--records", out
@@ -501,7 +501,7 @@ def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     assert "items failed" in done.stderr
 
 
-def test_quarters_and_slope_are_those_of_the_scored_turns():
+def test_quarters_and_slope_use_only_scored_turns():
     task = tasks.make("stream", [])
     nll = [2.0, 2.5, 2.0, 3.0, 3.5, 3.0, 4.0, 4.0]
     past = [0, 100, 350, 400, 700, 900, 1000, 1600]

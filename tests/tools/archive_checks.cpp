@@ -85,7 +85,7 @@ static double dot(const float * a, const float * b, int64_t n) {
 
 static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0 };
 
-CHECK(conversions_are_those_of_ggml) {
+CHECK(conversions_equal_those_of_ggml) {
     constexpr int n = 160;
     const auto x = normal(n, 1);
     for (const ggml_type type : types) {
@@ -123,7 +123,7 @@ CHECK(conversions_are_those_of_ggml) {
     }
 }
 
-CHECK(a_transposed_matrix_has_its_rows_as_columns) {
+CHECK(transpose_swaps_rows_and_columns) {
     constexpr int n_row = 5, n_column = 7;
     std::vector<uint16_t> from(n_row*n_column), to(from.size());
     std::iota(from.begin(), from.end(), 0);
@@ -156,7 +156,7 @@ CHECK(a_matrix_product_adds_to_its_result) {
     }
 }
 
-CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
+CHECK(products_and_sums_of_stored_rows_equal_those_of_their_numbers) {
     constexpr int n = 70, d = 64, gap = 12; // more rows than add_rows reads at once
     for (const ggml_type type : types) {
         for (const int n_x : { 1, 3, 8 }) {
@@ -200,7 +200,7 @@ CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
     }
 }
 
-CHECK(a_hadamard_matrix_is_that_of_the_definition_and_its_own_inverse) {
+CHECK(hadamard_equals_the_definition_and_is_its_own_inverse) {
     constexpr int n = 384;
     for (const int n_size : { 2, 8, 16, 32, 64, 128 }) {
         const auto x = normal(n, n_size);
@@ -331,7 +331,7 @@ CHECK(keys_are_rotated_as_rope_defines) {
     }
 }
 
-CHECK(a_rotated_query_stands_for_the_opposite_rotation_of_the_key) {
+CHECK(rotating_the_query_equals_rotating_the_key_backwards) {
     const auto key = normal(n_embd, 1), query = normal(n_embd, 2);
     for (const int n_map : { 0, 32 }) {
         auto how = rope_of(GGML_ROPE_TYPE_NEOX);
@@ -352,7 +352,7 @@ CHECK(a_rotated_query_stands_for_the_opposite_rotation_of_the_key) {
     }
 }
 
-CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
+CHECK(products_with_rotation_equal_products_with_rotated_keys) {
     constexpr int n = 20, n_x = 3;
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
         const turns rope(rope_of(mode), n_embd, n_ctx);
@@ -419,7 +419,7 @@ CHECK(kmeans_gives_an_unusual_point_a_separate_cluster) {
     EXPECT(std::count(of.begin(), of.end(), of[77]) == 1);
 }
 
-CHECK(kmeans_puts_points_to_the_nearest_mean) {
+CHECK(kmeans_assigns_most_points_to_the_nearest_mean) {
     constexpr int n = 256, d = 8;
     const auto x  = normal(n*d, 1);
     const auto of = kmeans(x.data(), n, d, n_cluster);
@@ -446,7 +446,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
     EXPECT(n_nearest > n*8/10);
 }
 
-CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
+CHECK(halving_gives_equal_halves_and_keeps_near_points_together) {
     constexpr int n = 64, d = 8, n_set = 8;
     auto x = normal(n*d, 1, 0.1f);
     for (int i = 0; i < n; ++i) {
@@ -526,7 +526,7 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
     }
 }
 
-CHECK(clusters_hold_each_token_once_and_their_means) {
+CHECK(clusters_have_each_token_once_and_the_right_means) {
     std::vector<std::vector<float>> keys;
     const auto row = clustered_row(3, true, keys);
     for (int b = 0; b < 3; ++b) {
@@ -546,7 +546,7 @@ CHECK(clusters_hold_each_token_once_and_their_means) {
     EXPECT(small.clusters.values.size() < row.clusters.values.size());
 }
 
-CHECK(clusters_known_from_a_file_are_those_computed_before) {
+CHECK(clusters_of_saved_memberships_equal_the_computed_clusters) {
     const auto keys = normal(200*n_embd, 1);
     row_clusters a(n_embd, n_embd), b(n_embd, n_embd);
     a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive begins at token 56 of block 5
@@ -602,14 +602,14 @@ CHECK(sets_are_means_of_their_clusters) {
     }
 }
 
-CHECK(blocks_of_two_bases_are_no_group) {
+CHECK(blocks_with_different_bases_form_no_group) {
     std::vector<std::vector<float>> keys;
     const auto row = clustered_row(n_grouped, false, keys);
     EXPECT(!row.is_grouped(0));
     expect_means(row, keys);
 }
 
-CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
+CHECK(cutting_and_forgetting_clusters_keeps_the_others_right) {
     std::vector<std::vector<float>> keys;
     auto row = clustered_row(n_grouped + 2, true, keys);
     row.cut(n_grouped - 1);
@@ -670,13 +670,13 @@ static void expect_slabs(store & memory) {
     expect_marks(memory, 256, 512);
 }
 
-CHECK(slabs_keep_their_tokens_while_others_go) {
+CHECK(slabs_keep_their_content_when_others_are_freed) {
     store memory;
     memory.make(5000);
     expect_slabs(memory);
 }
 
-CHECK(slabs_of_a_file_keep_their_tokens_too) {
+CHECK(slabs_in_a_file_keep_their_content_when_others_are_freed) {
     const char * folder = getenv("TMPDIR");
     const std::string path = std::string(folder ? folder : "/tmp") + "/archive_checks.slabs";
     remove(path.c_str());
@@ -783,7 +783,7 @@ static void expect_same(const archive & a, const archive & b) {
     }
 }
 
-CHECK(an_archive_gives_back_its_tokens_in_their_order) {
+CHECK(archive_returns_its_tokens_in_order) {
     stream s(params_of());
     s.push(100);
     s.push(900);
@@ -833,7 +833,7 @@ CHECK(rows_are_clustered_at_different_steps) {
     EXPECT(s.own.clusters_of(1, 1).end() == 1);
 }
 
-CHECK(segments_have_the_base_of_their_time) {
+CHECK(tokens_keep_the_base_of_their_segment) {
     stream s(params_of());
     s.push(300);
     s.start_over();
@@ -844,8 +844,8 @@ CHECK(segments_have_the_base_of_their_time) {
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
         EXPECT(s.own.base_of(i) == s.bases[i]);
     }
-    // stretches() must return each token in exactly one range. A range's delta rotates the queries: by -7 for the first
-    // 50 tokens, and by the newest base minus the token's base for any other token.
+    // stretches() must return each token in exactly one range. The range's delta must be -7 for the first 50 tokens,
+    // and the newest base minus the token's base for all other tokens.
     std::vector<int64_t> delta;
     for (const auto & part : s.own.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
@@ -864,7 +864,7 @@ CHECK(segments_have_the_base_of_their_time) {
     EXPECT(s.own.frames.front().base == 300);
 }
 
-CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
+CHECK(cutting_the_newest_tokens_restores_the_earlier_archive) {
     // Cut the archive inside a block, at the end of a block, and to fewer tokens than n_max.
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
@@ -901,7 +901,7 @@ CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
     EXPECT(s.own.size() == 0);
 }
 
-CHECK(a_saved_archive_comes_back_with_its_clusters) {
+CHECK(saved_archive_is_restored_with_its_clusters) {
     stream a(params_of(GGML_TYPE_Q8_0)), b(params_of(GGML_TYPE_Q8_0));
     a.push(1300);
     a.start_over();
@@ -925,7 +925,7 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
     expect_same(a.own, b.own);
 }
 
-CHECK(a_table_of_no_archive_is_refused) {
+CHECK(invalid_tables_are_refused) {
     stream s(params_of());
     s.push(300);
     const auto table = s.own.table();
@@ -938,7 +938,7 @@ CHECK(a_table_of_no_archive_is_refused) {
     EXPECT(s.own.table() == table);
 }
 
-CHECK(clusters_deferred_are_those_of_the_end) {
+CHECK(deferred_clustering_gives_the_same_clusters) {
     stream a(params_of()), b(params_of());
     a.push(1100);
     b.own.defer_seal(true, 1);
@@ -1051,7 +1051,7 @@ static void expect_attention(
     }
 }
 
-CHECK(attention_to_all_tokens_is_a_softmax) {
+CHECK(attention_to_all_tokens_equals_the_softmax) {
     stream s(params_of(GGML_TYPE_F32, 0));
     s.push(300);
     s.start_over();
@@ -1063,7 +1063,7 @@ CHECK(attention_to_all_tokens_is_a_softmax) {
     }
 }
 
-CHECK(far_tokens_have_the_distance_of_the_limit) {
+CHECK(far_tokens_have_the_maximum_distance) {
     stream s(params_of(GGML_TYPE_F32, 0, 200));
     s.push(300);
     s.start_over();
@@ -1074,20 +1074,20 @@ CHECK(far_tokens_have_the_distance_of_the_limit) {
     }
 }
 
-CHECK(attention_to_all_clusters_is_a_softmax) {
+CHECK(attention_to_all_clusters_equals_the_softmax) {
     stream s(params_of(GGML_TYPE_F32, 1 << 20, 600));
     s.push(1000);
     s.start_over();
     s.push(700);
     const auto is_far = far_blocks(s);
     EXPECT(is_far(0, 0) && !is_far(0, 1400));
-    EXPECT(is_far(0, 700)); // near when its block was first clustered, but far now
+    EXPECT(is_far(0, 700)); // this token was near when its block was first clustered
     for (const int n_query : { 1, 12 }) {
         expect_attention(s, n_query, 710, plain, 1 << 20, 2e-3, is_far);
     }
 }
 
-CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
+CHECK(attention_to_quantized_tokens_is_near_the_softmax) {
     for (const auto & [type, tolerance] : { std::pair(GGML_TYPE_Q8_0, 0.1), std::pair(GGML_TYPE_Q5_0, 0.3), std::pair(GGML_TYPE_Q4_1, 0.5), std::pair(GGML_TYPE_Q4_0, 0.5) }) {
         stream s(params_of(type, 1 << 20, 600));
         s.push(1700);
@@ -1101,7 +1101,7 @@ CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
     }
 }
 
-CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
+CHECK(key_with_one_large_element_loses_little_in_4_bits) {
     stream s(params_of(GGML_TYPE_Q4_1, 0));
     s.push(10);
     auto key = normal(n_dim, 1), value = normal(n_dim, 2);
@@ -1119,8 +1119,8 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
         for (int e = 0; e < n_embd; ++e) {
             sum += std::pow(read[e] - key[head*n_embd + e], 2);
         }
-        // Q4_1 has 16 levels per block. Without the Hadamard matrix, the levels of the block with the large element
-        // would span more than 30, and the error would be 0.6.
+        // Q4_1 has 16 levels per block. Without the Hadamard matrix, they would have to reach up to 30, and the error
+        // would be 0.6.
         EXPECT(std::sqrt(sum/n_embd) < 0.4);
         l.values(head, 0, 1, read.data());
         for (int e = 0; e < n_embd; ++e) {
@@ -1158,7 +1158,7 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
     }
 }
 
-CHECK(a_search_finds_the_tokens_that_a_query_wants) {
+CHECK(search_finds_a_far_token_that_equals_the_query) {
     stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
     const auto query = normal(n_embd, 99);
     for (int e = 0; e < n_embd; ++e) { // token 300 is far; its key is the query, rotated by a far token's distance
@@ -1193,7 +1193,7 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
 // residents
 //
 
-// Keys and values of the cells of layer 1, as a device has them after each update.
+// The residents' cells of layer 1, with copies of the keys and values that a device would have.
 struct device_cells {
     const stream & s;
     residents      all;
@@ -1279,7 +1279,7 @@ struct device_cells {
     }
 };
 
-CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
+CHECK(attention_to_a_fully_resident_archive_equals_the_softmax) {
     stream s(params_of(GGML_TYPE_F32, 64, 600));
     const auto is_far = far_blocks(s);
     device_cells cells(s, 16*n_cluster, 2304);
@@ -1308,7 +1308,7 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
     cells.expect_attention(302, 2e-3, is_far);
 }
 
-CHECK(means_stand_for_clusters_that_are_not_resident) {
+CHECK(means_represent_clusters_that_are_not_resident) {
     const tight_stream s;
     const auto is_far = far_blocks(s);
     device_cells cells(s, 20*n_cluster, 300);
@@ -1320,7 +1320,7 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
     }
 }
 
-CHECK(means_of_sets_stand_for_clusters_without_cells) {
+CHECK(means_of_sets_represent_clusters_without_cells) {
     const tight_stream s;
     const auto is_far = far_blocks(s);
     // 10 of the 18 pages have cells: the two blocks that are in no set, and 8 of the 16 sets
@@ -1330,7 +1330,7 @@ CHECK(means_of_sets_stand_for_clusters_without_cells) {
         EXPECT(cells.all.unfit().empty());
         cells.update(rot);
         for (int head = 0; head < n_head; ++head) {
-            EXPECT_NEAR(cells.n_token(head), 4608, 10.0); // a mask in half precision rounds the log of a set's tokens
+            EXPECT_NEAR(cells.n_token(head), 4608, 10.0); // the mask has the log of a set's size in half precision
         }
         cells.expect_attention(rot, 0.1, is_far);
         cells.update(rot);
@@ -1339,11 +1339,11 @@ CHECK(means_of_sets_stand_for_clusters_without_cells) {
     }
 }
 
-CHECK(sets_replace_each_other_and_stand_for_each_token_once) {
+CHECK(cells_of_changing_sets_represent_each_token_once) {
     stream s(params_of(GGML_TYPE_F32, 64, 2*n_ctx), 10100, 16100);
     device_cells cells(s, 33*n_cluster, 200, 4*n_set);
     int n_fit = 0;
-    for (int i = 0; s.own.end() < 16000; ++i) { // long enough for groups to be deleted
+    for (int i = 0; s.own.end() < 16000; ++i) { // the stream gets so long that groups are deleted
         s.push(100);
         if (!cells.all.unfit().empty()) {
             continue; // the first and the last group have too many blocks that are in no set
@@ -1358,10 +1358,10 @@ CHECK(sets_replace_each_other_and_stand_for_each_token_once) {
     EXPECT(n_fit > 60);
 }
 
-CHECK(cells_stand_for_each_archived_token_once) {
+CHECK(cells_represent_each_archived_token_once) {
     stream s(params_of(GGML_TYPE_F32, 64, 700), 1500);
     device_cells cells(s, 8*n_cluster, 200);
-    for (int i = 0; i < 120; ++i) { // long enough for new blocks to become far and to be deleted
+    for (int i = 0; i < 120; ++i) { // the stream gets so long that new blocks become far and are deleted
         s.push(17);
         if (s.own.end() > 2200) {
             break;
@@ -1380,7 +1380,7 @@ CHECK(cells_stand_for_each_archived_token_once) {
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
-// For each element: sum of the squared distances of a cluster's keys from `mean`. For layer 1 and head 0.
+// Return, for each element, the sum of the squared distances of a cluster's keys from `mean`. Layer 1 and head 0.
 static std::vector<double> squares_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
     const int64_t block = own.block_at(place);
     const int     c     = own.cluster_at(place);
@@ -1397,14 +1397,14 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
     return sums;
 }
 
-// A stream and a query. The query is 0 in the half of the elements in which keys differ most, so the spread of keys
-// counts less for this query than for others.
+// A stream and a query. Keys differ most in one half of the elements, and there the query is 0. Therefore the spread of
+// keys changes this query's attention less than that of other queries.
 struct uneven_stream : stream {
     std::vector<float> query = normal(n_embd, 99);
 
-    // attention of the query, at position n + 1, to the clusters of layer 1 and head 0
-    std::vector<double> attention; // Estimate by definition, from the mean and the spread of a cluster's keys.
-    std::vector<double> gains;     // Logarithm of the factor that the spread adds to `attention`.
+    // The query is at position n + 1, and attends to the clusters of layer 1 and head 0.
+    std::vector<double> attention; // Attention to each cluster, estimated from the mean and the spread of its keys.
+    std::vector<double> gains;     // Logarithm of the factor by which the spread increases `attention`.
     double sum = 0.0;              // Sum of `attention`.
 
     // scale: factor of the query; with a small factor, the spread of keys counts little. n: number of archived tokens
@@ -1442,8 +1442,8 @@ struct uneven_stream : stream {
         }
     }
 
-    // Return the places of the clusters with the highest scores per token: as many as fit into n tokens. If is_over,
-    // return the fewest that have n tokens or more.
+    // Return the places of the clusters with the highest scores per token: as many clusters as have at most n tokens
+    // together, or, if is_over, as few as have at least n tokens together.
     std::set<int> best(const std::vector<double> & scores, int n, bool is_over) const {
         const auto & sizes = own.clusters_of(1, 0).clusters.sizes;
         std::vector<std::pair<double, int>> ranks;
@@ -1482,7 +1482,7 @@ CHECK(clusters_may_be_cut_before_their_first_block) {
     EXPECT(own.begin() == n_grouped - 1 && own.end() == n_grouped);
 }
 
-CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
+CHECK(search_ranks_clusters_by_mean_and_spread_of_their_keys) {
     const uneven_stream s(1.5f);
     search looking(s.own, 1, 1301, 1, plain, 100);
     searched_row row;
@@ -1515,7 +1515,7 @@ CHECK(a_search_ranks_clusters_by_the_spread_of_their_keys) {
     EXPECT(n_other(places, s.best(means, 100, true)) > 2);
 }
 
-CHECK(residents_are_found_in_the_best_sets) {
+CHECK(residents_are_chosen_from_the_best_sets) {
     const uneven_stream s(0.5f, 4500);
     const auto & own = s.own.clusters_of(1, 0);
     EXPECT(own.is_grouped(0) && !own.is_grouped(16) && own.end() == 17);
@@ -1525,7 +1525,8 @@ CHECK(residents_are_found_in_the_best_sets) {
     const float  live = -INFINITY;
     search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ s.query }, 4501).data(), &live, 1000, row, found);
 
-    // the clusters of the best sets, which have 1,000 tokens or little more, and of the block that is in no set
+    // `places` must have the clusters of the block that is in no set, and the clusters of the best sets. These sets
+    // together have 1,000 tokens or slightly more.
     const std::set<size_t> places(found.places.begin(), found.places.end());
     std::map<size_t, double> of_set; // attention per token
     size_t n_found = 0;
@@ -1545,7 +1546,8 @@ CHECK(residents_are_found_in_the_best_sets) {
     const auto best = std::max_element(of_set.begin(), of_set.end(), [](const auto & a, const auto & b) { return a.second < b.second; });
     EXPECT(places.count(own.place_of_set(best->first)) == 1);
 
-    // what means do not represent; sets estimate the attention to all other clusters
+    // `missing` must be the attention that a cluster's mean misses. Its share of all attention is only estimated,
+    // because sets represent the clusters that were not found.
     double sum = 0.0, expected = 0.0;
     for (size_t i = 0; i < found.places.size(); ++i) {
         const size_t place = found.places[i];
@@ -1564,8 +1566,8 @@ CHECK(residents_are_found_in_the_best_sets) {
     EXPECT_NEAR(cells.n_token(0), 4500, 5.0);
 }
 
-// The sets that a query is compared with if there are n_token resident tokens, first the set of which the query misses
-// the most attention. In layer 1 and head 0 of a stream of 4,500 tokens, where block 16 is in no set.
+// Return the sets whose clusters a query is compared with, if n_token tokens are resident. The first set is the one
+// whose means miss the most attention. Layer 1 and head 0; block 16 of the stream is in no set.
 static std::vector<size_t> sets_found(const stream & s, const std::vector<float> & query, int n_token) {
     searched_row row;
     ranking      found;
@@ -1585,13 +1587,13 @@ static std::vector<size_t> sets_found(const stream & s, const std::vector<float>
     return res;
 }
 
-CHECK(the_sets_that_queries_attend_to_have_cells_for_their_clusters) {
+CHECK(sets_that_queries_attend_to_get_cells_for_their_clusters) {
     const uneven_stream s(0.5f, 4500);
     std::vector<float> opposite = s.query;
     for (float & x : opposite) {
         x = -x;
     }
-    // Sets that have cells for their clusters. Their mean is hidden.
+    // Return the sets that have cells for their clusters. The cell with such a set's mean is hidden.
     const auto with_cells = [](const device_cells & cells) {
         std::set<size_t> res;
         for (size_t set = 0; set < n_set; ++set) {
@@ -1638,7 +1640,7 @@ CHECK(the_sets_that_queries_attend_to_have_cells_for_their_clusters) {
     }
 }
 
-CHECK(residents_are_the_clusters_that_queries_want) {
+CHECK(residents_are_the_clusters_with_the_most_missing_attention) {
     const uneven_stream s(0.5f);
     // By definition, residents are the clusters whose means miss the most attention per token.
     auto scores = s.attention;
@@ -1648,7 +1650,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     const auto best = s.best(scores, 100, false);
     const double share = std::accumulate(best.begin(), best.end(), 0.0, [&](double sum, int i) { return sum + scores[i]; })/s.sum;
 
-    // The places of the resident clusters of head 0. Their means are hidden.
+    // Return the places of the resident clusters of head 0. The cells with their means are hidden.
     const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
     const auto here = [&](const device_cells & cells) {
         std::set<int> res;
@@ -1675,7 +1677,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     EXPECT(n_other(here(cells), best) == 0);
     EXPECT(n_other(here(cells), s.best(s.attention, 100, false)) > 1);
 
-    // in the choice for the next step, resident clusters count twice; a repeated step gets the clusters that it wants
+    // in a choice for the next step, resident clusters count twice; in a choice for the same step, they do not
     for (const bool is_repeated : { false, true }) {
         device_cells later(s, 8*n_cluster, 100);
         later.update(1301);
@@ -1717,7 +1719,7 @@ static double attended(const stream & s, const std::vector<float> & query, std::
     return one.result(0, 0, value.data());
 }
 
-CHECK(numbers_that_are_not_finite_do_no_harm) {
+CHECK(non_finite_numbers_give_no_attention) {
     const auto queries = some_queries(1);
     auto turned = queries_at(queries, 110);
 
@@ -1744,7 +1746,7 @@ CHECK(numbers_that_are_not_finite_do_no_harm) {
     EXPECT(is_nothing(attended(s, turned, value)));
 }
 
-CHECK(the_tokens_with_the_most_attention_are_those_by_definition) {
+CHECK(most_attended_tokens_equal_the_definition) {
     stream s(params_of(GGML_TYPE_F32, 0));
     s.push(200);
     s.start_over();
@@ -1817,7 +1819,7 @@ static void expect_made(const std::vector<float> & queries, ggml_type type, cons
     }
 }
 
-CHECK(synthetic_cells_stand_for_the_archive) {
+CHECK(synthetic_cells_have_the_sum_and_value_of_the_archive) {
     auto queries = normal(4*n_embd, 1);
     for (const auto & logits : { plain, logit_params { 0.35f, 10.0f } }) {
         expect_made(queries, GGML_TYPE_F32,  logits, 1e-4);
@@ -1882,7 +1884,7 @@ static std::vector<float> computed(recaller & all, ggml_tensor * t, int n_thread
     return { x, x + ggml_nelements(t) };
 }
 
-CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
+CHECK(synthetic_cells_do_not_depend_on_the_number_of_threads) {
     constexpr int n_gqa = 2, n_tokens = 3;
     const auto params = params_of(GGML_TYPE_F32, 1 << 20, 300);
     stream s(params);
@@ -1984,7 +1986,7 @@ CHECK(recalled_tokens_are_those_with_the_most_attention) {
     }
 }
 
-CHECK(tokens_that_come_back_are_in_their_cells_rotated_to_the_new_base) {
+CHECK(rewound_tokens_return_to_cells_rotated_to_the_new_base) {
     constexpr int n_cell = 16, cell = 3, n_back = 5;
     for (const bool v_trans : { false, true }) {
         auto params = params_of();
@@ -2038,7 +2040,7 @@ CHECK(work_is_done_once_by_any_number_of_threads) {
     EXPECT(throws([] { together(3, 10, [](int i) { if (i == 7) throw std::runtime_error("7"); }); }));
 }
 
-CHECK(work_in_the_background_is_waited_for_by_group) {
+CHECK(wait_finishes_the_work_of_a_group_and_returns_its_error) {
     std::vector<int> order;
     workers::group first, second;
     std::atomic<bool> all_are_queued(false);

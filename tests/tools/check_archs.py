@@ -53,7 +53,7 @@ ROUNDING = 1e-4
 """Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
 
 ORDER = 3 * ROUNDING
-"""Tolerance, in the unit of ROUNDING, for results whose sums are all added up in a different order."""
+"""Like ROUNDING, for results of which all sums are added up in a different order."""
 
 NO_FLASH = ("plm",)
 """Architectures on which llama.cpp itself aborts if flash attention is on and a batch has several tokens."""

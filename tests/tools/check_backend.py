@@ -1,4 +1,4 @@
-"""Check that the library that this Python loads has the patch and one of ggml's backends.
+"""Check that this Python's library of llama.cpp has the patch, and a given backend of ggml.
 
     python tests/tools/check_backend.py CUDA
 

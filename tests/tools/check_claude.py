@@ -43,7 +43,7 @@ class User:
         self.how = {"cwd": self.work, "env": environment, "text": True}
 
     def asks(self, prompt, *options, replies):
-        """Ask Claude Code, whose model gives these replies.
+        """Ask Claude Code. Its model answers with these replies.
 
         Return (its final event, the requests that it sent).
         """
@@ -92,8 +92,8 @@ def edits(user):
     """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
-    # Claude Code adds default arguments to a call when it sends the call back in later requests. `right` has
-    # the default of replace_all, so that this call is the same as the call that the model wrote.
+    # later requests repeat this call, and Claude Code then adds the default of replace_all. `right` has it
+    # from the start, so that the call does not change and is not read again
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
     end, requests = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]

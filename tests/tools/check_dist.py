@@ -146,7 +146,7 @@ STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": wi
 
 
 def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Try the library's parts for different CPUs one by one. All that run here give the same perplexity."""
+    """Try the library's parts for different CPUs one by one. Those that run here must agree in perplexity."""
     (installed,) = (place.folder / "env").rglob("kvtool_llama/lib")
     parts = sorted(installed.glob("*ggml-cpu-*"))
     for part in parts:

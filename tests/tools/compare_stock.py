@@ -26,7 +26,7 @@ N_TOKENS = 64
 N_CELL = 256
 MODELS = ("tiny", "gemma3", "smollm2")
 BATCHES = (1, 32)
-# (flash attention, type of K, type of V): keys of FLASH and TYPES, whose values are ggml's numbers
+# (flash attention, type of K, type of V). FLASH and TYPES map these names to ggml's numbers
 CACHES = (("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "q8_0", "f16"), ("on", "q8_0", "q8_0"))
 FLASH = {"off": 0, "on": 1}
 TYPES = {"f16": 1, "q8_0": 8}

@@ -24,7 +24,7 @@ PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
+def test_help_of_a_benchmark_prints_its_purpose(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     before = signal.getsignal(signal.SIGPIPE)
     with pytest.raises(SystemExit) as end:
@@ -97,7 +97,7 @@ def test_a_call_is_right_if_it_does_what_was_asked_for(kind, needs, name, argume
     assert tools.is_right(kind, needs, name, arguments) is right
 
 
-def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_another():
+def test_requests_depend_only_on_the_seed_and_are_distinct():
     requests = tools.make_requests(50, seed=1)
     assert requests == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
     assert requests[:25] == tools.make_requests(25, seed=1)
@@ -106,7 +106,7 @@ def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_anoth
     assert {each["kind"] for each in requests} == set(tools.TASKS)
 
 
-def test_every_recorded_agent_has_tools_for_every_task():
+def test_recorded_agents_have_a_shell_tool_and_send_the_request():
     with lzma.open(tools.REQUESTS, "rt", encoding="utf-8") as lines:
         agents = [json.loads(line) for line in lines]
     assert len({each["client"] for each in agents}) == 4
@@ -127,7 +127,7 @@ def test_every_recorded_agent_has_tools_for_every_task():
         assert sent["tools"] == body["tools"]
 
 
-def test_an_answer_of_either_api_is_read():
+def test_answers_of_chat_completions_and_responses_are_read():
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens": 3}
     calls = [{"function": {"name": "read", "arguments": '{"path": "a"}'}}, {"function": {"name": "no"}}]
     chat = {"choices": [{"message": {"content": None, "tool_calls": calls}}], "usage": usage}
@@ -145,7 +145,7 @@ def test_an_answer_of_either_api_is_read():
     assert (answer["name"], answer["calls"], answer["said"]) == (None, 0, "No.")
 
 
-def test_the_table_counts_what_all_settings_have_answered():
+def test_table_counts_only_requests_answered_under_all_settings():
     def row(policy, text, valid, right):
         return {"agent": "A", "policy": policy, "text": text, "prompt": 7, "valid": valid, "right": right}
 
@@ -163,20 +163,20 @@ def test_the_table_counts_what_all_settings_have_answered():
     ]
 
 
-def test_a_budget_may_be_beyond_what_is_pinned():
+def test_budget_with_plus_is_added_to_the_pinned_tokens():
     arguments = [
         tools.Kvtool(None, 0, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")
     ]
     assert arguments == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
 
 
-def test_mcnemar_is_the_exact_test():
+def test_mcnemar_gives_the_exact_p_value():
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
     # the p value is the probability that 9 or more of 10 coin throws are equal: 22 of 1,024 cases
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
 
 
-def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path, smollm2, share_of):
+def test_random_model_has_the_nll_of_random_logits(monkeypatch, tmp_path, smollm2, share_of):
     path = tmp_path / "random.gguf"
     shape = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "ff": 64, "n-ctx": 512}
     given = [part for name, size in shape.items() for part in (f"--{name}", str(size))]

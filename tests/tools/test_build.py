@@ -104,7 +104,7 @@ def calls(tmp_path):
     return [line.split()[0] for line in lines]
 
 
-def test_builds_once(place, tmp_path):
+def test_second_build_reuses_the_first_wheel(place, tmp_path):
     wheel = build.build(place, "")
     assert wheel.parent.parent == tmp_path / "cache" / "wheels"
     assert build.build(place, "") == wheel
@@ -112,7 +112,7 @@ def test_builds_once(place, tmp_path):
     assert [path.name for path in wheel.parent.parent.iterdir()] == [wheel.parent.name]
 
 
-def test_another_build_downloads_nothing_again(place, tmp_path):
+def test_builds_with_other_flags_reuse_the_download(place, tmp_path):
     wheels = {build.build(place, ""), build.build(place, "-DA=1"), build.build(place, "", stock=True)}
     assert len(wheels) == 3
     assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
@@ -134,14 +134,14 @@ def test_key_changes_with_flags_and_cpu(place, monkeypatch):
     assert build.wheel_key(place, "-DA=1 -DB=2") != before
 
 
-def test_a_stock_build_is_kept_apart_and_does_not_care_about_the_patch(place):
+def test_key_of_a_stock_build_does_not_depend_on_the_patch(place):
     before = build.wheel_key(place, "", stock=True)
     assert before.startswith("stock-")
     (place / "hooks.patch").write_text("other")
     assert build.wheel_key(place, "", stock=True) == before
 
 
-def test_cmake_gets_our_file_whole_and_the_users_flags_last(place):
+def test_cmake_gets_a_path_with_spaces_and_the_users_flags_last(place):
     wheel = build.build(place, "-DGGML_RPC=OFF")
     flags = shlex.split(cmake_args(wheel))
     assert flags[0] == f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={place / 'apply.cmake'}"
@@ -150,13 +150,13 @@ def test_cmake_gets_our_file_whole_and_the_users_flags_last(place):
     assert "-DKVTOOL_PATCH=OFF" in cmake_args(build.build(place, "", stock=True))
 
 
-def test_pips_own_wheel_cache_is_not_asked(place, tmp_path):
+def test_pip_does_not_use_its_own_wheel_cache(place, tmp_path):
     build.build(place, "")
     wheel_call = (tmp_path / "calls").read_text().splitlines()[1]
     assert "--no-cache-dir" in wheel_call
 
 
-def test_progress_without_a_terminal_is_a_line_a_tenth(place, capfd):
+def test_progress_without_a_terminal_prints_a_line_per_tenth(place, capfd):
     build.build(place, "")
     shown = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
     assert shown == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
@@ -169,7 +169,7 @@ def test_progress_on_a_terminal_is_one_line(place, monkeypatch, capsys):
     assert shown.endswith("100/100 [####################]")
 
 
-def test_a_failed_build_names_its_log_and_errors_and_keeps_nothing(place, tmp_path, monkeypatch):
+def test_failed_build_names_errors_and_log_and_keeps_no_wheel(place, tmp_path, monkeypatch):
     build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing\nmake it so\nmore")
@@ -181,7 +181,7 @@ def test_a_failed_build_names_its_log_and_errors_and_keeps_nothing(place, tmp_pa
     assert len(list((tmp_path / "cache" / "wheels").iterdir())) == 1
 
 
-def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
+def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
     pip = "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for x\n" * 4
@@ -200,7 +200,7 @@ def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("has_source", [False, True])
-def test_a_known_cause_is_one_line(place, monkeypatch, says, why, has_source):
+def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, says, why, has_source):
     if has_source:
         build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
@@ -211,14 +211,14 @@ def test_a_known_cause_is_one_line(place, monkeypatch, says, why, has_source):
     assert ("did not build" if has_source else "could not be downloaded") in str(caught.value)
 
 
-def test_a_download_that_is_not_the_pinned_one_is_said_so(place, monkeypatch):
+def test_download_with_a_wrong_hash_is_reported(place, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("SAYS", "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
     with pytest.raises(LibraryError, match="sha256 differs"):
         build.build(place, "")
 
 
-def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
+def test_damaged_sources_are_downloaded_again(place, tmp_path):
     build.build(place, "")
     (tmp_path / "cache" / "source" / "llama_cpp_python-9.9.tar.gz").write_bytes(b"damaged")
     build.build(place, "-DA=1")
@@ -239,7 +239,7 @@ def installed(monkeypatch, wheel):
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: distribution)
 
 
-def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypatch):
+def test_wheel_is_installed_unless_the_same_build_is_installed(place, tmp_path, monkeypatch):
     wheel = build.build(place, "")
     installed(monkeypatch, None)
     assert build.install(wheel, "")
@@ -250,7 +250,7 @@ def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypat
     assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
 
 
-def test_what_was_built_before_is_told_where_it_is_new_here(place, monkeypatch, capsys):
+def test_reused_build_is_reported_unless_it_is_installed(place, monkeypatch, capsys):
     installed(monkeypatch, None)
     wheel = build.find_or_build(place, "")
     assert "compiled before" not in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_what_was_built_before_is_told_where_it_is_new_here(place, monkeypatch, 
     assert capsys.readouterr().err == ""
 
 
-def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys):
+def test_progress_counts_all_kernels(tmp_path, monkeypatch, capsys):
     compiled = [SimpleNamespace(name=str(i), compile=lambda: None) for i in range(25)]
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
     monkeypatch.setattr(kernels, "modules", lambda: ["json"])
@@ -275,7 +275,7 @@ def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys)
     assert all(each.endswith("/25") for each in counted)
 
 
-def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
+def test_unwritable_and_system_managed_environments_are_refused(place, tmp_path, monkeypatch):
     needs.check_environment()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     with pytest.raises(LibraryError, match="purelib is not writable; .*virtual environment"):
@@ -289,20 +289,20 @@ def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
         needs.check_environment()
 
 
-def test_nothing_is_built_that_could_not_be_installed(place, tmp_path, monkeypatch, capsys):
+def test_no_build_starts_if_it_could_not_be_installed(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     assert main(["--install"]) == LibraryError.exit_code
     assert "is not writable" in capsys.readouterr().err
     assert calls(tmp_path) == []
 
 
-def test_an_environment_without_pip_is_said_with_what_adds_it(place, monkeypatch):
+def test_missing_pip_error_names_ensurepip(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LibraryError, match="-m ensurepip"):
         build.build(place, "")
 
 
-def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeypatch):
+def test_cmake_flags_of_the_last_install_are_remembered(place, monkeypatch):
     installed(monkeypatch, None)
     assert flags.asked_cmake_args() == ""
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
@@ -315,7 +315,7 @@ def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeyp
     assert flags.asked_cmake_args() == ""
 
 
-def test_flags_that_do_not_build_are_not_remembered(place, monkeypatch, capsys):
+def test_flags_of_a_failed_build_are_not_remembered(place, monkeypatch, capsys):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
     monkeypatch.setenv("FAILS", "1")
     assert main(["--install"]) == LibraryError.exit_code
@@ -324,12 +324,12 @@ def test_flags_that_do_not_build_are_not_remembered(place, monkeypatch, capsys):
     assert flags.asked_cmake_args() == ""
 
 
-def test_stdout_is_the_wheel(place, capsys):
+def test_build_prints_the_path_of_the_wheel(place, capsys):
     assert main([]) == 0
     assert capsys.readouterr().out == f"{build.find_wheel(build.wheel_key(place, ''))}\n"
 
 
-def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
+def test_missing_compiler_is_reported_in_one_line(tmp_path):
     script = (
         "from kvtool import errors\nfrom kvtool.build import needs\n"
         "try: needs.check_tools()\n"
@@ -355,7 +355,7 @@ def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
         ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
     ],
 )
-def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monkeypatch, cmake_args, said):
+def test_missing_tools_of_a_device_are_reported_before_the_build(tmp_path, monkeypatch, cmake_args, said):
     monkeypatch.setattr(needs, "_runs", lambda program: program not in ("nvcc", "glslc"))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -370,7 +370,7 @@ def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monk
     assert "\n" not in str(caught.value)
 
 
-def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
+def test_error_names_an_nvcc_that_is_not_on_the_path(tmp_path, monkeypatch):
     monkeypatch.setattr(needs, "_runs", lambda program: program != "nvcc")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CUDACXX", raising=False)
@@ -407,7 +407,7 @@ def kvtool_build(place, tmp_path, monkeypatch):
         ([], None, "-DFIRST=1"),
     ],
 )
-def test_the_command_builds_for_what_is_asked_and_remembers_it(
+def test_command_builds_with_the_given_flags_and_remembers_them(
     kvtool_build, monkeypatch, arguments, given, built
 ):
     monkeypatch.setenv("CMAKE_ARGS", "-DFIRST=1")
@@ -423,14 +423,14 @@ def test_the_command_builds_for_what_is_asked_and_remembers_it(
     assert flags.asked_cmake_args() == built
 
 
-def test_the_cpu_alone_of_a_mac_is_without_metal(monkeypatch):
+def test_cpu_build_on_a_mac_turns_metal_off(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert flags.device_args([]) == "-DGGML_METAL=off"
     assert flags.device_args(["metal"]) == "-DGGML_METAL=on"
 
 
 @pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
-def test_the_cpu_alone_and_a_device_are_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
+def test_cpu_together_with_a_device_is_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
     monkeypatch.setenv("CMAKE_ARGS", given)
     done = kvtool_build(*arguments)
     assert done.exit_code == UsageError.exit_code
@@ -438,7 +438,7 @@ def test_the_cpu_alone_and_a_device_are_a_usage_error(kvtool_build, monkeypatch,
     assert calls(tmp_path) == []
 
 
-def test_the_command_shows_the_errors_of_a_build_before_its_one_line(kvtool_build, monkeypatch):
+def test_command_prints_the_build_errors_and_then_one_line(kvtool_build, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing")
     done = kvtool_build("--vulkan")
@@ -449,7 +449,7 @@ def test_the_command_shows_the_errors_of_a_build_before_its_one_line(kvtool_buil
     assert done.stdout == ""
 
 
-def test_a_library_that_does_not_load_is_not_said_to_be_there(kvtool_build, monkeypatch):
+def test_command_fails_if_the_built_library_does_not_load(kvtool_build, monkeypatch):
     wrong = "llama.cpp does not load (libcuda.so.1)"
     facts = {"library": None, "problems": [{"wrong": wrong, "command": "x"}]}
     monkeypatch.setattr(command, "_examined", lambda: facts)
@@ -460,7 +460,7 @@ def test_a_library_that_does_not_load_is_not_said_to_be_there(kvtool_build, monk
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
+def test_make_setup_refuses_an_old_python_and_makes_no_venv(tmp_path):
     shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
     old = tmp_path / "old-python"
     old.write_text("#!/bin/sh\nexit 1\n")
@@ -471,14 +471,14 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
+def test_kernels_with_bounds_checks_are_cached_in_another_folder(monkeypatch):
     monkeypatch.undo()
     assert paths.kernel_dir() == load.LIBRARY.parent
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
     assert paths.kernel_dir() != load.LIBRARY.parent
 
 
-def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):
+def test_long_progress_title_fits_the_terminal_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     process.Progress("building with " + "-DGGML_SOMETHING=on " * 9).show(1234, 1234)

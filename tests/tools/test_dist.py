@@ -56,7 +56,7 @@ def packed(tmp_path):
     return zipfile.ZipFile(wheel)
 
 
-def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(packed):
+def test_wheel_contains_only_the_bindings_and_each_library_once(packed):
     names = [name for name in packed.namelist() if name.startswith("kvtool_llama/")]
     assert sorted(names) == [
         "kvtool_llama/__init__.py",
@@ -74,7 +74,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
 
 
-def test_the_wheel_has_all_licences_and_says_so(packed):
+def test_wheel_contains_all_licences_and_its_metadata_names_them(packed):
     info = f"kvtool_llama-{__version__}.dist-info"
     metadata = packed.read(f"{info}/METADATA").decode()
     named = re.findall(r"^License-File: (.+)$", metadata, re.M)
@@ -88,7 +88,7 @@ def test_the_wheel_has_all_licences_and_says_so(packed):
     assert metadata.index("Requires-Dist:") < metadata.index("\n\n")
 
 
-def test_the_record_has_every_file_with_its_hash(packed):
+def test_record_lists_every_file_with_its_hash_and_size(packed):
     (record,) = (name for name in packed.namelist() if name.endswith("/RECORD"))
     lines = [line.split(",") for line in packed.read(record).decode().splitlines()]
     assert [name for name, *_ in lines] == packed.namelist()
@@ -99,7 +99,7 @@ def test_the_record_has_every_file_with_its_hash(packed):
         assert digest == f"sha256={expected}"
 
 
-def test_a_build_without_a_library_or_sources_without_a_licence_are_refused(tmp_path):
+def test_packing_without_a_library_or_a_licence_is_refused(tmp_path):
     licences = archive(tmp_path, "LICENSE.md", "vendor/llama.cpp/LICENSE")
     with pytest.raises(LibraryError, match="has no library in it"):
         pack.pack(built(tmp_path), licences, UPSTREAM, "1", "", tmp_path / "out")
@@ -108,7 +108,7 @@ def test_a_build_without_a_library_or_sources_without_a_licence_are_refused(tmp_
         pack.pack(wheel, archive(tmp_path, "LICENSE.md"), UPSTREAM, "1", "", tmp_path / "out")
 
 
-def test_other_wheels_and_damaged_ones_have_no_key(tmp_path):
+def test_damaged_wheels_and_wheels_of_other_packages_have_no_key(tmp_path):
     assert pack.key_of(built(tmp_path, "lib/libllama.so")) is None
     (tmp_path / "x.whl").write_bytes(b"PK damaged")
     assert pack.key_of(tmp_path / "x.whl") is None
@@ -146,7 +146,7 @@ WINDOWS = ("win32", "AMD64", ("", ""), "")
         (WINDOWS, "win_arm64", False),
     ],
 )
-def test_a_wheel_runs_on_its_system_and_on_newer_ones(monkeypatch, machine, tag, runs):
+def test_wheel_runs_on_its_system_and_on_newer_versions(monkeypatch, machine, tag, runs):
     system, processor, libc, mac = machine
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.machine", lambda: processor)
@@ -155,7 +155,7 @@ def test_a_wheel_runs_on_its_system_and_on_newer_ones(monkeypatch, machine, tag,
     assert given.runs_here(f"kvtool_llama-0.1.0-py3-none-{tag}.whl") is runs
 
 
-def test_a_wheel_for_one_python_is_none_of_ours():
+def test_wheel_for_a_single_python_version_is_rejected():
     assert not given.runs_here("kvtool_llama-0.1.0-cp312-cp312-linux_x86_64.whl")
 
 
@@ -186,7 +186,7 @@ def portable():
     return build.wheel_key(PATCHES, "", portable=True)
 
 
-def test_the_key_of_a_wheel_for_every_cpu_is_the_same_on_every_machine(monkeypatch):
+def test_portable_key_is_the_same_on_every_machine(monkeypatch):
     before, native = portable(), build.wheel_key(PATCHES, "")
     monkeypatch.setattr(build, "cpu_features", lambda: "another CPU")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "9.9"))
@@ -194,7 +194,7 @@ def test_the_key_of_a_wheel_for_every_cpu_is_the_same_on_every_machine(monkeypat
     assert build.wheel_key(PATCHES, "") != native
 
 
-def test_it_changes_with_the_patch_and_with_kvtools_version(monkeypatch):
+def test_portable_key_changes_with_the_patch_and_kvtool_version(monkeypatch):
     before = portable()
     with monkeypatch.context() as patch:
         patch.setattr(build, "patch_digest", lambda folder: "another patch")
@@ -203,7 +203,7 @@ def test_it_changes_with_the_patch_and_with_kvtools_version(monkeypatch):
     assert portable() != before
 
 
-def test_the_first_wheel_that_fits_is_taken(machine, tmp_path, monkeypatch):
+def test_first_compatible_wheel_is_chosen(machine, tmp_path, monkeypatch):
     places = [tmp_path / "no folder", tmp_path / "a", tmp_path / "b"]
     put(places[1], portable(), "manylinux_2_99_x86_64")
     put(places[1], "portable-of-another-patch", version="0.0.1")
@@ -213,12 +213,12 @@ def test_the_first_wheel_that_fits_is_taken(machine, tmp_path, monkeypatch):
     assert given.find(places, portable()) == wheel
 
 
-def test_named_folders_come_before_dist_of_the_checkout(machine, tmp_path, monkeypatch):
+def test_folders_of_kvtool_wheels_are_searched_before_dist(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("KVTOOL_WHEELS", f"{tmp_path / 'a'}:{tmp_path / 'b'}:")
     assert given.folders() == [tmp_path / "a", tmp_path / "b", tmp_path / "checkout" / "dist"]
 
 
-def test_a_wheel_that_fits_is_used_instead_of_a_build(machine, tmp_path, monkeypatch, capsys):
+def test_compatible_wheel_is_used_instead_of_a_build(machine, tmp_path, monkeypatch, capsys):
     built = []
     monkeypatch.setattr(build, "build", lambda *arguments: built.append(arguments))
     build.find_or_build(PATCHES, "")
@@ -230,7 +230,7 @@ def test_a_wheel_that_fits_is_used_instead_of_a_build(machine, tmp_path, monkeyp
     assert len(built) == 1
 
 
-def test_flags_are_for_a_build_and_a_build_of_this_machine_comes_first(machine, tmp_path, monkeypatch):
+def test_portable_wheel_is_not_used_with_flags_or_a_native_build(machine, tmp_path, monkeypatch):
     put(tmp_path / "checkout" / "dist", portable())
     monkeypatch.setattr(build, "build", lambda *arguments: "built")
     assert build.find_or_build(PATCHES, "-DGGML_CUDA=on") == "built"
@@ -238,14 +238,14 @@ def test_flags_are_for_a_build_and_a_build_of_this_machine_comes_first(machine, 
     assert build.find_or_build(PATCHES, "") == "built"
 
 
-def test_a_named_folder_without_a_wheel_that_fits_is_said(machine, tmp_path, monkeypatch, capsys):
+def test_message_says_if_no_wheel_in_kvtool_wheels_fits(machine, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVTOOL_WHEELS", str(tmp_path))
     monkeypatch.setattr(build, "build", lambda *arguments: "built")
     assert build.find_or_build(PATCHES, "") == "built"
     assert capsys.readouterr().err.startswith("no wheel in KVTOOL_WHEELS fits")
 
 
-def test_both_kinds_of_build_fit_a_machine_that_asks_for_no_device():
+def test_native_and_portable_keys_fit_if_no_flags_are_given():
     assert build.fitting_keys(PATCHES, " ") == (build.wheel_key(PATCHES, ""), portable())
     assert build.fitting_keys(PATCHES, "-DA=1") == (build.wheel_key(PATCHES, "-DA=1"),)
 
@@ -268,7 +268,7 @@ def mender(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "build", lambda *arguments, portable: wheel)
 
 
-def test_the_wheel_to_give_away_is_mended_and_takes_the_place_of_older_ones(mender, tmp_path, capsys):
+def test_dist_repairs_the_wheel_and_replaces_older_wheels(mender, tmp_path, capsys):
     folder = tmp_path / "dist"
     put(folder, "older", version="0.0.1")
     (folder / "kvtool-0.1.0-py3-none-any.whl").touch()
@@ -279,7 +279,7 @@ def test_the_wheel_to_give_away_is_mended_and_takes_the_place_of_older_ones(mend
     assert pack.key_of(wheel) == portable()
 
 
-def test_what_mends_it_is_named_if_it_is_missing_or_fails(mender, tmp_path, monkeypatch, capsys):
+def test_missing_or_failing_repair_tool_is_named(mender, tmp_path, monkeypatch, capsys):
     (tmp_path / "mender.py").write_text("import sys; sys.exit('error: cannot repair')")
     put(tmp_path / "dist", "older")
     assert main(["--dist", str(tmp_path / "dist")]) == LibraryError.exit_code
@@ -292,7 +292,7 @@ def test_what_mends_it_is_named_if_it_is_missing_or_fails(mender, tmp_path, monk
     assert len(list((tmp_path / "dist").iterdir())) == 1
 
 
-def test_kvtools_extra_names_the_very_version_of_its_library():
+def test_cpu_extra_pins_the_version_of_kvtool_llama():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'cpu = ["{pack.DISTRIBUTION}=={__version__}"]' in text
     assert f'\nversion = "{__version__}"\n' in text

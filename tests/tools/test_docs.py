@@ -48,13 +48,13 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def test_the_readme_is_100_lines_of_120_characters_at_most():
+def test_readme_has_at_most_100_lines_of_120_characters():
     lines = read(ROOT / "README.md").splitlines()
     assert len(lines) <= 100
     assert [line for line in lines if len(line) > 120] == []
 
 
-def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
+def test_readme_examples_use_known_commands_and_existing_files():
     examples = re.findall("^    (.*)", read(ROOT / "README.md"), re.M)
     typed = [line.partition(" # ")[0].strip() for line in examples]
     assert typed.index("source .venv/bin/activate") < typed.index("kvtool chat -m qwen2.5-coder-1.5b")
@@ -68,7 +68,7 @@ def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
     assert "qwen2.5-coder-1.5b" in registry()
 
 
-def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothing():
+def test_chat_picture_shows_the_default_policy_and_no_forgotten_tokens():
     lines = html.unescape(re.sub("<[^>]*>", "", read(DOCS / "chat.svg"))).replace("\xa0", " ")
     text = " ".join(lines.split())
     assert f"with policy {POLICY}, a cache of {RunOptions.default_recall:,} tokens" in text
@@ -118,7 +118,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
-def test_every_command_shown_is_one_that_kvtool_takes(command, page):
+def test_every_example_command_is_valid(command, page):
     words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
     called = get_command(app)
     while hasattr(called, "commands"):
@@ -161,11 +161,11 @@ def test_help_names_an_option_by_its_long_name():
             assert short_names(text) == [], (words, text)
 
 
-def test_the_page_of_commands_is_what_the_commands_say():
+def test_cli_page_is_up_to_date():
     assert read(DOCS / "cli.md") == make_cli.page(), "run: make docs"
 
 
-def test_a_changed_help_text_changes_the_page_of_commands(monkeypatch):
+def test_cli_page_follows_the_docstring_of_an_error(monkeypatch):
     before = make_cli.page()
     monkeypatch.setattr(make_cli.errors.UsageError, "__doc__", "Something else.")
     assert make_cli.page() != before
@@ -179,14 +179,14 @@ def test_every_page_is_in_the_index(folder):
         assert path.name == "README.md" or f"]({path.name})" in index, path.name
 
 
-def test_every_policy_is_in_the_table():
+def test_every_policy_is_in_the_table_of_policies_md():
     table = read(DOCS / "policies.md").split("\n## ")[0]
     # columns: policy, which tokens stay, paper, bytes
     rows = re.findall(r"^\| `(\w+)` \| \w[^|]* \|[^|]*\| \d[^|]* \|$", table, re.M)
     assert sorted(rows) == sorted(policies.names())
 
 
-def of_the_tree() -> Iterator[Path]:
+def tree_paths() -> Iterator[Path]:
     """Yield every path that docs/tree.md names. Its levels are indented by two spaces each."""
     (tree,) = re.findall(r"```text\n(.*?)```", read(DOCS / "tree.md"), re.S)
     folders: list[str] = []
@@ -197,20 +197,20 @@ def of_the_tree() -> Iterator[Path]:
         folders[depth:] = [name]
 
 
-def test_everything_in_the_tree_exists():
-    assert [path for path in of_the_tree() if not path.exists()] == []
+def test_every_path_in_tree_md_exists():
+    assert [path for path in tree_paths() if not path.exists()] == []
 
 
 @pytest.mark.parametrize("folder", ["kvtool", "."])
-def test_everything_of_a_folder_is_in_the_tree(folder):
-    shown = set(of_the_tree())
+def test_tree_md_names_every_entry_of_a_folder(folder):
+    shown = set(tree_paths())
     generated = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
     for path in (ROOT / folder).iterdir():
         if path.name not in generated and not path.name.startswith("."):
             assert path in shown, path.name
 
 
-def test_what_is_installed_by_hand_is_what_setup_installs():
+def test_manual_build_in_the_patch_readme_uses_the_flags_of_setup():
     upstream = read(ROOT / "patches" / "UPSTREAM")
     by_hand = read(ROOT / "patches" / "README.md")
     (version,) = set(re.findall(r"llama-cpp-python==([\d.]+)", by_hand))

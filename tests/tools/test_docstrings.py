@@ -84,7 +84,7 @@ def texts(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_docstring_names_is_there(names, path):
+def test_docstrings_name_only_existing_things(names, path):
     for text in texts(names.trees[path]):
         for name, member in re.findall(r"\b([A-Z]\w*[a-z]\w*)\.([a-z_]+)\b", text):
             assert name not in names.classes or names.has(name, member), f"{name}.{member}"

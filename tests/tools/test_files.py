@@ -68,7 +68,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_what_a_user_asks_for_is_written_by_this_module_alone():
+def test_user_files_are_written_only_by_system_files():
     # these files are exceptions: they write only to temporary folders or to the folder of downloaded models
     others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py", "runner.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
@@ -78,7 +78,7 @@ def test_what_a_user_asks_for_is_written_by_this_module_alone():
             assert all(call.startswith("savefig(out,") for call in calls), (path, calls)
 
 
-def test_a_log_has_whole_entries_only(tmp_path):
+def test_log_contains_only_complete_entries(tmp_path):
     path = tmp_path / "said.txt"
     path.write_text("before\n")
     log = files.Log(path)
@@ -94,7 +94,7 @@ def test_a_log_has_whole_entries_only(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_is_set_aside_under_the_first_free_name(tmp_path, monkeypatch, links):
+def test_set_aside_uses_the_first_free_name(tmp_path, monkeypatch, links):
     path = tmp_path / "chat.kv"
     (tmp_path / "chat.kv.1").write_text("mine")
     (tmp_path / "chat.kv.2").symlink_to("nowhere")
@@ -110,10 +110,10 @@ def test_a_file_is_set_aside_under_the_first_free_name(tmp_path, monkeypatch, li
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypatch, links):
-    path, beside = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
+def test_session_and_archive_files_are_set_aside_together_or_not_at_all(tmp_path, monkeypatch, links):
+    path, archive = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
     path.write_bytes(bytes(2000))
-    beside.write_text("archive")
+    archive.write_text("archive")
     (tmp_path / "chat.kv.1.archive").write_text("mine")
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
@@ -126,17 +126,17 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
     assert spare.read_bytes() == bytes(2000)
     assert (tmp_path / "chat.kv.2.archive").read_text() == "archive"
     assert (tmp_path / "chat.kv.1.archive").read_text() == "mine"
-    beside.unlink()
+    archive.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
     # now there is an archive file without a session file, so only the archive file is set aside
-    beside.write_text("another")
+    archive.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"
     assert not (tmp_path / "chat.kv.4").exists()
 
 
-def test_no_file_of_somebody_else_is_taken_for_an_unfinished_one_or_a_lock(tmp_path):
+def test_part_and_lock_files_of_others_are_not_touched(tmp_path):
     (tmp_path / "chat.kv.part").write_text("a download")
     files.write(tmp_path / "chat.kv", b"chat")
     assert (tmp_path / "chat.kv.part").read_text() == "a download"
@@ -151,7 +151,7 @@ def _no_links(*_):
     raise PermissionError("no hard links here")
 
 
-def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
+def test_held_lock_raises_without_wait_and_blocks_with_wait(tmp_path):
     lock = tmp_path / "x.lock"
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
@@ -170,7 +170,7 @@ def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder that cannot hold files, also for root")
-def test_a_lock_in_a_folder_that_cannot_hold_it_is_no_lock_in_use():
+def test_lock_in_an_unwritable_folder_raises_file_not_found():
     with pytest.raises(FileNotFoundError), files.locked(Path("/proc/x.lock"), wait=False):
         pass
 
@@ -187,7 +187,7 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path):
     assert not lock.exists()
 
 
-def test_a_lock_makes_no_folder(tmp_path):
+def test_lock_does_not_create_missing_folders(tmp_path):
     with pytest.raises(FileNotFoundError), files.locked(tmp_path / "no" / "x.lock"):
         pass
     assert not list(tmp_path.iterdir())
@@ -200,7 +200,7 @@ def _count(folder):
             (folder / "n").write_text(str(n + 1))
 
 
-def test_one_process_at_a_time_has_a_lock_whose_file_goes_away(tmp_path):
+def test_lock_excludes_other_processes_and_its_file_is_deleted(tmp_path):
     (tmp_path / "n").write_text("0")
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_count, args=(tmp_path,)) for _ in range(4)]

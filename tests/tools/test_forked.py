@@ -62,12 +62,12 @@ def both(popen, code, *arguments, typed=b"", **how):
         ),
     ],
 )
-def test_it_ends_as_a_process_ends(popen, code, exit_code, error):
+def test_fork_ends_with_the_same_output_and_exit_code(popen, code, exit_code, error):
     _, stderr, code = both(popen, code)
     assert (stderr, code) == (error, exit_code)
 
 
-def test_an_exception_is_a_traceback(popen):
+def test_exception_in_a_fork_prints_a_traceback(popen):
     process = popen([sys.executable, "-c", "raise ValueError(3)"], stderr=subprocess.PIPE)
     assert process.communicate()[1].endswith(b'  File "<string>", line 1, in <module>\nValueError: 3\n')
     assert process.returncode == 1
@@ -83,7 +83,7 @@ print("error", file=sys.stderr)
 """
 
 
-def test_it_has_what_it_was_given(popen, tmp_path):
+def test_fork_has_its_arguments_environment_folder_and_streams(popen, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     environment["KVTOOL_X"] = "caf\udce9"
     for in_session in (False, True):
@@ -93,7 +93,7 @@ def test_it_has_what_it_was_given(popen, tmp_path):
         assert (stderr, code) == (b"error\n", 0)
 
 
-def test_a_module_is_run_as_one(popen, tmp_path):
+def test_fork_runs_a_module_like_python_m(popen, tmp_path):
     (tmp_path / "shown.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
     outputs = [
         start([sys.executable, "-m", "shown", "a"], cwd=tmp_path, stdout=subprocess.PIPE).communicate()[0]
@@ -102,7 +102,7 @@ def test_a_module_is_run_as_one(popen, tmp_path):
     assert outputs[0] == outputs[1] != b""
 
 
-def test_signals_and_limits_are_its_own(popen):
+def test_fork_obeys_signals_and_its_preexec_fn(popen):
     wait = "import sys, time; print('here', flush=True); time.sleep(60)"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -126,7 +126,7 @@ def test_signals_and_limits_are_its_own(popen):
     assert b"Too many open files" in process.communicate()[1]
 
 
-def test_a_terminal_is_one(popen):
+def test_fork_sees_a_terminal_as_its_standard_streams(popen):
     master, theirs = pty.openpty()
     code = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty()); input()"
     process = popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
@@ -141,7 +141,7 @@ def test_a_terminal_is_one(popen):
     os.close(master)
 
 
-def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):
+def test_unsupported_calls_start_a_new_process(popen, tmp_path):
     for command, how in (
         (["true"], {}),
         ([sys.executable, "-c", ""], {"preexec_fn": lambda: None}),
@@ -152,7 +152,7 @@ def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):
         assert (process.wait(PATIENCE_S), process.is_forked) == (0, False)
 
 
-def test_run_is_that_of_subprocess():
+def test_run_behaves_like_subprocess_run():
     done = forked.run([sys.executable, "-c", "print(input())"], input="a")
     assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
     with pytest.raises(subprocess.CalledProcessError):

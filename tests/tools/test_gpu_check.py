@@ -35,7 +35,7 @@ def test_attention_equals_the_definition_in_each_layout(kind, form, n):
     assert row["error"] < 0.01
 
 
-def test_an_attention_to_other_keys_has_a_large_error():
+def test_attention_to_wrong_keys_has_a_large_error():
     ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
     backend = ggml.backend()
     caches = micro.Work(ggml, backend)
@@ -63,7 +63,7 @@ node #  0 (       CPY): edit (  16K) [CUDA0         ] use=1,c=1:
 """
 
 
-def test_reads_the_splits_of_each_graph_from_the_log():
+def test_splits_of_each_graph_are_read_from_the_log():
     first, second = gpu_rows.graphs_of(LOG)
     assert (first[0], dict(first[1]), dict(first[2])) == (
         2,
@@ -73,7 +73,7 @@ def test_reads_the_splits_of_each_graph_from_the_log():
     assert (second[0], dict(second[1]), dict(second[2])) == (1, {"CPY": 1}, {})
 
 
-def test_counts_tests_and_names_those_that_fail():
+def test_pytest_output_gives_counts_and_names_of_failed_tests():
     lines = [
         "tests/test_a.py::test_one[x] ",
         "[gw0] [ 33%] PASSED tests/test_a.py::test_one[x] ",
@@ -102,7 +102,7 @@ def test_counts_tests_and_names_those_that_fail():
         ("print('{}', flush=True); import time; time.sleep(600)", True, -9),
     ],
 )
-def test_a_part_that_crashes_or_hangs_keeps_its_rows(tmp_path, program, is_late, code):
+def test_rows_of_a_crashed_program_are_kept_and_a_hung_one_is_killed(tmp_path, program, is_late, code):
     with (tmp_path / "log").open("wb") as errors:
         # the program that hangs is killed after 2 seconds. The other programs may take a minute
         lines = check.Lines([sys.executable, "-c", program], dict(os.environ), errors, 2 if is_late else 60)
@@ -111,7 +111,7 @@ def test_a_part_that_crashes_or_hangs_keeps_its_rows(tmp_path, program, is_late,
     assert is_late or rows == [{}]
 
 
-def test_the_table_shows_each_form_in_a_column_and_what_failed():
+def test_table_has_a_column_per_form_and_lists_failures():
     case = {"part": "2a", "type": "f16", "n": 1, "n_kv": 1024, "supported": True}
     rows = [
         case | {"what": "one", "us": 1.5, "error": 0.001},
@@ -125,7 +125,7 @@ def test_the_table_shows_each_form_in_a_column_and_what_failed():
     assert "bench --way full: exit status -6: aborted" in text
 
 
-def test_repeated_weights_have_the_shape_and_the_blocks_of_random_ones():
+def test_repeated_weights_have_the_shape_of_fully_random_weights():
     whole = random_model.quantized(np.random.default_rng(0), 10, 64)
     some = random_model.quantized(np.random.default_rng(0), 10, 64, 4)
     assert some.shape == whole.shape

@@ -1,4 +1,4 @@
-"""The patch: its header, its digest, and that it is applied either exactly or not at all."""
+"""The patch: its header, its digest, and how it is applied. A patch that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def read(tree):
     return (tree / "src" / "a.cpp").read_text()
 
 
-def test_header_says_what_why_and_until_when():
+def test_patch_header_has_all_fields():
     assert sync.header((PATCHES / "hooks.patch").read_text())
 
 
@@ -81,13 +81,13 @@ def test_a_header_without_a_field_is_refused(field):
         sync.header(text)
 
 
-def test_hooks_are_call_sites_only():
+def test_hooks_change_fewer_than_115_lines():
     lines = (PATCHES / "hooks.patch").read_bytes().split(b"diff --git", 1)[1].splitlines()
     changed = [line for line in lines if line[:1] in (b"+", b"-") and line[:4] not in (b"+++ ", b"--- ")]
     assert 0 < len(changed) < 115
 
 
-def test_no_hook_puts_a_condition_without_braces_before_a_statement_of_llama_cpp():
+def test_conditions_in_hooks_end_with_a_brace_or_a_semicolon():
     lines = (PATCHES / "hooks.patch").read_text().splitlines()
     added = [line[1:].strip() for line in lines if line.startswith("+")]
     conditions = [line for line in added if re.match(r"(\} )?(if|else|for|while)\b", line)]
@@ -100,12 +100,12 @@ def test_patch_files_are_ascii(name):
     assert (PATCHES / name).read_bytes().isascii()
 
 
-def test_the_manifest_names_every_file_of_ours_once():
+def test_manifest_names_every_kvtool_file_once():
     ours = [path.relative_to(PATCHES).as_posix() for path in SRC.rglob("*") if path.is_file()]
     assert sorted(MANIFEST) == sorted(["hooks.patch", *ours])
 
 
-def test_no_file_of_ours_includes_itself_through_others():
+def test_kvtool_files_have_no_circular_includes():
     names: dict[str, set[str]] = {}  # {file: files that it includes}; a .h and its .cpp are one file
     for path in SRC.glob("*/*.*"):
         unit = path.relative_to(SRC).with_suffix("").as_posix()
@@ -113,7 +113,7 @@ def test_no_file_of_ours_includes_itself_through_others():
     assert {"hooks/state", "llama-context"} <= set(TopologicalSorter(names).static_order())
 
 
-def test_the_archive_needs_ggml_alone():
+def test_archive_includes_only_ggml_and_cache_layer():
     """Apart from headers of ggml, the archive includes only cache/layer.h.
 
     Its C++ tests therefore need no library except ggml.
@@ -126,24 +126,24 @@ def test_the_archive_needs_ggml_alone():
         assert included(SRC / name) <= {"ggml.h", "cache/rope.h"}, name
 
 
-def test_a_manifest_that_is_missing_is_named(tmp_path):
+def test_missing_manifest_is_reported(tmp_path):
     with pytest.raises(LibraryError, match=r"MANIFEST is missing; install kvtool again"):
         sources.manifest(tmp_path)
 
 
-def test_what_kvtool_depends_on_is_what_the_patch_is_for():
+def test_pyproject_pins_the_version_that_the_patch_is_for():
     upstream = sources.Upstream.read(PATCHES)
     assert f'"{upstream.package}=={upstream.version}"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("text", ["version = 1\n", "package = a\nversion = 1\nsha256 = 12\n", "", "x = 1\n"])
-def test_an_upstream_file_that_lacks_something_is_refused(tmp_path, text):
+def test_incomplete_upstream_file_is_refused(tmp_path, text):
     (tmp_path / "UPSTREAM").write_text(text)
     with pytest.raises(LibraryError, match="sha256"):
         sources.Upstream.read(tmp_path)
 
 
-def test_applies_once(tree):
+def test_patch_is_applied_only_once(tree):
     assert apply.apply(PATCH, tree)
     assert read(tree) == AFTER
     assert not apply.apply(PATCH, tree)
@@ -162,14 +162,14 @@ def test_applies_once(tree):
         "",
     ],
 )
-def test_another_source_is_left_alone(tree, content):
+def test_source_that_does_not_match_is_refused_unchanged(tree, content):
     (tree / "src" / "a.cpp").write_bytes(content.encode())
     with pytest.raises(apply.PatchError, match=r"src/a\.cpp:\d+ is not what"):
         apply.apply(PATCH, tree)
     assert (tree / "src" / "a.cpp").read_bytes() == content.encode()
 
 
-def test_nothing_is_changed_when_one_of_two_files_does_not_fit(tree):
+def test_no_file_changes_if_one_of_two_does_not_match(tree):
     (tree / "src" / "b.cpp").write_text(BEFORE.replace("four", "4"))
     both = PATCH + PATCH[PATCH.index(b"diff") :].replace(b"a.cpp", b"b.cpp")
     with pytest.raises(apply.PatchError, match=r"b\.cpp:4"):
@@ -177,7 +177,7 @@ def test_nothing_is_changed_when_one_of_two_files_does_not_fit(tree):
     assert read(tree) == BEFORE
 
 
-def test_a_missing_file_is_named(tree):
+def test_missing_source_file_is_named(tree):
     (tree / "src" / "a.cpp").unlink()
     with pytest.raises(apply.PatchError, match=r"src/a\.cpp is not in"):
         apply.apply(PATCH, tree)
@@ -201,7 +201,7 @@ def test_a_damaged_patch_is_refused(tree, patch):
     assert read(tree) == (tree.parent / "a.cpp").read_text() == BEFORE
 
 
-def test_a_last_line_without_an_end_is_kept_so(tree):
+def test_last_line_without_a_newline_stays_without_one(tree):
     (tree / "src" / "a.cpp").write_text("one\ntwo")
     head, hunk = b"--- a/src/a.cpp\n+++ b/src/a.cpp\n", b"@@ -1,2 +1,2 @@\n-one\n+ONE\n two\n"
     assert apply.apply(head + hunk + b"\\ No newline at end of file\n", tree)
@@ -209,7 +209,7 @@ def test_a_last_line_without_an_end_is_kept_so(tree):
 
 
 @needs_git
-def test_export_gives_back_the_bytes_that_git_would_apply(tree):
+def test_exported_patch_is_applied_equally_by_kvtool_and_git(tree):
     sync.commit(tree)
     (tree / "src" / "a.cpp").write_text(AFTER)
     patch = sync.exported(tree, sync.header(PATCH.decode()))
@@ -239,7 +239,7 @@ def archive(tree, tmp_path, monkeypatch):
 
 
 @needs_git
-def test_import_then_export_then_check(archive):
+def test_check_passes_after_import_and_export(archive):
     sync.import_(archive / "work")
     assert sorted(path.name for path in (archive / "work").iterdir()) == [".git", "src"]
     assert read(archive / "work") == AFTER
@@ -282,7 +282,7 @@ def exported(archive):
 
 
 @needs_git
-def test_import_of_another_release_moves_the_changes_along(exported):
+def test_import_moves_changes_to_shifted_lines_of_a_newer_release(exported):
     newer = release(exported, a="zero\n" * 9 + BEFORE)
     with pytest.raises(apply.PatchError, match=r"a\.cpp:\d is not what"):
         apply.apply(sync.PATCH.read_bytes(), untar(newer, exported / "plain"))
@@ -294,7 +294,7 @@ def test_import_of_another_release_moves_the_changes_along(exported):
 
 
 @needs_git
-def test_import_of_another_release_lists_conflicts_and_export_refuses_them(exported):
+def test_import_lists_conflicts_and_export_refuses_them(exported):
     newer = release(exported, a=BEFORE.replace("three", "3"))
     report = sync.import_(exported / "work", newer).splitlines()
     assert report[:2] == ["src/a.cpp:3 is in conflict", "left to do by hand: 1"]
@@ -310,7 +310,7 @@ def test_import_of_another_release_lists_conflicts_and_export_refuses_them(expor
 
 
 @needs_git
-def test_import_of_another_release_names_a_file_that_is_gone_with_its_changes(exported):
+def test_import_prints_the_changes_of_a_file_that_upstream_removed(exported):
     report = sync.import_(exported / "work", release(exported, b=BEFORE))
     assert report.startswith("src/a.cpp is not in this llama.cpp; its changes:\ndiff --git a/src/a.cpp")
     assert "\n+THREE\n" in report
@@ -329,7 +329,7 @@ def test_check_refuses_a_patch_that_does_not_apply(archive):
         sync.check()
 
 
-def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
+def test_check_without_git_reports_that_git_is_missing(archive, monkeypatch):
     monkeypatch.setenv("PATH", str(archive))
     assert "no git" in sync.check()
 
@@ -382,7 +382,7 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
 
 
 @needs_cmake
-def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
+def test_cmake_applies_the_patch_and_writes_the_same_digest_as_python(tmp_path):
     source = project(tmp_path)
     for _ in range(2):  # in the second round, the tree is already patched
         done = configure(source)
@@ -408,7 +408,7 @@ def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
         *((f"patches/{name}", None, f"{name} is missing") for name in ("MANIFEST", "hooks.patch", *OURS)),
     ],
 )
-def test_cmake_stops_where_the_patch_is_not_applied(tmp_path, file, content, why):
+def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, why):
     source = project(tmp_path)
     if content:
         (tmp_path / file).write_text(content)
@@ -421,7 +421,7 @@ def test_cmake_stops_where_the_patch_is_not_applied(tmp_path, file, content, why
 
 @needs_cmake
 @needs_git
-def test_a_work_tree_around_the_build_does_not_swallow_the_patch(tmp_path):
+def test_patch_is_applied_inside_another_git_work_tree(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     source = project(tmp_path)
     done = configure(source)
@@ -440,7 +440,7 @@ def test_a_stock_build_is_not_patched(tmp_path):
 
 @needs_cmake
 @pytest.mark.parametrize(("flags", "common"), [([], "ON"), (["-DLLAVA_BUILD=OFF"], "OFF")])
-def test_the_common_library_is_left_out_where_nothing_needs_it(tmp_path, flags, common):
+def test_common_library_is_built_only_with_llava(tmp_path, flags, common):
     assert f"common: {common}\n" in configure(project(tmp_path), *flags).stdout
 
 
@@ -455,7 +455,7 @@ install(TARGETS ggml ggml-cpu-zen4 LIBRARY DESTINATION lib)
 
 @needs_cmake
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="there is no g++")
-def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
+def test_libraries_are_unversioned_and_find_others_in_their_folder(tmp_path):
     source = project(tmp_path)
     with (source / "vendor/llama.cpp/CMakeLists.txt").open("a") as file:
         file.write(LIBRARIES)

@@ -8,7 +8,7 @@ from tests.tools.planted import PLANTED, ROOT
 
 
 @pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_has_its_line_and_its_tests(fault):
+def test_line_and_tests_of_a_planted_fault_exist(fault):
     assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
     for test in fault.tests:
         file, _, name = test.partition("::")

@@ -94,7 +94,7 @@ def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
     return []
 
 
-def test_every_room_is_in_the_table_below_all_that_it_may_import():
+def test_table_lists_every_room_below_the_rooms_it_may_import():
     table = allowed()
     rooms = {room_of(module) for module in MODULES} - {"kvtool"}
     assert set(table) == rooms
@@ -102,7 +102,7 @@ def test_every_room_is_in_the_table_below_all_that_it_may_import():
         assert below <= set(list(table)[:number]), room
 
 
-def test_imports_point_one_way():
+def test_each_room_imports_only_what_the_table_allows():
     table, wrong = allowed(), []
     # kvtool/__init__.py is left out: it lists names for users, and imports each name when it is first used
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
@@ -115,7 +115,7 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
-def test_nothing_imports_the_laboratory():
+def test_kvtool_does_not_import_lab_nor_benchmarks_import_papers():
     """lab/ may import kvtool/, and lab/papers/ may import lab/benchmarks/, but not the reverse."""
     benchmarks = (ROOT / "lab" / "benchmarks").glob("*.py")
     for name, files in {"lab": FILES, "lab.papers": benchmarks}.items():
@@ -123,14 +123,14 @@ def test_nothing_imports_the_laboratory():
             assert not any(f"{module}.".startswith(f"{name}.") for _, module in imports(path)), path
 
 
-def test_a_forbidden_import_is_found(tmp_path):
+def test_imports_inside_functions_are_found(tmp_path):
     path = tmp_path / "inner.py"
     path.write_text("def f():\n    from kvtool.cli import chat\n    import llama_cpp.llama_cpp as api\n")
     assert list(imports(path)) == [(2, "kvtool.cli.chat"), (3, "llama_cpp.llama_cpp")]
 
 
 @pytest.mark.parametrize("room", sorted({room_of(module) for module in MODULES} - {"kvtool"}))
-def test_no_files_of_a_room_import_each_other_in_a_circle(room):
+def test_files_of_a_room_have_no_circular_imports(room):
     assert circle(path for path in FILES if room_of(module_of(path)) == room) == []
 
 
@@ -143,7 +143,7 @@ def test_no_files_of_a_room_import_each_other_in_a_circle(room):
         "import_module('room.a')",
     ],
 )
-def test_a_circle_is_found(tmp_path, back):
+def test_circular_imports_are_found(tmp_path, back):
     room = tmp_path / "room"
     room.mkdir()
     for name, text in {"a": "from room.b import B", "b": "from room import c", "c": "import os"}.items():
@@ -153,14 +153,14 @@ def test_a_circle_is_found(tmp_path, back):
     assert sorted(set(circle(room.iterdir(), tmp_path))) == ["room.a", "room.b", "room.c"]
 
 
-def test_the_build_needs_the_standard_library_alone():
+def test_build_imports_only_the_standard_library():
     # with -S, Python does not find the packages of the environment
     code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
     done = forked.run_python("-S", "-c", code, str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
+def test_python_older_than_3_10_can_import_the_build():
     """Files that a build imports must not evaluate `Path | None`, because Python before 3.10 cannot."""
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
     done = forked.run_python("-c", code, cwd=ROOT, check=True)
@@ -170,7 +170,7 @@ def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
             assert "from __future__ import annotations\n" in text or not re.search(r"\w \| \w", text), path
 
 
-def test_all_functions_but_kernels_have_annotations():
+def test_all_functions_except_kernels_have_return_annotations():
     """Files of kernels are not checked by mypy for annotations: numba's signature has the types."""
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

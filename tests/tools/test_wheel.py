@@ -98,14 +98,14 @@ def built(place, before):
     return place.run(place.kvtool, "build")
 
 
-def test_it_is_the_wheels(place):
+def test_kvtool_is_imported_from_the_wheel_and_not_the_checkout(place):
     stdout = place.run(
         "-c", "import kvtool.system.paths; print(kvtool.__file__, kvtool.system.paths.checkout())"
     ).stdout
     assert stdout == f"{place.site / 'kvtool' / '__init__.py'} None\n"
 
 
-def test_patch_files_models_and_the_web_page_are_in_it(place):
+def test_wheel_contains_patch_files_models_txt_and_web_page(place):
     packed = place.site / "kvtool"
     assert (packed / "models.txt").read_bytes() == (ROOT / "models.txt").read_bytes()
     for path in (ROOT / "patches").iterdir():
@@ -116,7 +116,7 @@ def test_patch_files_models_and_the_web_page_are_in_it(place):
         assert (packed / web / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_without_llama_cpp_one_line_says_how_to_build_it(before):
+def test_missing_llama_cpp_error_says_how_to_build_it(before):
     assert before.perplexity.returncode == 4
     assert before.perplexity.stdout == ""
     assert before.perplexity.stderr == "kvtool: there is no llama.cpp yet; build it: kvtool build\n"
@@ -125,20 +125,20 @@ def test_without_llama_cpp_one_line_says_how_to_build_it(before):
     assert "fix it with: kvtool build" in before.doctor.stdout
 
 
-def test_what_needs_no_llama_cpp_works_without_it(before):
+def test_models_and_policies_are_listed_without_llama_cpp(before):
     for name in registry():
         assert name in before.models.stdout
     assert {policy["name"] for policy in json.loads(before.policies.stdout)} == set(policies.names())
 
 
-def test_build_installs_it_and_says_what(built):
+def test_build_installs_llama_cpp_and_prints_one_line(built):
     assert built.returncode == 0, built.stderr
     (line,) = built.stdout.splitlines()
     assert line.startswith("installed: llama.cpp for ")
     assert line.endswith("; kvtool doctor shows details")
 
 
-def test_all_is_well_then(place, built):
+def test_doctor_finds_no_problem_after_the_build(place, built):
     report = json.loads(place.run(place.kvtool, "doctor", "--json").stdout)
     (wheel,) = (place.folder / "cache" / "wheels").glob("*/*.whl")
     library = report["library"]
@@ -157,7 +157,7 @@ def test_a_second_build_changes_nothing(place, built):
     assert again.stdout.startswith("already installed: llama.cpp for ")
 
 
-def test_a_model_runs(place, built, tiny_model):
+def test_perplexity_runs_after_the_build(place, built, tiny_model):
     (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
     done = place.run(
         place.kvtool, "perplexity", "text.txt", "-m", tiny_model(), "--policy", "full", "-c", "512", "--json"

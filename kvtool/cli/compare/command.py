@@ -241,7 +241,7 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Show the events, and store the records of missing runs. Return the last event's record."""
+        """Show the events, and store the records of runs in `missing`. Return the last record."""
         record = None
         for event in events:
             show(event)

@@ -38,9 +38,9 @@ class CommonWords(Subtask):
     n_common
         Number of words to find.
     often
-        Number of times that each of the words to find is in the list.
+        Number of occurrences of each word to find.
     seldom
-        Number of times that each other word is in the list.
+        Number of occurrences of each other word.
     """
 
     n_common: int = 10
@@ -116,7 +116,7 @@ class FrequentWords(Subtask):
 
 
 def _n_for(k: int) -> float:
-    """Number of words of a text in which the word of rank k appears once."""
+    """Number of words that a text needs, so that the word of rank k appears once."""
     return k**2 * math.pi**2 / 6
 
 

@@ -34,7 +34,7 @@ class Needles(Subtask):
     Attributes
     ----------
     haystack
-        Text around the needles. "noise" repeats one line, passkey's five sentences; a piece is a line.
+        Text around the needles. "noise" repeats a line with passkey's five sentences; a piece is a line.
         "essay" is made of Paul Graham's essays; a piece is a word. "needle" is made of other needles; a piece
         is a needle.
     keys

@@ -114,7 +114,7 @@ int32_t read_future(
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 
-    // The last mean rotation in in_turn. If the next layer has an equal one, it uses the same entries
+    // The mean rotation that in_turn has last. If the next layer's rotation is equal, it uses the same entries
     const std::vector<float> * last = nullptr;
     size_t last_at = 0;
     for (const auto & a : asked.askers) {

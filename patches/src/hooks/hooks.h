@@ -34,12 +34,12 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // Signals of the step, layer by layer, that the host adds to its sums. t[s] is null if the device adds up signal s
+    // For each layer, the step's signals that the host adds to its sums. t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // For layers that read the same cells: their signals, combined over the layers built so far. An entry is removed
-    // when the last of its layers is built. The recent signal and squares have one value per query: [n_kv, q,
-    // n_head_kv]
+    // If several layers read the same cells, their signals are combined. There is one entry for such layers, with the
+    // signals of those layers that are already in the graph. The last of these layers removes the entry. The recent
+    // signal and squares have one value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -107,9 +107,9 @@ ggml_tensor * llama_kvtool_join(
 // If `logn` is set, multiply each query by log_512 of the number of tokens that it has seen. Otherwise return q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
-// True if attention ignores the model's index, which chooses cells for each query. It does so with kvtool: the index
-// would choose all cells, because there are never more cells than it chooses (see llama_kvtool_most_cells). Edits
-// therefore need not move the index's keys along with the cells
+// True if kvtool is enabled. Attention then ignores the model's index, which chooses cells for each query. The index
+// would choose all cells anyway, because a layer never has more cells than the index chooses (see
+// llama_kvtool_most_cells). Therefore, edits need not move the index's keys along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
@@ -124,8 +124,8 @@ void llama_kvtool_build(
                 int   il);
 
 // Prepare a step of n_tokens tokens: compute deferred signals, and fill cells from the archive. Returns false if the step
-// cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check this, because it
-// does not know the lengths of ragged rows and the cells that are reserved for recalled tokens
+// cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check for free cells,
+// because it knows neither the lengths of ragged rows nor which cells are reserved for recalled tokens
 bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -89,7 +89,7 @@ public:
         int64_t n_live     = 0;
         int64_t n_archived = 0;
 
-        // mask of the tokens after the live cells in the device's buffer, [n_all - n_live]: 0 for archived tokens,
+        // mask of the rest of the device's buffer, after the live cells: [n_all - n_live]. 0 for archived tokens,
         // -INFINITY for unused space
         ggml_tensor * tail = nullptr;
         // mask of the tokens in the device's buffer, [n_all, n_tokens]: llama.cpp's mask of the live cells, then `tail`

@@ -71,9 +71,9 @@ struct llama_kvtool_params {
     int32_t n_draft;
 
     // Maximum number of queries whose signals are deferred: steps store their queries, and the signals of several steps
-    // are computed together later. Each step computes its signals at once if this is 0, if there is no flash attention,
-    // if there is an archive, or if layers lie on a worker. Steps with draft tokens are an exception: they always store
-    // their queries. For this reason, draft tokens are not possible with both signals and an archive
+    // are computed together later. If this is 0, without flash attention, or if layers lie on a worker, only steps with
+    // draft tokens defer their signals. With an archive, no step defers them. Therefore, draft tokens are not possible
+    // with both signals and an archive
     int32_t n_defer;
 
     // number of cells at the end of each row that every step fills from the archive; 0: there is no archive
@@ -241,8 +241,8 @@ LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 // set how many tokens come before the next token; each decoded token adds one. Signals and logn use this number
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// Set the number of cells of each layer. n_cell[layer] must be at least the layer's live cells plus n_recall; cells of
-// residents are added to it. Unless rows are ragged, all layers need the same number
+// Set the number of cells of each layer, without the cells of residents. n_cell[layer] must be at least the layer's
+// live cells plus n_recall. Unless rows are ragged, all layers need the same number
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // read a signal into out[n_row][n_cell]; entries beyond a layer's cells are 0
@@ -272,8 +272,8 @@ LLAMA_API int32_t llama_kvtool_read_future(
 
 // Copy the last n_query queries, the oldest first, to out[n_query][n] or from in[n_query][n], where n is the number of
 // elements of a query in all layers together. pos[n_query] has the position that each query is rotated to. If there
-// were fewer than n_query queries, it is -1 for the missing queries. Both functions return n; if a buffer is null, they
-// do nothing else.
+// were fewer than n_query queries, pos is -1 for the missing queries. Both functions return n; if a buffer is null,
+// they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_queries(struct llama_context * ctx, float * out, int32_t * pos);
 LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const float * in, const int32_t * pos);
 
@@ -321,8 +321,8 @@ LLAMA_API int32_t llama_kvtool_decode_joint(
 
 // Remove the last n tokens: their cells become free, and their attention is removed from the signals. n is at most
 // n_draft, or n_draft + 1 with residents. Tokens before the last edit cannot be removed. With signals or recurrent
-// layers, only draft tokens of the last decode can be removed. With recurrent layers, n is at most the context's
-// n_rs_seq, and another decode must come before the next removal.
+// layers, only draft tokens of the last decode can be removed; if that decode used residents, all its tokens can. With
+// recurrent layers, n is at most the context's n_rs_seq, and another decode must come before the next removal.
 LLAMA_API int32_t llama_kvtool_drop(struct llama_context * ctx, int32_t n);
 
 // Read the keys of cells first[row] .. first[row] + n_cell - 1 into out[n_row][n_cell][n_dim]. Each key is rotated by
@@ -351,12 +351,16 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has four kinds
-// of residents: means of clusters (at most n_mean), means of sets of 16 clusters (at most n_mean_set), the tokens
-// without a cluster, and up to n_token tokens of the clusters that the last queries attended to most. With n_mean_set
-// 0, n_mean has to be enough for all clusters. Otherwise, n_mean_set has to be enough for all sets; the sets that the
-// last queries attended to most are replaced by the means of their clusters. Residents lie in additional cells at the
-// end of each row, so a step computes nothing on the host. If the cells are not enough, steps use synthetic cells again.
-// n_token 0 ends this. Returns the size of the additional cells and buffers on devices, in bytes.
+// of residents:
+// - means of clusters, at most n_mean
+// - means of sets of 16 clusters, at most n_mean_set
+// - all tokens without a cluster
+// - tokens of the clusters that the last queries attended to most, at most n_token
+// If n_mean_set is 0, n_mean has to be enough for all clusters. Otherwise, n_mean_set has to be enough for all sets.
+// For the sets that the last queries attended to most, the means of their clusters are then resident instead.
+// Residents lie in additional cells at the end of each row, so a step computes nothing on the host. If the cells are
+// not enough, steps use synthetic cells again. n_token 0 ends this. Returns the size of the additional cells and
+// buffers on devices, in bytes.
 // Not available without flash attention or without synthetic cells, with signals, with logn, with an index, if
 // values are a part of the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq
 // must be above n_draft.
@@ -365,12 +369,12 @@ LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean
 // return the size in bytes of the cells that llama_kvtool_reside would add; fails if residents are not available
 LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token);
 
-// Choose the residents of the next step from the queries of the last step. Returns how much attention the last step
-// missed: the share of the attention to clusters that are chosen now but were not resident in this step. The part that
-// the means of these clusters represent is not missed. The result is the mean over all query heads of all layers; if
-// the step had several tokens, the largest of the tokens' means. It is 0 if the step had no residents. The shares are a
-// little too large, because the softmax omits tokens without a cluster and some live tokens that were decoded after the
-// last edit. To repeat the step, drop its tokens and decode them again
+// Choose the residents of the next step from the queries of the last step. Returns the share of attention that the last
+// step missed. This is attention to clusters that are chosen now but were not resident in the last step, without the
+// part that the means of these clusters represent. For each token of the step, the share is averaged over all query
+// heads of all layers. The result is the largest of these averages, and 0 if the step had no residents. The shares are
+// a little too large, because the softmax omits tokens without a cluster and some live tokens that were decoded after
+// the last edit. To repeat the step, drop its tokens and decode them again
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all tokens of the archive; another stream may then begin
@@ -381,8 +385,8 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx);
 // - Its newest n_cell tokens then leave it for the cells cell .. cell + n_cell - 1 of all rows, the oldest first.
 // - `base` becomes the base, see llama_kvtool_base. This call rotates the keys that return to cells; the caller must
 //   edit all other cells.
-// next: after the rewind, the archive has a newest token; when it was archived, the stream's next position was `next`.
-// Archived tokens more than n_near before `next` count as beyond n_near.
+// next: the stream's next position just after the newest remaining token was archived. Archived tokens more than n_near
+// before `next` count as beyond n_near.
 LLAMA_API int32_t llama_kvtool_rewind(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
@@ -427,9 +431,9 @@ LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, in
 // synthetic cells, the recorded tokens are the n_recall tokens that return to cells, so n must be n_recall.
 LLAMA_API int32_t llama_kvtool_trace(struct llama_context * ctx, int32_t n);
 
-// Read the record that llama_kvtool_trace made of the last step with an archive. out[n_row][n] gets the positions of
-// the tokens, the oldest first, followed by -1 if there are fewer than n. attn[n_row][n] gets the attention to each of
-// these tokens, summed over the row's query heads and the step's tokens. n must be the same as for llama_kvtool_trace
+// Read the tokens that the last step with an archive recorded. out[n_row][n] gets the positions of the tokens, the
+// oldest first, followed by -1 if there are fewer than n. attn[n_row][n] gets the attention to each of these tokens,
+// summed over the row's query heads and the step's tokens. n must be the same as for llama_kvtool_trace
 LLAMA_API int32_t llama_kvtool_attended(struct llama_context * ctx, int64_t * out, float * attn, int32_t n_row, int32_t n);
 
 // bytes of the archive

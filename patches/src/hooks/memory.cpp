@@ -239,7 +239,7 @@ std::vector<int> memory::owners(const llama_model & model, const llama_kv_cache 
 
     int n = 0;
 
-    std::vector<int> index; // index in `layers` of each layer of the cache
+    std::vector<int> index; // for each layer of the cache, its index in the result of `layers`; -1 without attention
     for (const auto & from : kv.layers) {
         index.push_back(hparams.n_head_kv(from.il) > 0 ? n++ : -1);
     }

@@ -107,7 +107,8 @@ struct llama_kvtool_memory {
     // number of cells that hold the context's own tokens; they are the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);
 
-    // of the last n_recall cells, mark cells begin .. end - 1 as tokens at position 0, and mark the rest as empty
+    // Number the last n_recall cells from 0. Mark cells begin .. end - 1 of them as tokens at position 0, and mark the
+    // others as empty
     static void fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end);
 
     // Copy a table to out or from in: first the index of the next token's cell, then each cell's position (-1 if
@@ -118,9 +119,8 @@ struct llama_kvtool_memory {
     // whose keys have to be rotated
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
-    // Number of tokens that were removed since the last decode, with their recurrent states. A tensor of states has
-    // n_rs_seq + 1 states, the newest first. The next decode begins with the state whose index is the number of removed
-    // tokens
+    // Number of tokens whose recurrent states were removed since the last decode. A tensor of states has n_rs_seq + 1
+    // states, the newest first. The next decode begins with the state whose index is the number of removed tokens
     static int n_dropped(const llama_memory_recurrent & mem);
 
     // Set the position of the newest token that recurrent layers have read; -1 if they have read no token

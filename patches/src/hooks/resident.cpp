@@ -85,8 +85,8 @@ ggml_tensor * llama_kvtool_resident(
 //
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
-    // Only steps of one token (plus draft tokens) use residents. Longer steps read prompts, and there a cluster that is
-    // not resident does more harm
+    // Only steps of one token (plus draft tokens) use residents. Longer steps read prompts. For prompts, it does more
+    // harm if a cluster is not resident
     return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
         n_hidden == 0 && archive->n_traced == 0;
 }
@@ -213,7 +213,7 @@ bool llama_kvtool::place_residents(llama_context & lctx, int n_tokens) {
         throw;
     }
     if (!is_placed) {
-        drop_residents(); // not all of their cells were written
+        drop_residents(); // some cells of residents were not written
         return false;
     }
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, params.n_recall - 1, params.n_recall);

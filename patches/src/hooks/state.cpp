@@ -389,10 +389,10 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
     } else {
-        // No token can be removed if the step's attention is already in the signals. Otherwise draft tokens can be
-        // removed. With residents, all tokens of the step can be removed, because the recurrent state before the step
-        // is kept. Tokens of earlier steps cannot be removed, because llama.cpp keeps recurrent states only for the
-        // last step
+        // Only tokens of this step can be removed, because llama.cpp keeps recurrent states only for the last step:
+        // - no token, if the step's attention is already in the signals
+        // - all tokens, if the step used residents, because the recurrent state before the step is kept
+        // - otherwise, the draft tokens
         const bool is_in_signals = params.signals != 0 && is_watching && !graph.is_deferred;
         n_removable = is_in_signals ? 0 : graph.is_resident ? n_tokens : std::min(n_marked, n_tokens - 1);
     }
@@ -446,7 +446,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     lctx.synchronize();
 
     if (staging) {
-        // staging ends even if a copy has failed; otherwise the context would call an object that is gone
+        // end staging even if a copy has failed: otherwise the context would call an object that is gone
         lctx.cparams.cb_eval           = nullptr;
         lctx.cparams.cb_eval_user_data = nullptr;
         forget_graphs(lctx, true);

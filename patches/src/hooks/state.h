@@ -69,7 +69,7 @@ struct llama_kvtool {
     kvtool::graphs  graphs;
     kvtool::places  places; // used with ALiBi only
 
-    // for each layer, the mean rotation over n_future positions; the first read_future computes it
+    // mean rotation over n_future positions, for each layer; computed at the first call of llama_kvtool_read_future
     std::vector<std::vector<float>> mean_turns;
 
     std::unique_ptr<kvtool::recaller> archive; // Null if there is no archive.
@@ -77,7 +77,7 @@ struct llama_kvtool {
 
     std::unique_ptr<kvtool::resident_cells> resident; // null if there are no residents
 
-    int n_resident = 0; // how many of the last n_recall cells are for residents
+    int n_resident = 0; // number of cells for residents, among the last n_recall cells
 
     // Version of the tensors that graphs view. No two contexts have the same version. A graph is invalid if it views
     // tensors of an older version
@@ -141,7 +141,7 @@ struct llama_kvtool {
     // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // layers of the model that attend to rows; asker::t is null, because no memory for queries is allocated
+    // Return the layers of the model that attend to rows. asker::t is null, because no memory for queries is allocated
     std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
@@ -199,8 +199,8 @@ struct llama_kvtool {
     // copies of cells and of the fixed state
     //
 
-    // Copy a layer's first n cells to out or from in: all keys cell by cell, then all values cell by cell. If both
-    // pointers are null, copy nothing. Returns the number of bytes
+    // Copy a layer's first n cells to `out`, or from `in`: all keys cell by cell, then all values cell by cell. If both
+    // are null, copy nothing. Returns the number of bytes
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
     // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. A table holds
