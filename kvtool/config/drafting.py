@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.drafts.drafter import Drafter
+from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.layers import Layers
-from kvtool.units import MAX_DRAFT
 
 if TYPE_CHECKING:
     from kvtool.drafts.model import ModelDraft
