@@ -189,7 +189,7 @@ def evaluate(
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
-    notes.patch_note({run.policy: spec.kind})
+    say(notes.patch_note({run.policy: spec.kind}))
     placed_notes: list[str] = []
     with (
         loaded_model(run, path, guarded=True, say=placed_notes.append) as model,
