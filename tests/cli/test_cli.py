@@ -295,7 +295,7 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "resident_refusal"),
+        *("archive_type", "resident", "repeated", "resident_refusal"),
         *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
