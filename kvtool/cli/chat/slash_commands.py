@@ -201,7 +201,9 @@ class Commands:
         import click
 
         try:
-            written = click.edit(text, extension=".md")
+            written = click.edit(shown(text), extension=".md")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the editor returned a text that is not UTF-8 (byte {error.start})") from None
         except click.ClickException as error:
             why = error.message
             if isinstance(error.__cause__, OSError):
