@@ -122,9 +122,8 @@ def generate(
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens), opened.info)
         started = time.monotonic()
-        with line_progress("reading") as writer.while_reading:
+        with line_progress("reading") as progress, writer.showing(progress):
             is_read = writer.read(tokens)
-        writer.while_reading = lambda done, n: None
         if is_read:
             read_in, started = time.monotonic() - started, time.monotonic()
             pieces, full = _written(writer, generation.n, aloud=not as_json)

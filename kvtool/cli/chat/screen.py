@@ -229,12 +229,12 @@ class Terminal:
         def show(done: int, n: int) -> None:
             line.update(stopping if writer.stop else Text(progress.line(done, n)))
 
-        with self.console.status(Text("reading")) as line, interrupt.notifying(lambda: line.update(stopping)):
-            writer.while_reading = show
-            try:
-                return self.conversation.read_turn(text)
-            finally:
-                writer.while_reading = lambda done, n: None
+        with (
+            self.console.status(Text("reading")) as line,
+            interrupt.notifying(lambda: line.update(stopping)),
+            writer.showing(show),
+        ):
+            return self.conversation.read_turn(text)
 
     def _answer(self, again: bool) -> None:
         """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
