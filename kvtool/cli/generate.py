@@ -15,7 +15,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
-from kvtool.cli.writing import open_writer, why_empty, with_thinking
+from kvtool.cli.writing import end_note, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -148,16 +148,7 @@ def generate(
                 sys.stdout.write("\n")
             if full:
                 raise full
-            if not "".join(pieces).strip():
-                say(why_empty(writer, "answer"))
-            if writer.loop:
-                say(generation.looped(writer.loop.n_block, writer.loop.n_times))
-            elif writer.is_cut and (generation.grammar or generation.json_schema):
-                sys.stderr.write(
-                    f"stopped after {format_tokens(n_written)} (-n): the text may be incomplete\n"
-                )
-            elif writer.is_cut:
-                say(generation.cut(n_written))
+            say(end_note(writer, generation, "answer", is_empty=not "".join(pieces).strip()))
             if run.verbose:
                 drafted = (
                     f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""

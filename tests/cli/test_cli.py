@@ -446,6 +446,14 @@ def test_chat_answers_each_line_of_a_pipe(default_talker):
     assert re.fullmatch(KEEPS, done.stderr)
 
 
+@pytest.mark.parametrize(("words", "stdin"), [(("generate", "Hi"), ""), (("chat",), "Hi\n")])
+def test_cut_text_of_a_grammar_may_be_incomplete(talker, words, stdin):
+    options = ("-m", talker, "--policy", "h2o", "-t", 1, "-n", 3, "--grammar", 'root ::= "abcdefghijkl"')
+    done = called(*words, *options, stdin=stdin)
+    assert (done.returncode, done.stdout[:3]) == (0, "abc")
+    assert done.stderr == "stopped after 3 tokens (-n): the text may be incomplete\n"
+
+
 def test_endless_answer_is_cut_at_the_default_limit(talker):
     options = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
     line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
