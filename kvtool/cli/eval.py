@@ -18,7 +18,7 @@ from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
@@ -176,14 +176,11 @@ def evaluate(
     _check_drawing(sampler, chosen, task)
 
     from kvtool.config import archive, notes
-    from kvtool.config.model import find_model, loaded_model
+    from kvtool.config.model import loaded_model
     from kvtool.config.opening import check, replace_recall
 
     spec = check(run)
-    info = find_model(run.model, locate)
-    path = info.path
-    run, n_ctx, limits = notes.within_context(run, info.n_ctx_train)
-    say(*limits)
+    run, info, n_ctx = locate_model(run)
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
@@ -192,7 +189,7 @@ def evaluate(
     say(notes.patch_note({run.policy: spec.kind}))
     placed_notes: list[str] = []
     with (
-        loaded_model(run, path, guarded=True, say=placed_notes.append) as model,
+        loaded_model(run, info.path, guarded=True, say=placed_notes.append) as model,
         ExitStack() as stack,
     ):
         run, note = replace_recall(run, spec.kind, model.layers)
@@ -211,7 +208,7 @@ def evaluate(
             # the seed is left out if nothing is sampled, because it has no effect
             "temp": sampler.temp or None,
             "seed": sampler.seed if sampler.temp else None,
-            **_about(spec, run, path),
+            **_about(spec, run, info.path),
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 

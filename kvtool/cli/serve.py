@@ -14,7 +14,7 @@ from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate, locate_model
 from kvtool.cli.worker import listener
 from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
@@ -131,8 +131,6 @@ def serve(
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
-    from kvtool.config.model import find_model
-    from kvtool.config.notes import within_context
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
@@ -148,9 +146,7 @@ def serve(
     port = listening.getsockname()[1]
     # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
-    info = find_model(run.model, locate)
-    run, n_ctx, limits = within_context(run, info.n_ctx_train)
-    say(*limits)
+    run, _, n_ctx = locate_model(run)
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))

@@ -14,7 +14,7 @@ from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -112,8 +112,7 @@ def compare(
     output.check_picture(args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.model import find_model
-    from kvtool.config.notes import gpu_note, patch_note, runnable, within_context
+    from kvtool.config.notes import gpu_note, patch_note, runnable
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -124,10 +123,8 @@ def compare(
     kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
     archive.check(run, kinds)
     with closing(source(file)) as text:
-        info = find_model(run.model, locate)
+        run, info, n_ctx = locate_model(run)
         model_path = info.path
-        run, n_ctx, limits = within_context(run, info.n_ctx_train)
-        say(*limits)
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:
