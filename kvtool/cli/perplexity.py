@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def perplexity(
         typer.echo(f"{result['perplexity']:.4f}")
         speed = f"{result['tokens_per_s']:.1f} tokens/s"
         of = "" if is_complete else f"incomplete: {n_done:,} of "
-        sys.stderr.write(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}\n")
+        say(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}")
     if not is_complete:
         raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
 
