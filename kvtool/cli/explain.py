@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
 from kvtool.config.run import RunOptions
-from kvtool.units import format_bytes
+from kvtool.units import PLAIN, format_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
@@ -264,10 +264,9 @@ def _memory(engine: Engine) -> str:
         cells += " at the start, later as many as the longest row takes"
     state = f"policy state {format_bytes(engine.state_bytes)}"
     if archive := engine.context.archive:
-        most = format_bytes(archive.max_bytes)
-        state += (
-            f", an archive of at most {archive.n_max:,} tokens ({most}) in {archive.file or 'host memory'}"
-        )
+        most, kind = format_bytes(archive.max_bytes), engine.settings.archive_type.removeprefix(PLAIN)
+        state += f", an archive of at most {archive.n_max:,} tokens ({most} as {kind})"
+        state += f" in {archive.file or 'host memory'}"
     if resident := resident_cells(engine):
         state += f"; {resident}"
     cells += f"; {spare}" if (spare := spare_line(engine)) else ""
