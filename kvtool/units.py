@@ -37,12 +37,6 @@ MOST_RESIDENT = 2**20
 The function llama_kvtool_reside of the patch has the same limit.
 """
 
-MAX_DRAFT = 15
-"""Maximum number of draft tokens of a step.
-
-Each draft token needs a copy of all recurrent states. About 80 copies are too many for llama.cpp's graphs.
-"""
-
 _UNITS = {
     "B": 1,
     # a unit of one letter is a power of 1024, as in ls, dd and ulimit

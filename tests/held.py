@@ -39,7 +39,7 @@ POLICY = Held
 
 
 class Held:
-    """A policy file, and the processes that wait in its evictions.
+    """A policy whose evictions wait, and the processes that wait in them.
 
     when: a Python expression of `view`. An eviction waits if the expression is true.
     """

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_DRAFT, MOST_RESIDENT, MOST_THREADS, PLAIN
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MOST_RESIDENT, MOST_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
 FLASH = ("on", "off", "auto")
 """Allowed values of `Settings.positions`, `Settings.prefill` and `Settings.flash`."""
+
+MAX_DRAFT = 15
+"""Maximum number of draft tokens of a step.
+
+Each draft token needs a copy of all recurrent states. About 80 copies are too many for llama.cpp's graphs.
+"""
 
 _CHOICES = {
     "positions": POSITIONS,

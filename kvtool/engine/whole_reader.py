@@ -203,7 +203,7 @@ class WholeReader:
             if self.reconstruction and signals is not None:
                 signals = self._reconstructed(np.concatenate(segments), first, decode, cached)
             elif cached and n_known == n:
-                signals = {name: cached.signals[name] for name in cache.signals.of}
+                signals = {name: cached.signals[name] for name in cache.signals.by_field}
             if signals is None:
                 return None
             for name, values in signals.items():
@@ -245,12 +245,12 @@ class WholeReader:
         """
         cache, rows = self._cache, self._cache.rows
         view = cache.view(signals, rows.n_past)
-        plan = cache.ask("compress", view)
+        plan = cache.ask(cache.policy.compress, view)
         n_keep = cache.check(view, plan)
         next_rot = rows.next_rot
         if close:
             cache.n_restart += 1
-            next_rot = cache.low_rot(int(n_keep[0]), 0)
+            next_rot = cache.rot_without_gaps(int(n_keep[0]), 0)
         source = cache.apply(plan, n_keep, next_rot, close=close)
         cache.n_planned = rows.n_past
         if rows.ragged:
@@ -268,7 +268,7 @@ class WholeReader:
         if rows.ragged:
             _clear_dead(kept, ~rows.is_live())
             kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
-        cache.ask("adopt", replace(view, **kept), cache.state)
+        cache.ask(cache.policy.adopt, replace(view, **kept), cache.state)
         cache.clear_dead(rows.n_kv)
 
 
@@ -365,7 +365,7 @@ def decode_watched(
         if not decode(step, n_output if i == len(steps) - 1 else 0):
             return None
         before, signals = signals, cache.signals.read()
-        for name, signal in cache.signals.of.items():
+        for name, signal in cache.signals.by_field.items():
             if (spec := SIGNALS[signal]).scope == "plan":
                 combine = np.maximum if spec.reduction == "max" else np.add
                 old = signals[name][:, : before[name].shape[1]]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.policy import Ranked, Recalls, State, View, check_choice, check_kept, check_whole
+from kvtool.policy import Ranked, RecallSettings, State, View, check_choice, check_kept, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0 is a placeholder; the method `on` replaces it by a value that suits the model
+        # 0 is a placeholder; the method `for_model` replaces it by a value that suits the model
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
-    def on(self, n_group: int, has_values: bool) -> Recall:
+    def for_model(self, n_group: int, has_values: bool) -> Recall:
         # 128 for each query head of a row, because each head needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
@@ -96,9 +96,9 @@ class Recall(Ranked):
         return replace(self, recalled=n_group, exact=exact)
 
     @property
-    def recall(self) -> Recalls:
+    def recall(self) -> RecallSettings:
         n_exact = 0 if self.search == "all" else self.exact or 256
-        return Recalls(self.recalled or 1, self.chunk, n_exact)
+        return RecallSettings(self.recalled or 1, self.chunk, n_exact)
 
     @property
     def _most_recalled(self) -> int:

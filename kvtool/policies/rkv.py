@@ -88,7 +88,7 @@ class RKV(Ranked):
         return self.window
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return an array for the keys, which are scaled to norm 127 and rounded to integers.
+        """Return an empty array for keys. `observe` scales keys to norm 127 and rounds them to integers.
 
         Sums of integers do not depend on the order of the cells.
         """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from kvtool.policy.plan import Plan, true_cells
-from kvtool.policy.view import Recalls, ReconstructionPass, Signal, SignalRequest, View
+from kvtool.policy.view import RecallSettings, ReconstructionPass, Signal, SignalRequest, View
 
 if TYPE_CHECKING:
     from typing import Self
@@ -156,7 +156,7 @@ class Policy:
         return self.budget
 
     @property
-    def recall(self) -> Recalls | None:
+    def recall(self) -> RecallSettings | None:
         """Settings of recall; None if evicted tokens are lost."""
         return None
 
@@ -168,7 +168,7 @@ class Policy:
         """
         return None
 
-    def on(self, n_group: int, has_values: bool) -> Policy:
+    def for_model(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
         has_values: False if values are part of the keys (MLA). Without separate values, the policy `recall`
@@ -188,11 +188,19 @@ class Policy:
 
     def request(self) -> SignalRequest:
         """Return the signals and scaling that llama.cpp computes for this policy."""
-        ahead = self.n_future, self.n_skip
-        return SignalRequest(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
+        return SignalRequest(
+            reads=self.reads,
+            n_query=self.n_query,
+            group=self.group,
+            t=self.t,
+            logn=self.logn,
+            recall=self.recall,
+            n_future=self.n_future,
+            n_skip=self.n_skip,
+        )
 
     @classmethod
-    def recalls(cls) -> bool:
+    def has_recall(cls) -> bool:
         """True if the policy recalls evicted tokens from an archive."""
         return cls.recall is not Policy.recall
 

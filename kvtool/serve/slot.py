@@ -365,7 +365,7 @@ class Slot:
     @property
     def _is_bounded(self) -> bool:
         """True if a request and its answer must fit in the context."""
-        return self.overflow == "error" or not self.engine.policy.slack
+        return self.overflow == "error" or not self.engine.policy.evicts
 
     def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
         """Emit the last event."""

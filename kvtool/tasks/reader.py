@@ -264,7 +264,7 @@ class Reader:
         Raises InputError if the prompt does not fit and the policy never evicts.
         """
         policy = self._policy_for(n, n_answer)
-        if policy.slack == 0 and n > policy.budget:
+        if not policy.evicts and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")
         self._empty(policy, template)
 

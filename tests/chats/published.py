@@ -16,7 +16,10 @@ WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
 
 @cache
 def templates() -> dict[str, str]:
-    """Return {file name without its ending: Jinja text}. Return {} if llama.cpp's sources are missing."""
+    """Return the Jinja text of each template. The key is the file's name without its ending.
+
+    Return {} if llama.cpp's sources are missing.
+    """
     archive_path = sources.place(sources.Upstream.read(sources.patches_dir()))
     texts: dict[str, str] = {}
     if archive_path.is_file():

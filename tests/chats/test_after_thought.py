@@ -36,9 +36,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Return make(kind), which returns a model with the tokens of this kind of template.
+    """make(kind): return a model whose vocabulary has the tokens of this kind of template.
 
-    Some tokens begin with the ">" that ends a tag, and have text after it.
+    The vocabulary also has tokens like ">x": the last character of a tag, and text after the tag.
     """
     folder, models_by_kind = tmp_path_factory.mktemp("vocabularies"), {}
 
@@ -98,7 +98,7 @@ def parts(model, tokens, tags, header):
 
 @pytest.mark.parametrize("budget", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
+def test_answer_fits_the_schema_after_any_thought(models, kind, budget):
     model, (tags, header, _, _) = models(kind), KINDS[kind]
     rng, n_thoughts = np.random.default_rng(budget), 0
     opens = [Vocabulary.of(model).tokens_of(tag.encode())[0] for tag in (tags.start, tags.end)]
@@ -118,7 +118,7 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
+def test_unlimited_thought_ends_at_the_models_end_tag(models, kind):
     model, (tags, header, _, _) = models(kind), KINDS[kind]
     is_open = tags.start in header
     thought = "Is it </thin, or Lille? \u00e9 "
@@ -133,7 +133,7 @@ def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
         assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
 
 
-def test_a_thought_does_not_end_the_reply_unless_any_answer_fits(models):
+def test_end_token_is_forbidden_in_a_thought_if_an_answer_is_required(models):
     model = models("the header opens it")
     tags, header, *_ = KINDS["the header opens it"]
     end = model.eos
@@ -145,7 +145,7 @@ def test_a_thought_does_not_end_the_reply_unless_any_answer_fits(models):
     assert free.accept(end)
 
 
-def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
+def test_text_after_the_end_tag_in_the_same_token_must_fit_the_schema(models):
     model = models("tags that are no tokens")
     of = {piece: token for token, piece in enumerate(Vocabulary.of(model).pieces)}
     constraint = AfterThought(json_of(model), model, THINK, "<think>")
@@ -163,7 +163,7 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
 
 
 @pytest.mark.parametrize("header", ["<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>"])
-def test_after_a_header_that_closes_the_thought_the_answer_begins(models, header):
+def test_answer_begins_after_a_header_that_closes_the_thought(models, header):
     model = models("the model opens it")
     constraint = AfterThought(json_of(model), model, THINK, header, 5)
     assert {Vocabulary.of(model).pieces[token][:1] for token in fitting(constraint, model)} == {b"{"}
@@ -187,7 +187,7 @@ def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
     assert b"a" not in pieces
 
 
-def test_a_limit_alone_closes_a_thought_and_then_anything_fits(models):
+def test_thought_limit_without_a_schema_forces_only_the_end_tag(models):
     for kind in ("the header opens it", "the model opens it", "gpt-oss"):
         model, (tags, header, _, _) = models(kind), KINDS[kind]
         constraint = AfterThought(None, model, tags, header, 3)
@@ -202,7 +202,7 @@ def test_a_limit_alone_closes_a_thought_and_then_anything_fits(models):
         assert constraint.mask() is None
 
 
-def test_a_limit_within_the_end_tag_goes_on_with_its_rest(models):
+def test_limit_reached_within_the_end_tag_forces_the_rest_of_the_tag(models):
     model = models("tags that are no tokens")
     constraint = AfterThought(json_of(model), model, THINK, "<think>", 5)
     tokens = Vocabulary.of(model).tokens_of(b"abc</think>")
@@ -214,7 +214,7 @@ def test_a_limit_within_the_end_tag_goes_on_with_its_rest(models):
         assert constraint.accept(token)
 
 
-def test_guesses_are_checked_ahead(models):
+def test_n_fitting_counts_valid_draft_tokens_without_changing_state(models):
     model, (tags, header, _, _) = models("the header opens it"), KINDS["the header opens it"]
     constraint = AfterThought(json_of(model), model, tags, header, 4)
     guesses = Vocabulary.of(model).tokens_of(b"so many words that")

@@ -82,7 +82,7 @@ def chats(model):
         talk.writer.engine.close()
 
 
-def test_a_gemma_without_a_template_talks_as_gemmas_do():
+def test_builtin_gemma_template_renders_gemma_format():
     template = Template(GEMMA, "<bos>", "<eos>")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello. "}]
     assert template.render(chat) == (
@@ -94,7 +94,7 @@ def test_a_gemma_without_a_template_talks_as_gemmas_do():
     )
 
 
-def test_a_template_may_mark_what_the_model_wrote():
+def test_template_may_contain_generation_blocks():
     source = "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
     assert Template(source, "", "").render([{"role": "assistant", "content": "x"}] * 2) == "<x><x>"
 
@@ -118,12 +118,12 @@ def test_a_template_may_mark_what_the_model_wrote():
         "(".join(["{{ "] * 300) + "1" + ")" * 299,
     ],
 )
-def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):
+def test_failing_or_unsafe_templates_raise_a_model_error(source):
     with pytest.raises(ModelError, match="chat template fails"):
         Template(source, "", "").render([{"role": "user", "content": "x"}])
 
 
-def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_whole_chat(chat):
+def test_a_turn_decodes_only_new_tokens_and_the_cache_holds_the_whole_chat(chat):
     talk = chat(budget=1024, system="You count waves.")
     writer, model = talk.writer, talk.writer.engine.model
     "".join(talk.reply("Hello!", 12))
@@ -132,7 +132,7 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
     assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    # the last token of a reply and its end marker are decoded only with the next turn
+    # the last token of a reply, and the end marker, are decoded only with the next turn
     assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
     assert len(writer.tokens) == writer.engine.n_past
     assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
@@ -140,7 +140,7 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     assert len(writer.tokens) == 0
 
 
-def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(chat):
+def test_system_prompt_is_pinned_and_never_evicted(chat):
     talk = chat(policy="local", budget=96, system="You are a lighthouse keeper who counts waves.")
     engine = talk.writer.engine
     talk.pin_system()
@@ -154,7 +154,7 @@ def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(cha
     assert all((live == pos).any(axis=1).all() for pos in range(n_pinned))
 
 
-def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
+def test_system_prompt_larger_than_the_budget_is_refused(chat):
     talk = chat(budget=64, system="word " * 200, undoable=True)
     with pytest.raises(UsageError, match="choose a larger budget"):
         "".join(talk.reply("Hello", 4))
@@ -172,7 +172,7 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
     assert "".join(talk.reply("Thank you.", 5))
 
 
-def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
+def test_tokens_left_unread_by_a_stop_are_read_before_the_next_tokens(chat, model):
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
     # stop after two batches of 64 tokens
@@ -190,7 +190,7 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
     assert writer.engine.n_past == len(tokens) + 3
 
 
-def test_the_devices_have_finished_when_a_text_is_read(chat, model, monkeypatch):
+def test_read_waits_once_for_the_device_and_write_does_not(chat, model, monkeypatch):
     writer = chat().writer
     context, calls = writer.engine.context, []
     decode, wait = context.decode, context.wait
@@ -198,13 +198,13 @@ def test_the_devices_have_finished_when_a_text_is_read(chat, model, monkeypatch)
     monkeypatch.setattr(context, "wait", lambda: calls.append("wait") or wait())
     writer.read(model.tokenize("One two three four. " * 8))
     assert calls == [*["decode"] * 3, "wait"]
-    # tokens that are written need no wait
+    # `write` does not wait for the device
     list(writer.write(2))
     assert calls.count("wait") == 1
 
 
 @pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
-def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monkeypatch, marker):
+def test_reply_ends_at_an_end_of_turn_token(real_chat, real_model, monkeypatch, marker):
     writer = real_chat().writer
     writer.read(real_model.tokenize("Hello"))
     hello = int(real_model.tokenize("Hello")[0])
@@ -215,7 +215,7 @@ def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monke
     assert writer.n_written == 2
 
 
-def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
+def test_reset_chat_has_a_new_id_and_answers_like_a_new_chat(chat):
     talk = chat(undoable=True)
     first, id_ = "".join(talk.reply("Name a fruit.", 12)), talk.id
     "".join(talk.reply("Another.", 12))
@@ -228,7 +228,7 @@ def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
     assert talk.id == id_
 
 
-def test_no_piece_ends_in_half_a_character(model, monkeypatch):
+def test_streamed_pieces_never_split_a_character(model, monkeypatch):
     engine = Engine(model, policies.fit("buzz", 256), Settings(n_threads=1))
     euro = "€".encode()
     pieces = iter([euro[:1], euro[1:2], euro[2:], b"\xff"])
@@ -239,7 +239,7 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
     engine.close()
 
 
-def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept(chat):
+def test_undo_takes_back_turn_by_turn_and_keeps_the_system_prompt(chat):
     talk = chat(system="You are a pirate.", undoable=True)
     assert not talk.undo()
     first = "".join(talk.reply("Name a fruit.", 12))
@@ -257,7 +257,7 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     assert "".join(talk.reply("Name a fruit.", 12)) == first
 
 
-def test_a_budget_in_the_prompt_is_taken_back_with_the_chat(chat):
+def test_undo_restores_the_thinking_budget(chat):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions())
     talk.use_template(Template(COUNTS, "", ""))
@@ -274,7 +274,7 @@ def test_a_budget_in_the_prompt_is_taken_back_with_the_chat(chat):
     assert talk._past(talk.template) == past
 
 
-def test_turns_that_were_rendered_in_another_way_cannot_be_taken_back(chat):
+def test_turns_rendered_with_another_thinking_budget_cannot_be_undone(chat):
     talk = chat()
     talk.use_template(Template(COUNTS, "", ""))
     "".join(talk.reply("Name a fruit.", 4))
@@ -292,7 +292,7 @@ def test_turns_that_were_rendered_in_another_way_cannot_be_taken_back(chat):
     assert text.decode() == talk._past(talk.template)
 
 
-def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
+def test_undo_of_reset_restores_the_chat_even_if_saving_failed(chat, tmp_path, monkeypatch):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
 
@@ -324,7 +324,7 @@ def test_a_command_is_taken_back_from_the_session(chat, tmp_path, monkeypatch):
     files.close()
 
 
-def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
+def test_undo_after_reset_ignores_the_old_session_file(chat, tmp_path):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
     "".join(talk.reply("Name a fruit.", 4))
@@ -382,7 +382,7 @@ def check_alike(talk, other):
 
 
 @pytest.mark.parametrize("has_session", [True, False])
-def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
+def test_undone_turns_leave_no_trace_in_the_archive(keep, tmp_path, has_session):
     story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
     talk, files = keep(tmp_path / "chat.kvs" if has_session else None)
     for text in (story, "And of a storm that lasts for a week.", "And then?"):
@@ -423,7 +423,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
 
 
-def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
+def test_recall_undoes_turns_without_copies(chat, monkeypatch):
     talk = chat("recall", 64, "Be brief.", archive_type="f16", undoable=True)
     monkeypatch.setattr(session, "dump", _fails)
     texts = [
@@ -458,9 +458,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", KINDS)
-def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_process(
-    chat, tmp_path, monkeypatch, policy
-):
+def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp_path, monkeypatch, policy):
     def talker():
         talk = chat(policy, 64, "Be brief.", undoable=True)
         files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), tmp_path / "chat.kvs")
@@ -494,7 +492,7 @@ def test_a_policy_that_forgets_takes_turns_back_without_copies_even_in_a_later_p
     [{"policy": "recall", "archive": 60}, {"policy": "h2o", "checkpoints": 0}],
     ids=["recall", "h2o"],
 )
-def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
+def test_undo_reads_the_chat_again_if_archive_or_checkpoints_lack_it(chat, settings):
     talk = chat(budget=64, **settings, undoable=True)
     text = "Tell me a story of the sea, and of the keeper of a light."
     for _ in range(6):
@@ -512,7 +510,7 @@ def test_an_undo_without_what_it_needs_reads_the_chat_again(chat, settings):
     assert talk.n_turn == 4
 
 
-def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
+def test_archive_file_follows_its_session_on_save_rename_and_load(keep, tmp_path):
     def names():
         return sorted(path.name for path in tmp_path.iterdir())
 
@@ -561,7 +559,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     assert everything(again) == fourth
 
 
-def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
+def test_save_never_replaces_another_chat_without_confirmation(chat, tmp_path):
     path = tmp_path / "chat.kvs"
     first, second = chat(), chat()
     for talk in (first, second):
@@ -580,7 +578,7 @@ def copy_of(n):
     return file
 
 
-def test_what_copies_share_drops_none_of_them(monkeypatch):
+def test_archive_shared_by_copies_is_counted_once(monkeypatch):
     monkeypatch.setattr(undo, "MOST_BYTES", 100)
 
     def share(file):
@@ -593,7 +591,7 @@ def test_what_copies_share_drops_none_of_them(monkeypatch):
         for archive, n_bytes, n_copy in (
             (large, 310, 1),
             (large, 320, 2),
-            # a session uses `named`, so its bytes are not counted
+            # the bytes of `named` are not counted, because a session uses this file
             (named, 10, 1),
             (older, 20 + 90, 2),
         ):
@@ -603,7 +601,7 @@ def test_what_copies_share_drops_none_of_them(monkeypatch):
 
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
-def test_the_oldest_copies_are_dropped(monkeypatch, sizes, left):
+def test_undo_stack_drops_its_oldest_copies_first(monkeypatch, sizes, left):
     monkeypatch.setattr(undo, "MOST", 3)
     monkeypatch.setattr(undo, "MOST_BYTES", 100)
     copies, given = UndoStack(), [copy_of(n) for n in sizes]
@@ -618,7 +616,7 @@ def test_the_oldest_copies_are_dropped(monkeypatch, sizes, left):
     given[-1].close()
 
 
-def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
+def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):
     talk = chat(undoable=True)
     "".join(talk.reply("one", 2))
     for text in ("two", "three"):
@@ -647,7 +645,7 @@ def damage(file):
     file.flush()
 
 
-def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
+def test_undo_drops_a_damaged_copy_and_uses_the_one_before(chat):
     talk = chat(undoable=True)
     for text in ("one", "two"):
         "".join(talk.reply(text, 2))
@@ -660,7 +658,7 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     assert talk.n_turn == 1
 
 
-def test_marks_under_a_damaged_copy_are_dropped_because_they_are_those_of_another_stream(chat):
+def test_damaged_copy_also_drops_older_marks_of_another_stream(chat):
     talk = chat("recall", 64, undoable=True)
     "".join(talk.reply("one", 2))
     talk.remember("/reset")
@@ -675,7 +673,7 @@ def test_marks_under_a_damaged_copy_are_dropped_because_they_are_those_of_anothe
 
 
 @pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
-def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat, system):
+def test_system_prompt_that_repeats_template_words_is_pinned_whole(real_chat, system):
     talk = real_chat(system=system)
     talk.pin_system()
     model = talk.writer.engine.model
@@ -688,7 +686,7 @@ def _fails(path):
 
 
 @pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
-def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, share_of, policy):
+def test_reply_header_is_never_evicted_before_the_reply(real_chat, real_model, share_of, policy):
     talk = real_chat(policy=policy, budget=64, evict_every=1)
     pieces = talk.reply("The sea is wide and the road is long. " * share_of(12, 30), 1)
     next(pieces, None)
@@ -699,7 +697,7 @@ def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
 
 
-def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
+def test_full_context_within_a_text_keeps_the_tokens_read(model):
     engine = Engine(model, policies.fit("local", 64), Settings("original", n_ctx=80, n_batch=16, n_threads=1))
     writer = Writer(engine, greedy(model))
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
@@ -710,7 +708,7 @@ def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
     engine.close()
 
 
-def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
+def test_cells_and_status_count_forgotten_tokens(chat, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     talk = chat(policy="local", budget=48)
     terminal = Terminal(talk, None, "local")
@@ -737,7 +735,7 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     assert out.getvalue().count("/undo takes a number of changes") == 4
 
 
-def test_what_is_held_and_archived_is_all_that_was_said(chat):
+def test_recall_reports_every_token_as_cached_or_archived(chat):
     talk = chat("recall", 48)
     "".join(talk.reply("Tell me a long story about the sea.", 60))
     engine, terminal = talk.writer.engine, Terminal(talk, None, "recall")
@@ -758,8 +756,8 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed"])
-def test_ctrl_c_before_the_first_token_takes_the_turn_back(chat, tmp_path, monkeypatch, number):
-    # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore it
+def test_ctrl_c_before_first_token_undoes_the_turn_but_sighup_keeps_it(chat, tmp_path, monkeypatch, number):
+    # if the terminal closes, the chat stops the reply and raises SIGHUP again; these handlers ignore SIGHUP
     handlers = [(each, signal.signal(each, lambda *_: None)) for each in (signal.SIGINT, signal.SIGHUP)]
     talk, path = chat("recall", 64, undoable=True), tmp_path / "chat.kvs"
     files = ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path)
@@ -786,7 +784,7 @@ def stream(talk):
 
 @pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
 @pytest.mark.parametrize("stopped", ["answer", "read_prompt"])
-def test_a_turn_that_was_to_be_replaced_is_back_after_ctrl_c(chat, tmp_path, monkeypatch, policy, stopped):
+def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkeypatch, policy, stopped):
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     talk, path = chat(policy, 1024 if policy == "full" else 64, undoable=True), tmp_path / "chat.kvs"
     files = ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(n=12), path)
@@ -804,7 +802,7 @@ def test_a_turn_that_was_to_be_replaced_is_back_after_ctrl_c(chat, tmp_path, mon
             assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
             assert (stream(talk), talk.messages) == (before, messages)
             assert terminal.last_typed == {"Name a car.": "@car.txt"}
-            # an edited turn can be sent again, and still replaces the last turn
+            # the prompt offers an edited turn again, and sending it replaces the last turn
             assert (terminal.typed, terminal.edits) == (("", False) if "car" in text else (text, True))
             terminal.typed, terminal.edits = "", False
             assert path.read_bytes() == saved
@@ -820,7 +818,7 @@ def test_a_turn_that_was_to_be_replaced_is_back_after_ctrl_c(chat, tmp_path, mon
         files.close()
 
 
-def test_a_status_line_says_what_each_share_is_a_share_of():
+def test_status_line_differs_if_rows_hold_different_tokens():
     # if all rows hold the same tokens, the shares add up to 100 %
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
@@ -830,7 +828,7 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
 
 
 @pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
-def test_policies_of_each_kind_chat(chat, policy):
+def test_every_kind_of_policy_can_chat(chat, policy):
     talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
     replies = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
     assert all(replies)

@@ -66,17 +66,17 @@ LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
         (COUNTS, "off", {"thinking_budget": 0}, None),
     ],
 )  # fmt: skip
-def test_an_effort_becomes_the_variables_that_the_template_reads(template, effort, variables, why):
+def test_effort_sets_the_variables_that_the_template_reads(template, effort, variables, why):
     assert Efforts.of(template).variables(effort) == (variables, why)
 
 
-def test_a_template_that_counts_tokens_is_given_the_budget():
+def test_thinking_budget_reaches_a_template_that_reads_it():
     assert Efforts.of(COUNTS).variables("on", 64) == ({"thinking_budget": 64}, None)
     assert Efforts.of(COUNTS).variables("off", 64) == ({"thinking_budget": 0}, None)
     assert Efforts.of(SWITCHED).variables("on", 64) == ({"enable_thinking": True}, None)
 
 
-def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
+def test_template_variables_change_rendering_and_derived_properties():
     off = SWITCHED.under({"enable_thinking": False})
     assert SWITCHED.reply_start().endswith("[assistant] ")
     assert off.reply_start().endswith("[assistant] <think></think>")
@@ -112,9 +112,9 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""Names of templates for each variable that switches thinking on and off.
+"""For each variable: names of the templates whose thinking it switches on and off.
 
-They were found by reading the templates.
+The list was made by reading the templates.
 """
 
 LEVELED = {
@@ -154,7 +154,7 @@ def with_jinja_alone(source):
 
 
 @needs_published
-def test_every_published_template_takes_what_its_own_variables_say():
+def test_efforts_of_published_templates_match_their_variables():
     sources = published.templates()
     assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}

@@ -25,10 +25,11 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (number of tokens until a loop is found, tokens per repeated block, number of repetitions).
+    """Feed the tokens to a `Loop`, one by one. Return None if it finds no loop.
 
-    Return None if there is no loop.
-    letters: the tokens that `Loop` gets as text with letters.
+    Otherwise return (number of tokens fed, number of tokens of the repeated block, number of repetitions).
+
+    letters: tokens whose text has a letter. The text of all other tokens has none.
     """
     loop = Loop()
     for n, token in enumerate(tokens, 1):
@@ -52,18 +53,18 @@ def by_definition(tokens, letters):
     ("block", "n"),
     [([7], 512), ([1, 2], 512), ([1, 1, 2], 512), (list(range(40)), 512), (list(range(128)), 1024)],
 )
-def test_a_loop_is_found_at_the_first_token_that_makes_it_one(block, n):
+def test_loop_is_found_as_soon_as_it_repeats_often_enough(block, n):
     before = [5, 6, 8, 9]
     tokens = before + block * 1200
     assert looped(tokens) == (len(before) + n, len(block), n // len(block))
-    # blocks without letters need more repetitions
+    # blocks without letters must repeat for 1,024 tokens
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
     # blocks that are too long, and blocks that change, are not loops
     assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
     assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
 
 
-def test_it_finds_what_the_definition_finds(monkeypatch):
+def test_loop_equals_the_definition(monkeypatch):
     for name, n in (("LEAST_TOKENS", 64), ("LEAST_SIGNS", 128), ("MOST_BLOCK", 128)):
         monkeypatch.setattr(loops, name, n)
         monkeypatch.setitem(globals(), name, n)
@@ -82,10 +83,10 @@ def test_it_finds_what_the_definition_finds(monkeypatch):
     assert 10 < sum(seen) < 36
 
 
-def test_no_usual_text_counts_as_a_loop(smollm2):
+def test_ordinary_texts_are_not_loops(smollm2):
     paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
     paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
-    # of each file, use only a beginning that is as long as a long reply
+    # use at most 60,000 characters of each file, which is the length of a long reply
     texts = [path.read_text(encoding="utf-8", errors="replace")[:60_000] for path in paths]
     texts += [
         "\n".join(f"{a} x {b} = {a * b}" for a in range(1, 13) for b in range(1, 13)),
@@ -100,7 +101,8 @@ def test_no_usual_text_counts_as_a_loop(smollm2):
     for text in texts:
         tokens = np.array(model.tokenize(text), np.int64)
         n_token += len(tokens)
-        # `Loop` is slow, so check only texts in which a long enough part repeats every `block` tokens
+        # `Loop` is slow, so run it only if some part of the text repeats a block of `block` tokens often
+        # enough
         for block in range(1, MOST_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
             if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):
@@ -117,7 +119,7 @@ LOOPING = ("-t", 1, "--temp", 0, "--logit-bias", "70+100")
 LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets it go on\n"
 
 
-def test_an_answer_that_loops_ends_with_a_line(talker):
+def test_generate_stops_a_loop_and_reports_it_in_one_line(talker):
     def generate(*options):
         return called("generate", "-m", talker, "-p", "hi", "-n", 600, *LOOPING, *options)
 
@@ -131,13 +133,13 @@ def test_an_answer_that_loops_ends_with_a_line(talker):
     assert (on.stdout, on.stderr) == (600 * letter + "\n", "stopped after 600 tokens (-n)\n")
 
 
-def test_a_reply_that_loops_ends_and_the_chat_goes_on(talker):
+def test_chat_continues_after_a_stopped_loop(talker):
     done = called("chat", "-m", talker, "--policy", "h2o", "-n", 600, *LOOPING, stdin="one\ntwo\n")
     assert (done.returncode, done.stderr) == (0, 2 * LINE)
     assert [len(line) for line in done.stdout.splitlines()] == [512, 512]
 
 
-def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
+def test_chat_terminal_names_the_setting_that_allows_loops(talker):
     with terminals(talker, "-n", 600, "--policy", "h2o", *map(str, LOOPING)) as start:
         chat = start()
         assert LINE.replace("--stop-loops", "/set stop_loops").strip() in chat.say("hello")
@@ -146,7 +148,7 @@ def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
         assert chat.say("/set stop_loops maybe") == "stop_loops must be on or off, got 'maybe'"
 
 
-def test_the_server_leaves_a_loop_to_the_limit_of_the_client(talker):
+def test_server_does_not_stop_loops_before_max_tokens(talker):
     body = {
         "messages": [message("user", "hi")],
         "max_tokens": 600,

@@ -45,7 +45,7 @@ COUNTED = "{{ messages[0]['content'] | length }}" + CHATML
         (COUNTED, "Be brief.", None),
     ],
 )
-def test_a_system_prompt_is_found_whatever_it_says(source, system, prefix):
+def test_system_prefix_finds_the_system_prompt_in_the_rendered_chat(source, system, prefix):
     template = Template(source, "", "")
     assert system_prefix(template, system) == prefix
     if prefix is not None:
@@ -64,11 +64,11 @@ def test_a_system_prompt_is_found_whatever_it_says(source, system, prefix):
         (CHATML.replace("m.content", "'a text'"), "Summarize:", None),
     ],
 )
-def test_a_request_before_a_text_is_found_whatever_it_says(source, request_, prefix):
+def test_request_prefix_finds_the_request_in_the_rendered_chat(source, request_, prefix):
     assert request_prefix(Template(source, "", ""), [], request_, "\n\nA text.") == prefix
 
 
-def test_a_turn_closes_the_reply_before_it_even_if_the_user_says_the_stand_in():
+def test_turn_starts_with_the_end_of_the_reply_even_if_it_has_the_placeholder():
     template = Template(CHATML, "", "")
     for text in ("two", "kvtool stands in for the reply", "kvtool stands in for the reply. And more."):
         assert template.turn([{"role": "user", "content": "one"}], text) == (
@@ -94,7 +94,7 @@ def pieces(model, tokens):
 
 
 @pytest.mark.parametrize("n_pinned", range(len(TEXT) + 1))
-def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n_pinned):
+def test_pinning_keeps_all_tokens_and_pins_the_fewest_whole_tokens(engine, n_pinned):
     model = engine.model
     tokens = pin_prefix(engine, TEXT, n_pinned)
     assert tokens.tolist() == model.tokenize(TEXT, special=True, start=True).tolist()
@@ -104,11 +104,11 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # with one pinned token fewer, some of the first n_pinned characters of TEXT would not be pinned
+    # without the last pinned token, some of the first n_pinned characters of TEXT would not be pinned
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 
-def test_a_token_may_cross_the_border(engine):
+def test_token_that_crosses_the_pinned_border_is_pinned_whole(engine):
     whole = pieces(engine.model, pin_prefix(engine, "ab", 1)).decode()
     assert whole.strip(" ") in ("ab", "<s> ab")
     # Only "a" has to be pinned. If "ab" is one token, the whole token is pinned.
@@ -119,7 +119,7 @@ def conversation(engine, template, system):
     return Conversation(Writer(engine, Sampler(engine.model)), Template(template, "", ""), system)
 
 
-def test_a_chat_knows_whether_its_system_prompt_is_pinned(engine):
+def test_is_pinned_is_true_only_if_the_system_prompt_is_pinned(engine):
     for template, is_pinned in ((CHATML, True), (FIRST_WORDS, False), (COUNTED, False)):
         talk = conversation(engine, template, "Be brief.")
         talk.pin_system()
@@ -142,7 +142,7 @@ def test_checking_a_system_prompt_changes_nothing(engine):
     )
 
 
-def test_a_writer_that_has_read_nothing_says_so(engine):
+def test_writer_without_a_prompt_raises_usage_error(engine):
     writer = Writer(engine, Sampler(engine.model))
     for _ in range(2):
         with pytest.raises(UsageError, match="there is nothing to continue"):
@@ -153,7 +153,7 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
         writer.reset()
 
 
-def test_nothing_can_be_generated_from_nothing(engine):
+def test_generate_refuses_an_empty_prompt_without_earlier_text(engine):
     if engine.model.adds_bos:
         pytest.skip("an empty text has a BOS")
     with pytest.raises(UsageError, match="there is nothing to continue"):
@@ -163,7 +163,7 @@ def test_nothing_can_be_generated_from_nothing(engine):
     assert "".join(api.generate(engine, "", 4))
 
 
-def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engine):
+def test_restored_writer_does_not_sample_from_stale_logits(engine):
     writer = Writer(engine, Sampler(engine.model))
     writer.read(engine.model.tokenize("ab cd"))
     saved, tokens = writer.save(), writer.tokens
@@ -177,7 +177,7 @@ def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engin
     assert "".join(writer.write(2))
 
 
-def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
+def test_write_first_reads_tokens_left_unread_by_a_stop(engine):
     tokens = engine.model.tokenize("ab cd ef gh ij kl")
     writer = Writer(engine, Sampler(engine.model))
     writer.stop = True
@@ -201,11 +201,11 @@ def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
         ("{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}", False),
     ],
 )  # fmt: skip
-def test_a_template_says_whether_it_has_a_system_prompt_itself(before, has_one):
+def test_has_own_system_is_true_if_the_template_adds_a_system_prompt(before, has_one):
     assert Template(before + CHATML, "<s>", "").has_own_system is has_one
 
 
-def test_the_template_of_a_model_is_its_own(tiny_model, tmp_path):
+def test_template_of_reads_the_template_from_the_model_file(tiny_model, tmp_path):
     tiny.write_llama(tmp_path / "m.gguf", chat_template=CHATML)
     model = Model(tmp_path / "m.gguf")
     assert template_of(model).render([{"role": "user", "content": "a"}]).startswith("<|im_start|>user\na")

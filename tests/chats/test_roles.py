@@ -107,21 +107,21 @@ def chat_of(roles):
         (QWEN35, "s", "<system>0<user><a>"),
     ],
 )
-def test_a_chat_is_said_in_roles_that_the_template_takes(source, roles, text):
+def test_unsupported_roles_are_converted_for_the_template(source, roles, text):
     messages = chat_of(roles)
     assert Template(source, "", "").render(messages) == text
     assert messages == chat_of(roles)
 
 
-def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
+def test_template_that_loops_over_tools_renders_without_tools():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # `tools` must still be None, although the templates above can loop over it
+    # `tools is none` must still be true, although the templates above loop over `tools`
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 
-def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
+def test_template_that_accepts_no_chat_raises_its_own_error():
     template = Template("{{ raise_exception('no ' ~ messages | length) }}", "", "")
     with pytest.raises(Exception, match="no 3"):
         template.render(chat_of("ssu"))
@@ -157,7 +157,7 @@ def text_of(model, tokens):
         (QWEN35, "<system>Be brief."),
     ],
 )
-def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
+def test_system_prompt_is_pinned_wherever_the_template_puts_it(model, source, start):
     renderer = rendering(model, source)
     for roles in ("u", "uau", "uu"):
         tokens, n = renderer.whole(check([{"role": "system", "content": "Be brief."}, *chat_of(roles)]), [])
@@ -179,7 +179,7 @@ def test_two_system_prompts_are_pinned_together(model):
 
 
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, DROPS, QWEN35])
-def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
+def test_tools_are_described_and_pinned_if_the_template_has_no_tools(model, source):
     renderer = rendering(model, source)
     for system in ([], [{"role": "system", "content": "Be brief."}]):
         tokens, n = renderer.whole(check([*system, *chat_of("uau")]), TOOLS)
@@ -191,7 +191,7 @@ def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
 
 
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, MISTRAL3, DROPS, QWEN35, CHATML])
-def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
+def test_text_after_a_reply_equals_that_part_of_the_whole_chat(model, source):
     renderer = rendering(model, source)
     turns = [*chat_of("su"), {"role": "assistant", "content": "#"}, *chat_of("uausuu")]
     for tools in ([], TOOLS) if source is not MISTRAL3 else ([],):
@@ -200,7 +200,7 @@ def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
         assert text_of(model, whole).rpartition("#")[2] == after
 
 
-def test_a_result_is_the_users_where_tools_have_no_role(model):
+def test_tool_result_becomes_a_user_message_if_there_is_no_tool_role(model):
     turns = check([*chat_of("u"), CALL, RESULT])
     call = HERMES.written([("now", {})])
     answer = "<tool_response>\nnoon\n</tool_response>"
@@ -220,7 +220,7 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
     assert f"<user>{answer}<a>" in text_of(model, rendering(model, listed).whole(turns, TOOLS)[0])
 
 
-def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
+def test_user_message_may_directly_follow_a_tool_call_or_result(model):
     renderer = rendering(model, MISTRAL3)
     assert renderer.format is MISTRAL
     for results in ([RESULT], []):
@@ -241,7 +241,7 @@ GEMMA4 = (
 )
 
 
-def test_results_that_stand_in_the_reply_follow_its_calls(model):
+def test_tool_results_that_belong_to_the_reply_follow_its_calls(model):
     renderer = rendering(model, GEMMA4)
     turns = check([*chat_of("su"), CALL, RESULT])
     result = "<|tool_response>now:noon<tool_response|>"
@@ -257,7 +257,7 @@ def test_results_that_stand_in_the_reply_follow_its_calls(model):
         leaves_out.following(turns, 3, TOOLS)
 
 
-def test_a_message_that_the_template_does_not_take_is_named(model):
+def test_error_names_the_message_that_the_template_refuses(model):
     raises = "{{ raise_exception('no such of ' ~ messages | length) }}"
     for n, role in ((3, "user"), (6, "assistant")):
         renderer = rendering(
@@ -272,14 +272,14 @@ def test_a_message_that_the_template_does_not_take_is_named(model):
         assert (error.param, error.status, error.code) == (where, 400, "chat_template")
 
 
-def test_the_prefix_is_whole_tokens(model):
+def test_pinned_prefix_consists_of_whole_tokens(model):
     tokens, n = rendering(model, GEMMA2).whole(check(chat_of("su")), [])
     again, n_again = prefix_tokens(model, text_of(model, tokens), len("<user>0"))
     assert n == n_again
     assert np.array_equal(tokens, again)
 
 
-def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
+def test_chat_with_tools_continues_if_the_template_lacks_system_and_tools(tmp_path):
     path = tmp_path / "gemma2.gguf"
     tiny.write_llama(path, chat_template=GEMMA2, n_ctx_train=4096)
     turns = [{"role": "system", "content": "Be brief."}, *chat_of("u")]

@@ -121,7 +121,7 @@ N_TEXT = str(chat("%%")).count("%%")
 
 
 def special(model, tokens):
-    """Return the tokens among `tokens` that are control tokens."""
+    """Return the control tokens among `tokens`."""
     control = {int(model.tokenize(text, special=True)[-1]) for text in model.markers}
     return [token for token in tokens.tolist() if token in control]
 
@@ -130,7 +130,7 @@ def text_of(model, tokens):
     return b"".join(model.piece(token, special=True) for token in tokens.tolist()).decode()
 
 
-def test_no_marker_in_a_text_becomes_a_token(model, template):
+def test_markers_in_texts_never_become_control_tokens(model, template):
     rendering = Rendering(model, template)
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
@@ -143,7 +143,7 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
             assert text_of(model, tokens).replace("▁", " ").count(text.replace("▁", " ")) >= N_TEXT
 
 
-def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template, shape):
+def test_texts_without_markers_are_tokenized_as_one_text(model, template, shape):
     plain = Template(source(*shape), "", "")
     for text in ("x", "a <b>bold</b> [INST <| word", "  two  <think>", 'ü "quoted"\n\n', "a<", ""):
         actual = Rendering(model, template).whole(*chat(text))
@@ -152,8 +152,8 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
         assert actual[1] == before[1]
 
 
-def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # is_word: llama.cpp finds the marker even in plain text (gpt-oss has one), so it is left out
+def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template):
+    # leave out markers that llama.cpp finds even in plain text (`is_word`; gpt-oss has one)
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([message("user", "stand-in")]).split("stand-in")
@@ -170,7 +170,7 @@ def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, t
             assert tokens_of(model, whole, start=start).tolist() == wanted
 
 
-def test_a_long_chat_is_tokenized_in_parts_that_give_the_same_tokens(model, template, monkeypatch):
+def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, monkeypatch):
     text = template.render([message(role, f"<b>  {n}<think> ") for n in range(30) for role in ROLES[1:3]])
     assert len(text) <= marks._LONG
     wholes = [tokens_of(model, text, start=start).tolist() for start in (False, True)]
@@ -183,7 +183,7 @@ def test_a_long_chat_is_tokenized_in_parts_that_give_the_same_tokens(model, temp
     assert max(sizes) < 200 < len(text)
 
 
-def test_a_long_text_is_not_cut_at_a_marker_that_another_token_may_hide(vocab, monkeypatch):
+def test_long_text_is_not_cut_at_markers_that_may_be_part_of_others(vocab, monkeypatch):
     monkeypatch.setattr(marks, "_LONG", 1)
     control = ["<a>", "<b>", "(<b>)", "<c", "c>>>", "<d>>", "d<d>"]
     model = vocab(control=control)
@@ -192,7 +192,7 @@ def test_a_long_text_is_not_cut_at_a_marker_that_another_token_may_hide(vocab, m
     assert tokens_of(model, text).tolist() == model.tokenize(text, special=True).tolist()
 
 
-def test_a_reply_may_begin_with_a_thought(vocab):
+def test_thought_tags_are_tokens_only_at_the_start_of_a_reply(vocab):
     model = vocab(control=["<think>", "</think>", "<end>"])
     stays = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<end>{% endfor %}"
     for opens in ("", "{% if add_generation_prompt %}<think>{% endif %}"):
@@ -208,7 +208,7 @@ def test_a_reply_may_begin_with_a_thought(vocab):
             assert len(special(model, tokens)) == 1 + ("f" in content)
 
 
-def test_words_stay_words_but_in_results_of_tools(vocab):
+def test_word_tokens_in_texts_stay_tokens_except_in_tool_results(vocab):
     words = ["  ", "<b>", "<|user|>", "</result>"]
     model = vocab(control=["<end>"], words=words)
     turns = "{% for m in messages %}<|user|>{{ m.content }}  </result>{% endfor %}"
@@ -225,7 +225,7 @@ def test_words_stay_words_but_in_results_of_tools(vocab):
     assert text_of(model, tokens_of(model, text)) == "<|user|> a<|user|></result>d  </result>"
 
 
-def test_markers_that_overlap_stay_text(vocab):
+def test_overlapping_markers_stay_text(vocab):
     model = vocab(control=["]~b]", "]~!b[", "<a<b>c>", "<b>"], words=["<|b]"])
     template = Template("]~b]{{ messages[0].content }}]~!b[", "", "", model.markers)
     for text in ("]~b]~!b[", "<a<b>c>", "<a<b>", "]~b]~b]<|b]~!b[", "]~", "]~b"):
@@ -234,7 +234,7 @@ def test_markers_that_overlap_stay_text(vocab):
         assert special(model, tokens) == special(model, tokens[[0, -1]])
 
 
-def test_a_marker_that_a_template_would_complete_stays_text(vocab):
+def test_marker_completed_by_the_template_stays_text(vocab):
     model = vocab(control=["<|im_end|>"])
     template = Template(
         "{{ messages[0].content }}>{{ tools | tojson(ensure_ascii=True) }}", "", "", model.markers
@@ -268,7 +268,7 @@ def count(model, messages):
     return tokens[: -len([*end, *parts[2]])]
 
 
-def test_a_server_counts_a_marker_as_text(smol, real):
+def test_server_reads_markers_in_messages_as_text(smol, real):
     messages = [message("system", EVIL)]
     n_all = 0
     with serving(smol, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
@@ -283,7 +283,7 @@ def test_a_server_counts_a_marker_as_text(smol, real):
             messages.append(answer["choices"][0]["message"])
 
 
-def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
+def test_generate_reads_markers_in_a_prompt_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [message("system", EVIL), message("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
@@ -298,7 +298,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     assert json.loads(raw.stdout)["prompt_tokens"] == len(wanted)
 
 
-def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
+def test_chat_reads_markers_in_typed_text_as_text(smol, real, tmp_path):
     evil, path = EVIL.replace("\n", " "), tmp_path / "chat.kvs"
     options = ("--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--session", path)
     assert called("chat", "-m", smol, *options, stdin=f"{evil}\n{evil}\n").returncode == 0
@@ -309,7 +309,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 
-def test_a_plain_completion_reads_markers(smol, real):
+def test_v1_completions_reads_markers_as_control_tokens(smol, real):
     with serving(smol, "--budget", "256", "--temp", "0") as server:
         body = {"prompt": f"a{EVIL}", "max_tokens": 2}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()

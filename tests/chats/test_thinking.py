@@ -50,11 +50,11 @@ def parts(text, n, tags=THINK, **how):
         ("no tags", "", "no tags"),
     ],
 )
-def test_a_thought_is_told_from_what_is_said_however_it_is_cut(text, thought, said, n):
+def test_splitter_separates_thought_and_answer_for_any_piece_size(text, thought, said, n):
     assert parts(text, n) == (thought, said)
 
 
-def test_a_thought_that_the_reply_header_opened():
+def test_splitter_handles_a_thought_opened_by_the_reply_header():
     assert parts("one</think>two", 3, is_open=True) == ("one", "two")
     assert without_thought("one</think>\n\ntwo", Splitter(THINK, is_open=True)) == "two"
     assert without_thought("\ntwo", Splitter(THINK)) == "\ntwo"
@@ -84,11 +84,11 @@ HEADED = (
         ("none", "", "none"),
     ],
 )
-def test_a_header_of_what_is_said_is_no_part_of_it(text, thought, said, n):
+def test_header_of_the_answer_is_not_part_of_the_answer(text, thought, said, n):
     assert parts(text, n, tags=HEADERS) == (thought, said)
 
 
-def test_templates_say_their_tags():
+def test_thought_tags_are_found_in_the_template_source():
     assert tags_in("... [THINK] ... [/THINK]") == Tags("[THINK]", "[/THINK]")
     assert tags_in("content.split('</think>')") == THINK
     assert tags_in("nothing") == THINK
@@ -96,7 +96,7 @@ def test_templates_say_their_tags():
     assert tags_in("split('<channel|>')").start == "<|channel>thought\n"
 
 
-def test_templates_say_what_becomes_of_thoughts():
+def test_template_detects_whether_it_opens_or_drops_thoughts():
     drops, keeps = (Template(source, "", "") for source in (DROPS.replace("%OPEN%", ""), KEEPS))
     assert (drops.drops_thoughts, keeps.drops_thoughts) == (True, False)
     assert (drops.opening, keeps.opening) == ("", "")
@@ -144,7 +144,7 @@ def says(talk, text):
 
 
 @pytest.mark.parametrize(("opening", "policy"), [("", "full"), ("<think>\n", "h2o"), ("", "recall")])
-def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening, policy):
+def test_later_turns_do_not_see_thoughts_that_the_template_drops(talk, opening, policy):
     budget = 512 if policy == "full" else 64
     ours = talk(DROPS.replace("%OPEN%", opening), policy, budget)
     theirs = talk(DROPS.replace("%OPEN%", ""), policy, budget)
@@ -164,7 +164,7 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
 
 
-def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are_dropped(talk, monkeypatch):
+def test_sampler_history_has_each_token_once_after_thoughts_are_dropped(talk, monkeypatch):
     ours, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
     model, sampler = ours.writer.engine.model, ours.writer.sampler
 
@@ -180,7 +180,7 @@ def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are
     assert list(sampler.recent) == sampled
 
 
-def test_a_thought_that_is_stopped_leaves_nothing(talk):
+def test_stopped_thought_is_dropped_from_the_next_turn(talk):
     ours = talk(DROPS.replace("%OPEN%", ""), "h2o")
     says(ours, "<think>\nlong and longer and longer</think>\n\nSeven.")
     pieces = ours.reply("Name a number.")
@@ -195,7 +195,7 @@ def test_a_thought_that_is_stopped_leaves_nothing(talk):
     assert n < len(ours.writer.tokens)
 
 
-def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
+def test_thoughts_in_control_token_tags_are_separated_and_dropped(talk):
     ours, theirs = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
     thought = "They want a number. " * 6
     says(ours, HEADERS.start + thought + HEADERS.end + "It is seven.")
@@ -250,7 +250,7 @@ def read_afresh(talk):
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
 @pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES, KEEPS])
-def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source, policy):
+def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source, policy):
     ours = talk(source, policy, 512 if policy == "full" else 64)
     efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
     efforts = efforts if source in (SWITCHED, OPENED, TOLD) else [None] * 3
@@ -263,7 +263,7 @@ def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source,
         assert ours.writer.tokens.tolist() == read_afresh(ours)
 
 
-def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
+def test_effort_that_changes_only_the_header_keeps_the_cache(talk):
     ours = talk(OPENED)
     says(ours, "Hm.\n</think>\n\nSeven.")
     "".join(ours.reply("Name a number."))
@@ -279,7 +279,7 @@ def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(talk, policy):
+def test_effort_in_the_prompt_rereads_the_chat_and_can_be_undone(talk, policy):
     ours = talk(TOLD, policy)
     ours.undoable = True
     says(ours, "Hm.</think>Seven.")
@@ -299,7 +299,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.writer.tokens.tolist() == before
 
 
-def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
+def test_unsupported_effort_is_refused_and_changes_nothing(talk):
     ours = talk(OPENED)
     ours.set_effort("off")
     with pytest.raises(UsageError, match="--think low: the model's chat template takes off and on"):
@@ -309,7 +309,7 @@ def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
     assert (ours.effort, ours.template.opens_thought) == ("off", False)
 
 
-def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
+def test_changed_effort_pins_the_changed_system_prompt(talk):
     ours = talk(TOLD, budget=512)
     ours.reset("Be brief.")
     ours.pin_system()
@@ -321,7 +321,7 @@ def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
     assert ours.writer.is_new
 
 
-def test_a_transcript_has_thoughts_between_tags_wherever_the_template_takes_them():
+def test_transcript_shows_thoughts_between_tags_for_both_message_formats():
     plain = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSeven."}
     apart = {"role": "assistant", "content": "Seven.", "reasoning_content": "Hm.\n"}
     assert transcript([apart]) == transcript([plain]) == "<think>\nHm.\n</think>\n\nSeven.\n\n"

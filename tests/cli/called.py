@@ -38,7 +38,7 @@ CUT = r"stopped after [0-9,]+ tokens? \(-n\)\n"
 def uncut(done):
     """Remove the lines from a command's stderr that say that -n has cut an answer. Return the result.
 
-    Most tests take few tokens to be fast, and do not care about these lines.
+    Most tests use a small -n to be fast, and do not check these lines.
     """
     if isinstance(done.stderr, bytes):
         done.stderr = re.sub(CUT, "", done.stderr.decode("latin-1")).encode("latin-1")

@@ -101,8 +101,8 @@ def turns(user):
 def live(model, policy, folder, n_call):
     """Take turns in a child process, which exits before its n_call-th call that changes a file.
 
-    Return (exit code, list). For each turn, the list has the messages of the saved chats. If there are fewer
-    than n_call calls, the last item of the list is the number of calls.
+    Return (exit code, list). The list has one item per turn: the messages of each saved chat. If there are
+    fewer than n_call calls, one more item is the number of calls.
     """
 
     def work(write):
@@ -118,7 +118,7 @@ def live(model, policy, folder, n_call):
 
 
 def go_on(model, policy, folder):
-    """Continue the session by one turn in another process. Return the messages from before that turn."""
+    """Continue the session by one turn, in another process. Return the session's earlier messages."""
 
     def work(write):
         chat, files = open_chat(model, policy, folder)
@@ -156,7 +156,7 @@ def check(folder, before, after):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls without a kill."""
+    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
     # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)

@@ -29,7 +29,7 @@ PROMPT = "\n> "
 class Terminal:
     """`kvtool chat` in a terminal.
 
-    The screen has far more rows than the size that the program gets, so no line scrolls off the screen.
+    The test's screen has 2,000 rows, many more than the program is told. Therefore no line scrolls off.
 
     model: name or path; None for the default model.
     own: True to make this the controlling terminal. The process then gets a SIGHUP when the terminal closes.
@@ -43,7 +43,7 @@ class Terminal:
         self._screen = pyte.Screen(columns, 2000)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
-        # length of the part of `text` that a test has waited for
+        # number of characters of `text` that the test has already waited for
         self._at = 0
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
@@ -70,7 +70,7 @@ class Terminal:
         return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
 
     def _row(self, y):
-        # pyte's `display` would draw the whole screen
+        # pyte's `display` would draw all rows of the screen
         row = self._screen.buffer[y]
         return "".join(row[x].data for x in range(max(row, default=-1) + 1))
 
@@ -84,9 +84,10 @@ class Terminal:
     def wait_for(self, words, pressing=""):
         """Read until these words appear. Return the text before them.
 
+        With PROMPT, read until the text ends with PROMPT: a continued chat also prints "> " before its last
+        turn.
+
         pressing: keys to type after each half second without output.
-        PROMPT must be at the end of the text, because a continued chat prints the same characters before its
-        last turn.
         """
         self._read_until(
             lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
@@ -96,7 +97,7 @@ class Terminal:
         return before
 
     def until(self, *words):
-        """Read until one of these words is on the screen, even in a line that was drawn again."""
+        """Read until one of these words is anywhere on the screen. (`wait_for` looks only at new text.)"""
         self._read_until(lambda: any(word in self.text for word in words))
         self._at = len(self.text)
 
@@ -170,7 +171,7 @@ def user_messages(path):
 
 @contextmanager
 def terminals(model, *options, env=None):
-    """Yield a function that starts a chat and waits for its prompt. The function accepts more options."""
+    """Yield a function that starts a chat and waits for its prompt. Its arguments are further options."""
     with ExitStack() as stack:
 
         def start(*more, **how):

@@ -31,7 +31,7 @@ def blocks(name):
 
 @pytest.fixture
 def run(smollm2, monkeypatch):
-    """run(code) executes code on one thread and returns the names that are then defined."""
+    """run(code): execute code on one thread. Return the variables that all code so far has defined."""
     monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
     names = {}
 
@@ -44,7 +44,7 @@ def run(smollm2, monkeypatch):
     names["model"].close()
 
 
-def test_the_documents_ten_lines_stream_a_reply(run, capsys):
+def test_first_example_of_python_docs_streams_a_reply(run, capsys):
     code = blocks("docs/python.md")[0]
     assert len(code.strip().splitlines()) <= 11
     names = run(code)
@@ -61,7 +61,7 @@ def test_the_documents_ten_lines_stream_a_reply(run, capsys):
     assert reply.startswith("".join(pieces))
 
 
-def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
+def test_examples_of_python_docs_run_and_print_true_numbers(run, capsys):
     code = blocks("docs/python.md")[1:]
     names = run(code[0])
     engine = names["engine"]
@@ -92,7 +92,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert len(code) == 5
 
 
-def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
+def test_generate_continues_the_stream_of_the_last_call(smollm2, monkeypatch):
     with closing(load_model(smollm2)) as model:
         starts, tokenize = [], model.tokenize
         monkeypatch.setattr(
@@ -125,7 +125,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
+def test_cells_equal_a_plain_count_over_the_rows(tiny_model, name, positions):
     with open_engine(tiny_model(), POLICIES[name], positions=positions) as engine:
         empty = engine.cells()
         assert (empty.n_past, empty.pos.shape, empty.share().tolist()) == (0, (4, 0), [])
@@ -156,7 +156,7 @@ def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
         assert [array.tolist() for array in arrays] == before
 
 
-def test_a_policys_parameters_are_those_of_the_command_line():
+def test_load_policy_takes_the_parameters_of_the_command_line():
     assert load_policy("h2o", 64, evict_every=4, window=9, decay=0.1, score="mean") == policies.fit(
         "h2o", 64, 4, ["window=9", "decay=0.1", "score=mean"]
     )
@@ -178,13 +178,13 @@ def test_a_policys_parameters_are_those_of_the_command_line():
         (lambda: Settings(flash="yes"), "flash must be on, off or auto, got 'yes'"),
     ],
 )
-def test_what_cannot_work_is_one_line(wrong, said):
+def test_invalid_values_raise_usage_error(wrong, said):
     with pytest.raises(UsageError, match=said):
         wrong()
 
 
 @pytest.mark.parametrize("n_max", [-5, 2.5, "3"])
-def test_a_limit_that_is_no_count_is_refused_before_anything_is_read(talker, n_max):
+def test_invalid_n_max_is_refused_before_anything_is_read(talker, n_max):
     said = re.escape(f"n_max must be a whole number of at least -1 (no limit), got {n_max!r}")
     model = kvtool.Model(talker)
     with closing(model), closing(kvtool.Engine(model, load_policy("local", 64))) as engine:
@@ -197,7 +197,7 @@ def test_a_limit_that_is_no_count_is_refused_before_anything_is_read(talker, n_m
 
 
 @pytest.mark.parametrize("first", ["engine", "model"])
-def test_what_is_closed_says_so(tiny_model, first):
+def test_use_after_close_raises_usage_error(tiny_model, first):
     model = kvtool.Model(tiny_model())
     engine = kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1))
     sampler = Sampler(model)
@@ -229,7 +229,7 @@ def test_what_is_closed_says_so(tiny_model, first):
     sampler.close()
 
 
-def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
+def test_unknown_damaged_or_unsupported_models_raise_errors(tmp_path, tiny_model, monkeypatch):
     with pytest.raises(ModelError, match=r"unknown model .*no such file"):
         load_model("smollm3-1t")
     (tmp_path / "none.gguf").write_bytes(b"GGUF" * 9)
@@ -242,7 +242,7 @@ def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
         load_model(tiny_model())
 
 
-def test_every_name_is_there_and_no_other():
+def test_every_public_name_can_be_imported_and_no_other():
     for name in kvtool.__all__:
         assert getattr(kvtool, name).__name__ == name
     # `Run` is the earlier name of `RunOptions`

@@ -58,7 +58,7 @@ def words_of(docstring):
     return {name for line in lines for name in line.split(", ")}
 
 
-def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
+def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
     rows = read(whole.stdout)
     assert [(row["what"], row["depth"]) for row in rows] == [(way, n) for n in (64, 2048) for way in ROWS]
@@ -76,7 +76,7 @@ def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
             assert row["rounds"] in (1, 2)
 
 
-def test_bytes_are_those_of_the_caches(whole):
+def test_bytes_equal_the_sizes_of_the_caches(whole):
     rows = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
     full, _, quantized = (rows[way, 64]["device_bytes"] for way in ROWS[:3])
     # a block of 32 numbers has 34 bytes in q8_0 and 64 in f16
@@ -89,8 +89,8 @@ def test_bytes_are_those_of_the_caches(whole):
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (rows["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
-    # the archive has the evicted tokens; it stores 32 numbers of a key in 22 bytes, and of a value in 18
-    # bytes
+    # the archive has the evicted tokens; it stores 32 numbers of a key in 22 bytes, and 32 numbers of a value
+    # in 18 bytes
     token_bytes = full * (22 + 18) // 128 // 256
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 
@@ -109,7 +109,7 @@ def test_the_first_line_names_the_machine(model):
     assert done.stderr == ""
 
 
-def test_a_table_of_80_columns_is_no_wider(whole):
+def test_table_fits_80_and_120_columns(whole):
     records = [row | {"over_old": dict.fromkeys(SPEEDS, 12.345)} for row in read(whole.stdout)]
     header = {"model": records[0]["model"], "machine": records[0]["machine"]}
     for width in (80, 120):
@@ -124,7 +124,7 @@ def test_a_table_of_80_columns_is_no_wider(whole):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_device_that_does_not_count_is_said(whole, is_known):
+def test_table_says_if_device_memory_is_unknown(whole, is_known):
     records = read(whole.stdout)
     if not is_known:
         records = [row | {"device_bytes": None} for row in records]
@@ -134,7 +134,7 @@ def test_a_device_that_does_not_count_is_said(whole, is_known):
     assert ("not known, as the devices' counters stand still" in " ".join(out.getvalue().split())) != is_known
 
 
-def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
+def test_row_says_if_memory_is_too_small(loaded, monkeypatch):
     rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
     benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
@@ -154,7 +154,7 @@ def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
         ("refact", {("recall", 64): "but in this model distance counts as well (ALiBi)"}),
     ],
 )
-def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
+def test_bench_measures_other_architectures(tiny_model, arch, wrong):
     """A row that fails does not affect the other rows."""
     budgets = {"recall": 64, "h2o": 64}
     with closing(Model(tiny_model(arch))) as model:
@@ -167,13 +167,13 @@ def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
         assert bool(row.write) == (row.why is None) == (not why), row
 
 
-def test_a_cache_in_host_memory_is_measured_where_there_is_a_device():
+def test_cache_in_host_memory_is_measured_if_there_is_a_device():
     ways = [way for way in bench.cache_configs({}, has_device=True) if not way.kv_offload]
     assert [way.name for way in ways] == ["full, --no-kv-offload"]
     assert all(way.kv_offload for way in bench.cache_configs({}, has_device=False))
 
 
-def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
+def test_offload_kqv_is_passed_to_llama_cpp(loaded, monkeypatch):
     init, passed = decoder.api.llama_init_from_model, []
 
     def spy(model, params):
@@ -187,7 +187,7 @@ def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
-def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
+def test_filled_cache_repeats_the_tokens_read(loaded, cache_type):
     settings = Settings(n_batch=64, type_k=cache_type, type_v=cache_type, flash="on", n_threads=1)
     with closing(Engine(loaded, policies.fit("full", 400), settings)) as engine:
         n_seed = depths.N_SEED
@@ -204,7 +204,7 @@ def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
 
 
 @pytest.mark.parametrize("name", ["recall", "h2o"])
-def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
+def test_lengthened_stream_continues_like_a_read_stream(loaded, name):
     """`lengthened` changes the counters, the window and the archive as if more tokens had been read."""
     policy, settings = policies.fit(name, 64), Settings(n_batch=64, n_threads=1)
     tokens = depths.text(loaded)[: depths.n_start(policy)]
@@ -228,7 +228,7 @@ def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
         assert np.isfinite(engine.context.logits()).all()
 
 
-def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
+def test_ratios_compare_with_the_same_row_of_an_earlier_run(tmp_path):
     def record(what, depth, speed):
         speeds = {"median": speed, "min": 1.0, "max": 99.0}
         return {"what": what, "depth": depth, **dict.fromkeys(SPEEDS, speeds)}
@@ -252,7 +252,7 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     assert bench.over(record("full", 64, 4.0), earlier_rows) == dict.fromkeys(SPEEDS)
 
 
-def test_a_run_says_its_ratios(whole, model, tmp_path):
+def test_compare_option_adds_ratios_to_the_records(whole, model, tmp_path):
     old, picture = tmp_path / "old.json", tmp_path / "speed.png"
     old.write_text(whole.stdout)
     options = "-m", model, "-t", 1, "--budget", 64, "-b", 64, "--rounds", 1
@@ -278,7 +278,7 @@ def test_a_run_says_its_ratios(whole, model, tmp_path):
         "\udcff\n",
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path, text):
+def test_file_without_bench_records_is_refused(tmp_path, text):
     old = tmp_path / "old.json"
     old.write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match=r"old.json is not what `kvtool bench --json` prints$"):
@@ -302,12 +302,12 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         (["-m", "MODEL", "--budget", "4"], 2, "recall"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments, code, words, model, tmp_path):
+def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, model, tmp_path):
     done = called("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
     one_line(done, code, words)
 
 
-def test_an_interrupted_run_prints_the_rows_that_it_has(model, monkeypatch):
+def test_interrupted_run_prints_the_measured_rows(model, monkeypatch):
     whole_round, done_rounds = bench.Bench._round, []
 
     def interrupted(self, row, saved):
@@ -327,7 +327,7 @@ def test_an_interrupted_run_prints_the_rows_that_it_has(model, monkeypatch):
     ]
 
 
-def test_the_cpu_has_a_name(monkeypatch):
+def test_cpu_name_is_never_empty(monkeypatch):
     assert cpu_name()
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     assert cpu_name()

@@ -76,7 +76,9 @@ def exported(path):
     ("policy", "sampling"),
     [("h2o", "--temp 0"), ("h2o", "--temp 1 --seed 7 --repeat-penalty 1.2"), ("recall", "--temp 0")],
 )
-def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, share_of, policy, sampling):
+def test_resumed_chat_gives_the_same_replies_as_an_uninterrupted_chat(
+    talk, tmp_path, share_of, policy, sampling
+):
     first = ["--policy", policy, "--budget", "96", *sampling.split()]
     ends = share_of((1, 6, 10, 14), (1, 9, 17, 24))
     assert talk(TURNS[: ends[-1]], *first, session="whole").returncode == 0
@@ -93,7 +95,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path, share_of, policy):
+def test_kill_at_any_file_operation_loses_no_chat(talker, tmp_path, share_of, policy):
     # kill at every eighth call, or at every call with --long
     step = 8 // share_of(1, 8)
     done = forked.run(
@@ -105,13 +107,13 @@ def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path,
 
 
 @pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 6, 50), (RECALL, 4, 15)], ids=["h2o", "recall"])
-def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, share_of, options, n, n_all):
+def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, options, n, n_all):
     n = share_of(n, n_all)
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # Stdin is a file, because writing to a full pipe would block. The file is short, so a fast machine
-        # can finish it.
+        # Stdin is a file, because writing to a full pipe would block. The file is short: on a fast machine,
+        # the chat may read all of it before the kill.
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -120,7 +122,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # a buffer would read more output than the test asks for
+                # without a buffer, which would read more output than the test asks for
                 bufsize=0,
             )
         output = b""
@@ -158,7 +160,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(output)
 
 
-def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, talk, tmp_path):
+def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(chat_model, talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
@@ -194,7 +196,8 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
     done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
     one_line(done, 9, "another system prompt")
     assert path.read_bytes() == before
-    # a session finds its model without -m; if that file was replaced, there is no option to leave out
+    # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
+    # error can name no option to leave out.
     own = shutil.copy(chat_model, tmp_path / "own.gguf")
     assert called(*_words(own, tmp_path / "own.kv", *FIRST), stdin="one\n").returncode == 0
     shutil.copy(other_model, own)
@@ -205,7 +208,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
 
-def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_path):
+def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     text = exported(path)
@@ -233,7 +236,7 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
 
-def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path):
+def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     path.write_bytes(path.read_bytes()[:300])
@@ -242,7 +245,7 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
         one_line(called("session", command, path), 9, line)
 
 
-def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
+def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path):
     talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
     path = tmp_path / "chat.kvs"
     record = json.loads(of_session("show", "--json", path))
@@ -263,7 +266,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", shown, re.M)
 
 
-def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
+def test_turn_with_recall_appends_only_new_data_to_the_archive(talk, tmp_path):
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     talk(TURNS[:2], *RECALL, "--archive-type", "q8_0")
     before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
@@ -285,7 +288,7 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["is damaged", "is missing", "belongs to another session"])
-def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(talk, tmp_path, what):
+def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp_path, what):
     talk(TURNS[:6], *RECALL)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before, text = path.read_bytes(), exported(path)
@@ -308,7 +311,7 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty file"])
-def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, left):
+def test_archive_of_a_moved_session_is_renamed_and_still_usable(talk, tmp_path, left):
     assert talk(TURNS[:12], *RECALL).returncode == 0
     path = tmp_path / "chat.kvs"
     path.rename(tmp_path / "moved")
@@ -323,7 +326,7 @@ def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, le
         assert len(exported(tmp_path / name)) == 2 * n + 2
 
 
-def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
+def test_session_of_an_earlier_version_with_inline_archive_continues(talk, tmp_path):
     # Both chats must round keys equally. With draft tokens, the number of tokens in a step, and so the
     # rounding of keys, would depend on the machine's speed.
     for name in ("chat.kvs", "whole"):
@@ -344,14 +347,14 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
 
 
 def _with_meta(path, line):
-    """Replace the JSON of a session by another line, and its hash by the right one."""
+    """Replace the JSON line of a session file, and update the hash of this line."""
     first, _, rest = path.read_bytes().split(b"\n", 2)
     name, number, _, of_arrays = first.rsplit(b" ", 3)
     digest = hashlib.sha256(line + b"\n").hexdigest().encode()
     path.write_bytes(b"\n".join([b" ".join([name, number, digest, of_arrays]), line, rest]))
 
 
-def test_a_session_without_the_values_of_a_chat_is_refused_and_not_replaced(chat_model, talk, tmp_path):
+def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, talk, tmp_path):
     path = tmp_path / "chat.kvs"
     talk(TURNS[:1], *FIRST)
     meta = session.read_meta(path)
@@ -367,7 +370,7 @@ def test_a_session_without_the_values_of_a_chat_is_refused_and_not_replaced(chat
         one_line(called(*command, stdin="hello\n"), 9, "chat.kvs has no text that kvtool can read")
 
 
-def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(talk, tmp_path):
+def test_session_stores_clusters_and_continues_if_they_are_missing(talk, tmp_path):
     clusters = "-o", "search=clusters", "-o", "exact=64"
     for name in ("chat.kvs", "whole"):
         talk(TURNS, *RECALL, *clusters, session=name)
@@ -390,7 +393,7 @@ def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(
     assert CLUSTERS in session.read(path)[1]
 
 
-def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
+def test_second_chat_on_the_same_session_is_refused(chat_model, talk, tmp_path):
     chat = forked.Popen(
         _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -405,7 +408,7 @@ def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
-def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
+def test_full_disk_keeps_the_last_saved_session(talk, tmp_path):
     talk(TURNS[:1], *FIRST)
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
@@ -417,7 +420,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
 
 
-def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
+def test_full_disk_keeps_the_last_saved_session_and_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
@@ -433,7 +436,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     assert talk(TURNS[6:8]).returncode == 0
 
 
-def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
+def test_unwritable_session_is_refused_before_the_chat(talk):
     one_line(talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs"), 9)
 
 
@@ -446,7 +449,7 @@ def test_the_transcript_is_appended(talk, tmp_path):
     assert shown.count("> line") == 3
 
 
-def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, tmp_path):
+def test_chat_keeps_the_archive_type_of_its_session(talk, tmp_path):
     path = tmp_path / "chat.kvs"
 
     def stored():
@@ -482,7 +485,7 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", ["chat.kvs.archive", "chat.kvs.archive.next"])
 @pytest.mark.parametrize("own", [RECALL, ("--policy", "h2o", "--budget", "64")], ids=["recall", "h2o"])
-def test_something_else_in_the_archives_place_is_told_before_the_first_turn(
+def test_foreign_file_at_the_archives_path_is_refused_before_the_first_turn(
     talk, tmp_path, is_new, name, own
 ):
     path, archive = tmp_path / "chat.kvs", tmp_path / name
@@ -507,7 +510,7 @@ def test_something_else_in_the_archives_place_is_told_before_the_first_turn(
         assert session.read_meta(path)["n_turn"] == (1 if is_new else 4)
 
 
-def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
+def test_search_options_of_recall_may_change_and_old_options_are_dropped(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "-o", "exact=64")
     assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0
     done = talk(TURNS[7:8], "-o", "sinks=2")
@@ -526,8 +529,8 @@ def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk,
 
 
 @pytest.mark.parametrize("command", [["session", "show"], ["session", "export"], ["chat", "--session"]])
-def test_an_unreadable_session_is_an_error_of_sessions(monkeypatch, tmp_path, command):
+def test_file_without_read_permission_is_reported_as_no_session(monkeypatch, tmp_path, command):
     (tmp_path / "chat.kv").write_text("no session")
-    # root may read all files, so only the check itself can be tested
+    # root may read all files, so the test replaces the check of permissions
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     one_line(called(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")

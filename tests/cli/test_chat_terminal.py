@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from kvtool.chats.undo import MOST, MOST_BYTES
-from kvtool.cli.chat.show import HELP, KEYS, NOTES
+from kvtool.cli.chat.slash_commands import KEYS, NOTES, OF_NAME, SLASHES
 from tests import tiny
 from tests.cli.terminal import terminals, user_messages
 
@@ -44,7 +44,7 @@ def chat_kv(four_turns, tmp_path):
 FOUR = [f"turn {i}" for i in range(4)]
 
 
-def test_nothing_that_is_typed_is_read_as_markup(terminal):
+def test_typed_text_is_never_read_as_markup(terminal):
     chat = terminal("--system", "[/]")
     assert chat.say("/system") == "[/]"
     for line, reply in (
@@ -74,7 +74,7 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     ],
     ids=["UTF-8", "C", "latin-1", "ascii"],
 )
-def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
+def test_input_in_another_encoding_does_not_end_the_chat(terminal, env):
     chat = terminal(env=env)
     assert chat.say(b"caf\xe9").endswith("tokens/s")
     chat.type(b"/caf\xe9\r")
@@ -86,7 +86,7 @@ def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
     chat.leave()
 
 
-def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
+def test_wrong_command_gets_one_line_and_the_chat_continues(terminal, tmp_path):
     chat = terminal()
     for line, words in (
         ("/save", "/save needs a file"),
@@ -111,10 +111,10 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
     chat.leave()
 
 
-def test_the_help_says_what_undo_keeps(terminal):
+def test_help_lists_all_commands_and_the_limits_of_undo(terminal):
     chat = terminal()
     text = " ".join(chat.say("/help").split())
-    for each in (*(f"{command} {what}" for command, what in HELP.items()), KEYS):
+    for each in (*(f"{command.usage} {command.help}" for command in SLASHES), KEYS):
         assert each in text
     text = " ".join(chat.say("/help more").split())
     for each in NOTES:
@@ -124,18 +124,18 @@ def test_the_help_says_what_undo_keeps(terminal):
     chat.leave()
 
 
-def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
+def test_help_fits_into_a_small_terminal(terminal):
     chat = terminal(columns=80, rows=24)
     # the other three rows show the typed line and the next prompt
     assert len(chat.say("/help").split("\n")) <= 24 - 3
     assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
     for name in ("set", "/SET"):
-        assert chat.say(f"/help {name}") == f"/set [NAME X]  {HELP['/set [NAME X]']}"
-    assert chat.say("/help quit") == f"/exit, /bye, /quit  {HELP['/exit, /bye, /quit']}"
+        assert chat.say(f"/help {name}") == f"/set [NAME X]  {OF_NAME['/set'].help}"
+    assert chat.say("/help quit") == f"/exit, /bye, /quit  {OF_NAME['/exit'].help}"
     chat.leave()
 
 
-def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
+def test_save_replaces_only_sessions_and_empty_files(terminal, tmp_path):
     path = tmp_path / "precious.txt"
     path.write_text("precious\n")
     chat = terminal()
@@ -150,7 +150,7 @@ def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
-def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
+def test_save_asks_before_it_replaces_another_chat(terminal, chat_kv):
     chat = terminal()
     chat.say("hello")
     for answer, message in (("", "not saved"), ("no", "not saved"), ("\x03", "not saved"), ("y", "saved to")):
@@ -173,7 +173,7 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
     assert user_messages(chat_kv) == ["hello", "more"]
 
 
-def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv):
+def test_save_to_the_session_of_a_running_chat_is_refused(terminal, chat_kv):
     terminal("--session", chat_kv)
     chat = terminal()
     chat.say("hello")
@@ -196,7 +196,7 @@ def other_kv(terminal, tmp_path):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, other_kv, change, end):
+def test_session_keeps_the_previous_chat_until_the_next_reply(terminal, chat_kv, other_kv, change, end):
     chat = terminal("--session", chat_kv)
     message = chat.say(change.format(other=other_kv))
     assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in message
@@ -207,7 +207,7 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
+def test_previous_chat_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
     before = chat_kv.read_bytes()
     loaded = ["other"] if "/load" in change else []
     # chat.kv.1 exists already, so the set-aside file will be chat.kv.2
@@ -225,7 +225,7 @@ def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change):
+def test_undo_reverts_changes_one_by_one(terminal, chat_kv, other_kv, change):
     n_loaded = 1 if "/load" in change else 0
     chat = terminal("--session", chat_kv)
     chat.say("turn 4")
@@ -247,7 +247,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     assert user_messages(chat_kv) == FOUR
 
 
-def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
+def test_undo_keeps_the_session_until_its_own_chat_is_restored(terminal, chat_kv, other_kv):
     saved, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
     chat = terminal("--session", chat_kv)
     for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
@@ -269,7 +269,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
     chat.leave()
 
 
-def test_a_session_without_turns_is_told(terminal, tmp_path):
+def test_session_without_turns_is_announced_as_a_new_chat(terminal, tmp_path):
     path = tmp_path / "talk.kv"
     chat = terminal("--session", path)
     chat.say("one")
@@ -281,7 +281,7 @@ def test_a_session_without_turns_is_told(terminal, tmp_path):
         assert f"\na new chat, saved in {path}\n" in each.text
 
 
-def test_an_older_copy_of_the_same_chat_replaces_no_user_messages(terminal, chat_kv, tmp_path):
+def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_path):
     chat = terminal("--session", chat_kv)
     chat.say(f"/save {tmp_path / 'copy.kv'}")
     chat.say("turn 4")
@@ -298,7 +298,7 @@ def test_an_older_copy_of_the_same_chat_replaces_no_user_messages(terminal, chat
     chat.leave()
 
 
-def test_undo_without_a_session_takes_changes_back_too(terminal):
+def test_undo_without_a_session_reverts_changes(terminal):
     chat = terminal()
     chat.say("one")
     chat.say("/reset")
@@ -311,7 +311,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.leave()
 
 
-def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
+def test_too_long_system_prompt_is_refused_and_changes_nothing(terminal, chat_kv):
     chat = terminal("--session", chat_kv)
     assert "choose a larger budget" in chat.say("/system " + "long " * 300)
     assert chat.say("/system") == "(none)"
@@ -320,7 +320,7 @@ def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
     chat.leave()
 
 
-def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
+def test_session_behind_a_symlink_keeps_the_symlink(terminal, chat_kv, tmp_path):
     link = tmp_path / "link.kv"
     link.symlink_to(chat_kv)
     chat = terminal("--session", link)
@@ -330,7 +330,7 @@ def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
     assert user_messages(chat_kv) == [*FOUR, "more"]
 
 
-def test_a_template_that_cuts_the_system_prompt_is_told(tmp_path):
+def test_chat_warns_if_the_template_cuts_the_system_prompt(tmp_path):
     path = tmp_path / "cuts.gguf"
     tiny.write_llama(path, chat_template="{% for m in messages %}[{{ m.content[:5] }}]{% endfor %}[a]")
     words = "the system prompt may be evicted: the model's chat template leaves it out"

@@ -49,7 +49,7 @@ def terminal(talker, tmp_path):
         ("a \\b c", False, "a \\b c"),
     ],
 )
-def test_blocks_and_lines_that_go_on(typed, more, text):
+def test_quoted_blocks_and_backslashes_continue_a_line(typed, more, text):
     assert goes_on(typed) is more
     if text is not None:
         assert meant(typed) == (text, False)
@@ -74,7 +74,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         ("/system Be brief.\\\nBe kind.", "/system Be brief.\nBe kind.", True),
     ],
 )
-def test_what_is_a_command_and_what_is_text(typed, text, is_command):
+def test_lines_are_classified_as_command_or_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
         # if the prompt offers this message for editing, Enter must send it unchanged
@@ -82,11 +82,11 @@ def test_what_is_a_command_and_what_is_text(typed, text, is_command):
 
 
 @pytest.mark.parametrize("text", ["/system\nreads", "ends with \\\nand goes on", '"""', "//", "/a", "/a/b"])
-def test_a_turn_is_offered_as_it_was_meant(text):
+def test_text_offered_for_editing_keeps_its_meaning(text):
     assert meant(typed_as(text)) == (text, False)
 
 
-def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
+def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.txt").write_text("two\nlines\n")
     (tmp_path / "x.py").write_text("\ufeffprint(1)\n", encoding="utf-8")
@@ -102,7 +102,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.join()
     # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
-    # no file can have so long a name
+    # no file can have a name this long
     assert with_files("@" + "a" * 300) == "@" + "a" * 300
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
@@ -123,11 +123,11 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
         ("What is in @x.txt?", "What is in text?"),
         ("(see @x.txt).", "(see text)."),
         ("Read \"@x.txt\", @x.txt; '@x.txt'", "Read \"text\", text; 'text'"),
-        # a file whose name ends in a mark
+        # the name of a file may end with a punctuation mark
         ("@x.txt! and @x.txt!,", "other and other,"),
     ],
 )
-def test_marks_around_a_file_stay(tmp_path, monkeypatch, typed, sent):
+def test_punctuation_around_a_file_name_stays(tmp_path, monkeypatch, typed, sent):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("text")
     (tmp_path / "x.txt!").write_text("other")
@@ -144,7 +144,7 @@ def test_marks_around_a_file_stay(tmp_path, monkeypatch, typed, sent):
         ('@app.route("/x")\ndef f():', []),
     ],
 )
-def test_names_that_only_look_like_files_are_sent_and_reported(tmp_path, monkeypatch, typed, names):
+def test_names_that_are_no_files_are_sent_as_text_and_reported(tmp_path, monkeypatch, typed, names):
     monkeypatch.chdir(tmp_path)
     missing = []
     assert with_files(typed, missing=missing.append) == typed
@@ -153,7 +153,7 @@ def test_names_that_only_look_like_files_are_sent_and_reported(tmp_path, monkeyp
 
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
-    """typed_at(keys, default): the text that a prompt with this default returns after these keys."""
+    """typed_at(keys, default): type these keys at a prompt that offers `default`. Return its text."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def typed(keys, default="", selected=False):
@@ -175,7 +175,7 @@ def typed_at(monkeypatch, tmp_path):
         (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
     ],
 )
-def test_what_is_typed_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
+def test_typing_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
     assert typed_at(keys, "/foo bar", selected=True) == line
 
 
@@ -183,14 +183,14 @@ def test_an_offered_line_is_not_selected(typed_at):
     assert typed_at(" more\r", "one") == "one more"
 
 
-def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
+def test_ctrl_z_suspends_and_adds_no_text(typed_at, monkeypatch):
     suspended = []
     monkeypatch.setattr(Application, "suspend_to_background", lambda self: suspended.append(self))
     assert typed_at("he\x1allo\r") == "hello"
     assert len(suspended) == 1
 
 
-def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
+def test_pasted_or_quoted_lines_are_sent_as_one_turn(terminal, tmp_path):
     path, file = tmp_path / "chat.kv", tmp_path / "part.txt"
     file.write_text("what the file says\n")
     chat = terminal("--session", path)
@@ -250,7 +250,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
 
 
 @pytest.mark.parametrize("state", [os.devnull, "file"])
-def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path, state):
+def test_chat_works_without_a_folder_for_its_history(terminal, tmp_path, state):
     (tmp_path / "file").touch()
     # docs/chat.md turns the history off with /dev/null. This path is absolute, so it replaces tmp_path in the
     # next line.
@@ -258,7 +258,7 @@ def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path, sta
     assert chat.say("hello").endswith("tokens/s")
 
 
-def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_path):
+def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(terminal, tmp_path):
     path, held = tmp_path / "chat.kv", Held(tmp_path)
     chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
     before = chat.say("hello").split("\n")[-1]
@@ -293,7 +293,7 @@ POLICY = Busy
 """
 
 
-def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
+def test_ctrl_c_shows_stopping_before_the_step_ends(terminal, tmp_path):
     fifo, there = tmp_path / "fifo", tmp_path / "there"
     os.mkfifo(fifo)
     (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(there)))
@@ -311,7 +311,7 @@ def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
 
 
 @pytest.mark.parametrize("policy", [("--policy", "h2o"), ("--budget", 48)], ids=["h2o", "recall"])
-def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
+def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, policy):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path, *policy)
     assert chat.say("/retry") == chat.say("/edit-last") == "the chat has no turns"
@@ -345,11 +345,21 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
-def test_an_editor_that_does_not_start_is_one_line(terminal):
+def test_editor_that_does_not_start_gets_one_line(terminal):
     chat = terminal(env={"EDITOR": "no-such-editor", "VISUAL": ""})
     line = "no-such-editor cannot be started: No such file or directory; set $EDITOR to an editor that works"
     assert chat.say("/edit") == line
     assert chat.say("/think") == "think  (the model's own); this model does not think"
+
+
+def test_a_text_that_is_not_utf_8_does_not_end_the_chat(terminal, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "b\\377" >> "$1"\n')
+    editor.chmod(0o755)
+    for visual, answer in ((editor, "a text that is not UTF-8 (byte 6)"), ("true", "no text")):
+        chat = terminal(env={"VISUAL": str(visual)})
+        assert f"the editor returned {answer}" in chat.say(b"/edit a\xff")
+        assert chat.say("/cells") == "the cache is empty"
 
 
 def test_an_empty_reply_is_explained(terminal):
@@ -358,7 +368,7 @@ def test_an_empty_reply_is_explained(terminal):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new", "edited"])
-def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp_path, again):
+def test_turn_that_does_not_fit_is_undone_and_offered_for_editing(talker, tmp_path, again):
     path, long = tmp_path / "chat.kv", "many words " * 30
     full = ("-n", 4, "--policy", "full", "-c", 200, "--session", path)
     with terminals(talker, *full, env={"XDG_STATE_HOME": str(tmp_path)}) as start:
@@ -387,7 +397,7 @@ def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp
 @pytest.mark.parametrize(
     ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
 )
-def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal, tmp_path, line, at_prompt):
+def test_text_typed_ahead_is_dropped_if_the_prompt_offers_a_line(terminal, tmp_path, line, at_prompt):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
     chat.say("one")
@@ -401,7 +411,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     assert user_messages(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
-def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal, tmp_path):
+def test_unknown_slash_line_is_sent_only_after_confirmation(terminal, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
     chat.say("one")
@@ -420,7 +430,7 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
     until(lambda: user_messages(path) == ["one", "/no/pe is a path"])
 
 
-def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(terminal):
+def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
     chat = terminal()
     start = "is fixed when a chat starts; leave with /exit and start `kvtool chat"
     assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
@@ -434,7 +444,7 @@ def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(termi
         assert right in names.split(", ")
 
 
-def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
+def test_terminal_mode_is_set_again_after_sigcont(monkeypatch):
     master, theirs = pty.openpty()
     with open(theirs, closefd=False) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -457,7 +467,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
     os.close(theirs)
 
 
-def test_ctrl_c_ends_a_question_and_not_the_rest_of_its_command(monkeypatch):
+def test_ctrl_c_interrupts_only_the_question_of_a_command(monkeypatch):
     handlers = []
     monkeypatch.setattr(
         screen, "confirmed", lambda question: handlers.append(signal.getsignal(signal.SIGINT))
@@ -471,7 +481,7 @@ def test_ctrl_c_ends_a_question_and_not_the_rest_of_its_command(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_empty_file_is_refused_and_an_inserted_one_is_told(terminal, tmp_path):
+def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_path):
     chat = terminal("--session", tmp_path / "chat.kv")
     (tmp_path / "z.txt").write_text(" \n")
     (tmp_path / "my note.txt").write_text("word " * 9)
@@ -493,12 +503,12 @@ def test_plain_has_no_colours(terminal):
     chat.type("\x15")
     chat.say("/stats")
     chat.say("/cells")
-    # the prompt selects a refused line, in reverse video
+    # 7 is reverse video: the prompt shows a refused line as selected
     styles = set(re.findall(rb"\x1b\[([0-9;]*)m", chat.raw))
     assert styles <= {b"", b"0", b"7", b"0;7"}
 
 
-def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
+def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"
     assert chat.say("/set top-p 0.5") == "top_p  0.5"
@@ -508,7 +518,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
-    # only an = after the name separates; an = in the value belongs to the value
+    # only the = after the name is a separator; an = in the value belongs to the value
     for typed, shown in (
         ("stop x=y", 'stop  "x=y"'),
         ("stop=x=y", 'stop  "x=y"'),
@@ -553,7 +563,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
 
 
-def test_an_editor_writes_a_turn(terminal, tmp_path):
+def test_edit_sends_the_text_of_the_editor(terminal, tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf "line one\\nline two\\n" > "$1"\n')
     editor.chmod(0o755)
@@ -564,7 +574,7 @@ def test_an_editor_writes_a_turn(terminal, tmp_path):
     assert user_messages(tmp_path / "chat.kv") == ["line one\nline two"]
 
 
-def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
+def test_aliases_of_commands_work_and_typos_get_suggestions(terminal):
     chat = terminal()
     assert chat.say("/?").startswith("/help")
     chat.say("hello")
@@ -587,7 +597,7 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     assert chat.process.wait(PATIENCE_S) == 0
 
 
-def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
+def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
     chat.say("what was said")
@@ -598,7 +608,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
 
 
-def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
+def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):
     line = "gemma3-270m is a base model, not for chats; `kvtool generate --raw` continues a text\n"
     assert "base model" not in terminal().text
     # a base model is recognized by the name of its file
@@ -609,7 +619,7 @@ def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
     assert f"\n{line}" in piped.stderr
 
 
-def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
+def test_resized_narrow_window_keeps_each_line_once(terminal):
     chat = terminal(columns=60, rows=20)
     # the lines that the chat prints at its start are wrapped between words
     assert " and still\nused: up to " in chat.text

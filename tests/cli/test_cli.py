@@ -70,7 +70,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
     assert "Usage" in text
 
 
-def test_a_command_loads_no_other():
+def test_command_does_not_import_other_commands():
     """The command does not load other commands, pydantic or gguf.
 
     New versions of typer import pydantic, which is slow.
@@ -91,7 +91,7 @@ def test_a_command_loads_no_other():
     assert done.stdout.split() == [f"kvtool.cli.{name}" for name in used]
 
 
-def test_commands_are_shown_in_their_order_and_suggested():
+def test_help_lists_commands_in_order_and_typos_get_a_suggestion():
     listed = kvtool("--help").stdout.split("Commands:\n")[1]
     named = [line.split()[0] for line in listed.split("\n\n")[0].splitlines() if line[2] != " "]
     assert named == list(COMMANDS)
@@ -144,14 +144,14 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["policies", "nope"], 2, "unknown policy 'nope'"),
     ],
 )
-def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2, tmp_path):
+def test_bad_input_gets_one_line_and_its_exit_code(arguments, code, words, text_file, smollm2, tmp_path):
     for name in ("EMPTY.txt", "EMPTY.gguf"):
         (tmp_path / name).touch()
     done = called(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
     one_line(done, code, words)
 
 
-def test_an_answer_that_is_cut_is_told(smol):
+def test_answer_cut_by_n_is_reported(smol):
     common = "-m", smol, "-t", 1, "--temp", 0
     for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
         done = called(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
@@ -161,7 +161,7 @@ def test_an_answer_that_is_cut_is_told(smol):
     assert called("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
 
 
-def test_one_token_is_not_called_tokens(smol):
+def test_messages_about_one_token_use_the_singular(smol):
     command = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
     done = called(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
     assert "stopped after 1 token (-n)" in done.stderr
@@ -171,7 +171,7 @@ def test_one_token_is_not_called_tokens(smol):
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 @pytest.mark.parametrize(("arch", "least"), [("gemma3", "256.0 KiB"), ("lfm2", "131.0 KiB")])
-def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_file, arch, least, command):
+def test_budget_in_bytes_must_hold_the_smallest_cache(tiny_model, text_file, arch, least, command):
     options = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
     budget = "--budgets" if command == "compare" else "--budget"
     policy = "--policies" if command == "compare" else "--policy"
@@ -204,7 +204,7 @@ def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     one_line(called(command, tmp_path / "one.txt"), 5, line)
 
 
-def test_policies_lists_all_with_their_parameters():
+def test_policies_lists_all_policies_and_their_parameters():
     listed = {policy["name"]: policy for policy in json.loads(called("policies", "--json").stdout)}
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
@@ -223,7 +223,7 @@ def test_policies_lists_all_with_their_parameters():
     assert more == "kvtool policies NAME shows a policy's paper and its parameters."
 
 
-def test_a_policy_shows_what_a_budget_gives():
+def test_policies_shows_the_parameters_that_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
@@ -232,7 +232,7 @@ def test_a_policy_shows_what_a_budget_gives():
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
-def test_a_policy_shows_what_is_given_by_hand():
+def test_policies_shows_parameters_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
     # An eviction leaves 512 - 32 tokens, and half of them is the default window. group=mean is stored as
@@ -273,7 +273,7 @@ def test_policies_explains_every_parameter():
         (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
     ],
 )
-def test_policies_refuses_what_would_show_nothing(arguments, words):
+def test_policies_refuses_options_that_would_show_nothing(arguments, words):
     one_line(called("policies", *arguments), 2, words)
 
 
@@ -288,24 +288,24 @@ def test_an_answer_that_fills_the_cache_is_printed(default_talker):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
+def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     options = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
     done = kvtool("perplexity", text_file, "-t", 1, "--json", *options)
     result = json.loads(done.stdout)
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "resident_refusal"),
+        *("archive_type", "resident", "repeated", "resident_refusal"),
         *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399
-    # bytes of 2 layers, K and V, 2 heads of 32 numbers in f16, 256 cells
+    # 2 layers, K and V, 2 heads, 32 numbers of 2 bytes (f16), 256 cells
     assert result["kv_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
     assert result["tokens_per_s"] > 0
 
 
-def test_perplexity_scores_in_batches_whatever_a_policy_does_with_prompts(text_file, default_talker):
+def test_perplexity_works_with_a_policy_that_reads_prompts_whole(text_file, default_talker):
     done = kvtool("perplexity", text_file, "-t", 1, "--policy", "snapkv", "--budget", 64, "--max-tokens", 100)
     assert done.returncode == 0
     assert "each KV head keeps at most 64 of them (64 %)" in done.stderr
@@ -319,7 +319,7 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_bytes_for_more_than_the_context_are_said_to_be_the_context(smol, policy):
+def test_budget_beyond_the_context_is_reported_as_the_whole_context(smol, policy):
     command = "generate", "hi", "-n", 1, "-t", 1, "-m", smol, "--policy", policy
     done = kvtool(*command, "--budget", "1TiB")
     line = r"--budget 1TiB holds the whole context: the budget is [0-9,]+ of its 8,192 tokens\n"
@@ -334,7 +334,7 @@ def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
         assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
 
 
-def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
+def test_prompt_that_names_a_file_gets_a_hint(chat_model, tmp_path):
     (tmp_path / "notes.md").write_text("Hello.")
     command = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
     line = "notes.md is a file; use -f notes.md to read it\n"
@@ -346,7 +346,7 @@ def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
         assert "is a file" not in kvtool(*command, prompt, cwd=tmp_path).stderr
 
 
-def test_generate_is_the_same_for_the_same_seed(default_talker):
+def test_generate_gives_the_same_text_for_the_same_seed(default_talker):
     def story(seed):
         return kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", seed, "-t", 1).stdout
 
@@ -355,7 +355,7 @@ def test_generate_is_the_same_for_the_same_seed(default_talker):
     assert first != story(8)
 
 
-def test_generate_reads_more_than_its_budget(default_talker):
+def test_generate_reads_prompts_longer_than_the_budget(default_talker):
     done = kvtool(
         *("generate", "-p", "Summarize:", "-n", 8, "--temp", 0, "-t", 1),
         *("--budget", 128, "-b", 64, "--json", "--policy", "h2o"),
@@ -369,7 +369,7 @@ def test_generate_reads_more_than_its_budget(default_talker):
 
 
 @pytest.mark.parametrize("policy", KINDS)
-def test_policies_of_each_kind_generate(default_talker, policy):
+def test_every_kind_of_policy_can_generate(default_talker, policy):
     # the prompt exceeds the budget, and the reply is long enough for further evictions
     done = kvtool(
         *("generate", "--raw", "-n", 20, "--temp", 0, "-t", 1, "--policy", policy, "--json"),
@@ -384,7 +384,7 @@ def test_policies_of_each_kind_generate(default_talker, policy):
 
 
 @pytest.mark.parametrize("prefill", ["stream", "whole"])
-def test_a_prompt_is_read_as_asked(default_talker, prefill):
+def test_prefill_option_selects_stream_or_whole(default_talker, prefill):
     done = kvtool(
         *("generate", "-n", 4, "--temp", 0, "-t", 1, "--policy", "h2o", "--budget", 64, "-b", 32),
         *("--prefill", prefill, "-vv"),
@@ -396,7 +396,7 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
-def test_rows_that_differ_need_no_budget(text_file, smollm2):
+def test_corm_works_without_a_budget(text_file, smollm2):
     means = []
     for history in (32, 40):
         given = ("--policy", "corm", "-o", f"history={history}", "--json")
@@ -411,7 +411,7 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 
-def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
+def test_documented_example_policy_works_from_a_file(text_file, default_talker, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", WRITING.read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / "mine.py").write_text(code)
     wanted = ("--policy", "./mine.py", "-o", "window=16", "--budget", 128)
@@ -423,7 +423,7 @@ def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
     assert listed["what"].startswith("Average: ")
 
 
-def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
+def test_generate_ends_quietly_when_its_pipe_is_closed(smollm2):
     writer = forked.Popen(
         [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
         stdin=subprocess.DEVNULL,
@@ -438,7 +438,7 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     writer.stderr.close()
 
 
-def test_chat_with_a_pipe_answers_each_line(default_talker):
+def test_chat_answers_each_line_of_a_pipe(default_talker):
     done = kvtool("chat", "--temp", 0, "-t", 1, "-n", 12, stdin="Hello!\n\nWhat is two plus two?\n")
     assert done.returncode == 0
     assert len([line for line in done.stdout.split("\n") if line]) >= 2
@@ -446,7 +446,15 @@ def test_chat_with_a_pipe_answers_each_line(default_talker):
     assert re.fullmatch(KEEPS, done.stderr)
 
 
-def test_a_text_that_does_not_end_is_cut(talker):
+@pytest.mark.parametrize(("words", "stdin"), [(("generate", "Hi"), ""), (("chat",), "Hi\n")])
+def test_cut_text_of_a_grammar_may_be_incomplete(talker, words, stdin):
+    options = ("-m", talker, "--policy", "h2o", "-t", 1, "-n", 3, "--grammar", 'root ::= "abcdefghijkl"')
+    done = called(*words, *options, stdin=stdin)
+    assert (done.returncode, done.stdout[:3]) == (0, "abc")
+    assert done.stderr == "stopped after 3 tokens (-n): the text may be incomplete\n"
+
+
+def test_endless_answer_is_cut_at_the_default_limit(talker):
     options = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
     line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
     done = kvtool("generate", "Hello!", *options)
@@ -459,7 +467,7 @@ def test_a_text_that_does_not_end_is_cut(talker):
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
-def test_an_interrupted_perplexity_prints_what_it_has_measured(monkeypatch, smol, tmp_path, more):
+def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp_path, more):
     name = "windows" if "--windows" in more else "stream"
     plain = getattr(perplexity, name)
 

@@ -87,7 +87,7 @@ def whole(compare, folder):
     return path
 
 
-def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
+def test_records_are_in_grid_order_and_resume_repeats_no_run(compare, whole, folder):
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     records = read(whole)
     assert [(record["policy"], record["budget"], record["type_k"]) for record in records] == [
@@ -114,7 +114,8 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert again.stderr == "", again.stderr
     assert again.stdout == stdout
     assert whole.read_text() == before
-    # which run is the best other one depends on the runs of a command, so the file does not name it
+    # `best_other` depends on the runs that a command compares, so --json prints it, but the file does not
+    # have it
     again = compare(*GRID, "--records", whole, "--resume", "--json")
     printed = list(map(json.loads, again.stdout.splitlines()))
     assert [record["best_other"] for record in printed[2:]] == ["local", "h2o:window=20"]
@@ -130,7 +131,7 @@ def test_results_of_another_text_with_this_name_are_reported(compare, whole, fol
     assert [record["text_sha256"] == "0" for record in read(other)] == [False, True, True, True, True]
 
 
-def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
+def test_merged_shards_equal_one_run(compare, whole, folder):
     parts = [folder / f"{i}.jsonl" for i in (1, 2)]
     for i, part in enumerate(parts, 1):
         compare(*GRID, "--records", part, "--shard", f"{i}/2")
@@ -143,8 +144,8 @@ def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
     assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
 
 
-def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
-    """The policy appends a line to the file when the text is half read."""
+def test_lines_added_by_another_run_stay_in_the_file(compare, folder):
+    """The policy appends a line to the file at its first eviction."""
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
     compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
@@ -153,7 +154,7 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     assert others == [{"policy": "another run's"}]
 
 
-def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
+def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, tmp_path):
     calls, fails = [], True
 
     class Runner:
@@ -205,7 +206,7 @@ POLICY = Meanwhile
 """
 
 
-def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
+def test_compare_and_perplexity_give_the_same_results(whole, model, folder, environment):
     record = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
@@ -215,7 +216,7 @@ def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, env
         assert record[name] == alone[name], name
 
 
-def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
+def test_text_longer_than_the_context_is_not_compared_with_full(compare):
     done = compare("-c", "128", "--policies", "full,local", "--budgets", "64")
     assert (
         "does not fit in the full cache (128), so KL, top-1 and differences to `full` are missing"
@@ -239,7 +240,7 @@ POLICY = Breaks
 """
 
 
-def test_a_run_that_fails_is_tried_again(compare, folder):
+def test_resume_runs_failed_runs_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
     arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
     done = compare(*arguments, check=False)
@@ -258,7 +259,7 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
     assert len(read(folder / "failed.jsonl")) == 2
 
 
-def test_policies_that_keep_all_they_need_take_no_budget(compare):
+def test_corm_runs_with_empty_budgets(compare):
     done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
     assert "corm" in done.stdout
 
@@ -279,7 +280,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json empty x", "--records empty x"),
     ],
 )
-def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, typed, meant):
+def test_json_is_a_flag_but_still_accepts_a_file(tmp_path, monkeypatch, typed, meant):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "old").write_text('{"policy": "h2o"}\n')
@@ -287,7 +288,7 @@ def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, type
     assert output.with_records(typed.split()) == meant.split()
 
 
-def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
+def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
     options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
     printed = compare(*options, "--records", out, "--json").stdout
@@ -318,12 +319,12 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
         (["--policies", "full", "-c", "100"], 2, "does not fit in the full cache (100)"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
+def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code, words):
     one_line(compare(*arguments, check=False), code, words)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
+def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
@@ -393,7 +394,7 @@ def line_of(out, label):
     return next(line for line in out.splitlines() if line.startswith(label))
 
 
-def test_the_best_of_a_budget_is_marked():
+def test_table_marks_the_best_run_of_each_budget():
     out = shown()
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
@@ -408,14 +409,14 @@ def test_the_best_of_a_budget_is_marked():
     assert re.search(r"\x1b\[1m *25\.00", in_colour)
 
 
-def test_only_differences_beyond_two_standard_errors_are_called_so():
+def test_differences_within_two_standard_errors_are_shown_as_equal():
     out = shown()
     assert "= +-0.250" in line_of(out, "scissorhands")
     assert "+0.251 +-0.250" in line_of(out, "h2o:decay")
     assert "+0.250 +-0.100" in line_of(out, "full q4_0")
 
 
-def test_budgets_are_groups_and_failures_have_dashes():
+def test_table_groups_runs_by_budget_and_shows_failures_as_dashes():
     lines = [line.split("  ")[0].strip() for line in shown().splitlines()]
     names = ["no budget", "full", "full q4_0", "budget 64", "scissorhands", "h2o:decay=0.999"]
     names += ["budget 128", "h2o", "buzz"]
@@ -424,7 +425,7 @@ def test_budgets_are_groups_and_failures_have_dashes():
 
 
 @pytest.mark.parametrize("width", [80, 110, 120])
-def test_the_table_fits_its_terminal(width):
+def test_table_fits_the_width_of_the_terminal(width):
     out = shown(width=width, force_terminal=True, color_system=None)
     assert max(map(len, out.splitlines())) <= width
     # no column is cut or wrapped
@@ -439,7 +440,7 @@ def test_the_table_fits_its_terminal(width):
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 
 
-def test_no_name_is_cut_in_a_pipe():
+def test_long_names_are_not_cut_in_a_pipe():
     label = "h2o:decay=0.999:window=16:sinks=4:score=mean:per=layer:group=max:decay_beyond=0.98"
     out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
     assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
@@ -448,7 +449,7 @@ def test_no_name_is_cut_in_a_pipe():
     assert len(out.splitlines()) == len(shown().splitlines()) + 2
 
 
-def test_the_picture_has_a_line_a_policy(monkeypatch):
+def test_picture_has_one_line_per_policy(monkeypatch):
     from matplotlib.axes import Axes
 
     from kvtool.cli.compare import plot as compare_plot
@@ -473,7 +474,7 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}
-    # a KL of 0 cannot be drawn, so nll is
+    # a KL of 0 cannot be drawn, so the picture shows the NLL instead
     lines.clear()
     compare_plot.picture([row("h2o", "128", kl=0.0)], "wiki.test.raw", "SmolLM2")
     assert lines["h2o"] == [(1.0, 3.4)]
@@ -486,7 +487,7 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     assert lines["h2o"] == [(2.0, 3.4)]
 
 
-def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path):
+def test_records_path_must_be_a_writable_regular_file(monkeypatch, tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
@@ -499,7 +500,7 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
                 output.records_path(str(tmp_path / file), True)
 
 
-def test_a_picture_is_a_png():
+def test_picture_name_must_end_in_png_or_have_no_ending():
     for name in ("out.png", "out.PNG", "out"):
         output.check_picture(Path(name))
     with pytest.raises(UsageError, match=r"end its name in .png, not in .svg"):

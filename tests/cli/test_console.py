@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parents[2] / "kvtool"
 TEXT = "[/] [bold]x[/red] :smile: [@click=f(]"
 
 
-def test_a_console_prints_what_it_is_given():
+def test_console_prints_markup_and_emoji_codes_literally():
     table = Table(TEXT, title=TEXT, box=None)
     table.add_row(TEXT)
     for what in (TEXT, table):
@@ -37,7 +37,7 @@ def test_a_table_in_a_pipe_has_no_blanks_at_the_ends_of_lines():
     assert out.getvalue() == "a     b\n1     2\nlong  longer\n"
 
 
-def test_a_bar_shows_what_it_is_given():
+def test_progress_bar_shows_names_literally():
     bar = _bytes_bar()
     bar.add_task(TEXT, total=1)
     with bar.console.capture() as shown:
@@ -46,19 +46,19 @@ def test_a_bar_shows_what_it_is_given():
     assert TEXT in shown.get()
 
 
-def test_there_is_no_other_console_and_no_column_with_markup():
+def test_sources_create_no_console_or_column_with_markup():
     for path in SOURCES.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if path.name != "console.py":
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # `status` of rich reads a string as markup, even if the console's markup is off. It prints a Text
-        # literally.
+        # rich's `status` reads a string as markup, even if the console's markup is off. It prints only
+        # objects of class Text literally.
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 
-def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
+def test_writing_a_reply_fails_after_the_terminal_has_closed():
     master, slave = pty.openpty()
     wrote_on = []
 
@@ -80,7 +80,7 @@ def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
         file.close()
 
 
-def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
+def test_remaining_time_is_shown_from_the_first_step_on(monkeypatch):
     from rich.progress import Progress
 
     bars, clock = [], count(time.monotonic() + 40, 40)

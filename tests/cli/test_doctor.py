@@ -62,17 +62,17 @@ def run(library, capsys):
     return printed
 
 
-def test_all_is_well(run):
+def test_doctor_without_problems_exits_0(run):
     run(0, "no problems found", "CPU: x, 1.0 GiB of 2.0 GiB free", "small.gguf")
 
 
-def test_a_cache_folder_that_cannot_be_written_is_a_problem(run, monkeypatch, tmp_path):
+def test_unwritable_cache_folder_is_a_problem(run, monkeypatch, tmp_path):
     (tmp_path / "text").touch()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "text"))
     run(1, f"problem: cannot write to the cache folder {tmp_path}/text: ", "export KVTOOL_CACHE=FOLDER")
 
 
-def test_json_has_it_all(run):
+def test_json_reports_library_models_and_kernels(run):
     report = json.loads(run(0, json=True))
     assert (report["ok"], report["problems"]) == (True, [])
     assert report["library"]["digest"] == report["library"]["digest_wanted"]
@@ -88,17 +88,17 @@ def test_json_has_it_all(run):
         ("digest", "0" * 64, "different patch files"),
     ],
 )
-def test_a_library_that_does_not_fit_is_to_be_built(library, run, field, value, words):
+def test_doctor_advises_to_rebuild_a_library_that_does_not_match(library, run, field, value, words):
     library[field] = value
     run(1, words, "make setup")
 
 
-def test_a_library_of_another_machine_is_to_be_built(run, monkeypatch):
+def test_library_built_for_a_different_cpu_is_a_problem(run, monkeypatch):
     monkeypatch.setattr(wheel, "installed_key", lambda: "0123456789abcdef")
     run(1, "different CPU")
 
 
-def test_a_library_for_every_cpu_is_as_good_as_one_for_this_machine(run, monkeypatch):
+def test_portable_library_is_accepted_but_other_flags_are_a_problem(run, monkeypatch):
     key = wheel.wheel_key(sources.patches_dir(), "", portable=True)
     monkeypatch.setattr(wheel, "installed_key", lambda: key)
     run(0, "built for all CPUs")
@@ -106,17 +106,17 @@ def test_a_library_for_every_cpu_is_as_good_as_one_for_this_machine(run, monkeyp
     run(1, "set of flags")
 
 
-def test_a_llama_cpp_python_beside_it_is_said_not_to_be_used(library, run):
+def test_unused_llama_cpp_python_is_reported(library, run):
     library["unused"] = "0.3.1"
     run(0, "llama-cpp-python 0.3.1 is installed too, and not used")
 
 
-def test_a_library_that_was_built_by_hand_has_no_key_to_compare(run, monkeypatch):
+def test_library_built_by_hand_without_a_key_is_accepted(run, monkeypatch):
     monkeypatch.setattr(wheel, "installed_key", lambda: None)
     run(0)
 
 
-def test_no_library_at_all(run, monkeypatch):
+def test_missing_library_is_a_problem(run, monkeypatch):
     def fails():
         raise LibraryError("no libllama")
 
@@ -126,13 +126,13 @@ def test_no_library_at_all(run, monkeypatch):
     assert "no libllama" in report["problems"][0]["wrong"]
 
 
-def test_kernels_that_are_not_linked(run):
+def test_unlinked_kernels_are_noted(run):
     assert "not linked" not in run(0)
     paths.kernel_library().unlink()
     run(0, f"compiled, not linked: numba takes 100 MiB more memory; {sys.executable} -m kvtool.build.kernels")
 
 
-def test_kernels_that_are_not_compiled(run):
+def test_uncompiled_kernels_are_noted(run):
     compiled.stamp().unlink()
     note = (
         f"not compiled yet: the first run takes longer, or {sys.executable} -m kvtool.build.kernels does it"
@@ -140,7 +140,7 @@ def test_kernels_that_are_not_compiled(run):
     run(0, note, "no problems found")
 
 
-def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path):
+def test_chats_of_killed_servers_are_listed_and_removed_on_request(run, tmp_path):
     killed, running, young = (tmp_path / f"serve-{name}" for name in ("killed", "running", "young"))
     for folder in (killed, running, young):
         folder.mkdir()
@@ -165,7 +165,7 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path)
         assert len(list(running.iterdir())) == 4
 
 
-def test_of_a_cpu_s_memory_that_is_free_which_programs_can_take(monkeypatch):
+def test_free_memory_of_the_cpu_is_the_value_of_free_bytes(monkeypatch):
     from kvtool.llama import devices
 
     monkeypatch.setattr(devices, "free_bytes", lambda: 12345)

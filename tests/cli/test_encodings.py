@@ -90,7 +90,7 @@ def test_a_system_prompt_of_a_chat_that_is_not_utf8_is_a_usage_error(env):
     ],
     ids=lambda command: " ".join(str(part) for part in command if part != CAFE),
 )
-def test_a_name_that_is_not_utf8_is_one_line(command):
+def test_names_that_are_not_utf8_cause_no_traceback(command):
     done = kvtool(*command, env=ASCII)
     assert done.returncode in (2, 3, 5, 9), done.stderr
     assert b"Traceback" not in done.stderr
@@ -115,7 +115,7 @@ def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
 
 
 @few
-def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
+def test_characters_that_stdout_cannot_encode_become_question_marks(env, smollm2):
     prompt = "\u4f60\u597d\uff0c\u4e16\u754c\u3002" * 3
     arguments = ("generate", "--raw", "-n", 6, "--temp", 0, "-t", 1, "-m", smollm2)
     done = kvtool(*arguments, stdin=prompt.encode(), env=env)
@@ -126,14 +126,14 @@ def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("eval", "--help"), ("models", "list"), ("doctor",)])
-def test_tables_go_to_any_stdout(arguments):
+def test_tables_can_be_printed_to_an_ascii_stdout(arguments):
     done = kvtool(*arguments, env=LOCALES["ascii streams"])
     assert b"Traceback" not in done.stderr
     assert done.returncode in (0, 1)
 
 
 @few
-def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_path, env):
+def test_model_and_session_names_may_be_non_utf8(talker, tmp_path, env):
     folder = os.fsencode(tmp_path)
     model, session_path = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
     os.makedirs(os.path.dirname(session_path))
@@ -167,7 +167,7 @@ def test_an_empty_prompt_is_refused(arguments, stdin, code, words):
     assert words in one_line(kvtool("generate", *arguments, stdin=stdin), code)
 
 
-def test_what_no_command_has_looked_at_is_one_line():
+def test_uncaught_unicode_error_gets_one_line():
     code = (
         "from kvtool.cli import generate\n"
         "def read(): raise UnicodeDecodeError('utf-8', b'\\xe9', 0, 1, 'invalid')\n"
@@ -178,7 +178,7 @@ def test_what_no_command_has_looked_at_is_one_line():
     assert "a text is not UTF-8" in one_line(done, 5)
 
 
-def test_a_blank_is_a_text_to_continue(talker):
+def test_raw_prompt_may_be_a_single_blank(talker):
     done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", talker)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -191,7 +191,7 @@ def test_an_option_in_an_ascii_locale_is_read_as_utf8():
         utf8("-p", "caf\udce9")
 
 
-def test_json_has_no_half_characters():
+def test_json_text_replaces_lone_surrogates():
     value = {"caf\udce9": ["caf\udce9", ("na\u00efve", 1, None)], "\U0001f600": 1.5}
     text = json_text(value)
     assert text.isascii()

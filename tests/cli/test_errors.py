@@ -27,7 +27,7 @@ def test_an_error_names_the_innermost_place_in_a_file(tmp_path):
     assert failing_import(path) == "ZeroDivisionError: division by zero (mine.py, line 2)"
 
 
-def test_an_import_that_is_not_there_is_not_blamed_on_the_import_system(tmp_path):
+def test_error_of_a_missing_import_does_not_name_the_import_system(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("\nfrom importlib import import_module\nimport_module('no_such_module_at_all')\n")
     assert "frozen" not in failing_import(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool import policies
-from kvtool.cli.explain import Notice, _budget, _prefill, explain_run, long_text, policy_line
+from kvtool.cli.explain import Notice, _budget, _memory, _prefill, explain_run, long_text, policy_line
 from kvtool.config import report
 from kvtool.measure import perplexity
 from tests.cli.test_cli import kvtool
@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list. Each check of an eviction plan appends to it the number of tokens read so far."""
+    """Return a list. Each eviction plan then adds one number to it: how many tokens have been read."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):
@@ -37,7 +37,7 @@ def spy(engine):
         ("corm", {"n_batch": 20}),
     ],
 )
-def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
+def test_first_plan_predicts_the_first_eviction(tiny_model, name, settings, n_text):
     tokens = text(260)
     with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
         seen = spy(engine)
@@ -52,14 +52,14 @@ def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm"])
-def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
+def test_first_plan_predicts_the_first_eviction_of_a_scored_text(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
         seen = spy(engine)
         perplexity.stream(engine, text(80))
         assert seen[0] == engine.first_plan(80)
 
 
-def test_what_keeps_all_never_plans(tiny_model):
+def test_full_has_no_first_plan(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
         assert engine.first_plan() is None
 
@@ -67,7 +67,7 @@ def test_what_keeps_all_never_plans(tiny_model):
 @pytest.mark.parametrize(
     "shape", [{}, {"arch": "gemma3", "window": 80}, {"arch": "lfm2"}], ids=["llama", "sliding", "recurrent"]
 )
-def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
+def test_large_cache_takes_the_predicted_bytes(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
         engine.read(text(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
@@ -88,7 +88,7 @@ def test_the_parts_of_a_budget_add_up(name, pinned):
     assert parts["sinks"] + parts["pinned"] == max(pinned, getattr(policy, "sinks", 0))
 
 
-def test_positions_start_over_when_foretold(tiny_model, capsys):
+def test_positions_restart_at_the_announced_token(tiny_model, capsys):
     with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
         explain_run(engine, "local", "prompt")
         assert (
@@ -124,7 +124,7 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
         ("h2o", {}, 640_000, ["(0.005 %)"]),
     ],
 )
-def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
+def test_notice_announces_a_text_that_will_be_partly_forgotten(tiny_model, capsys, name, settings, n, words):
     policy = policies.fit(name, 32, None if name == "full" else 8)
     with open_engine(tiny_model(), policy, **settings) as engine:
         line = long_text(engine, "prompt", n)
@@ -143,7 +143,7 @@ def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
         assert word in line
 
 
-def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
+def test_generate_explain_prints_to_stderr_and_still_answers(tiny_model):
     done = kvtool(
         *("generate", "--raw", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 64, "-b", 24),
         *("--evict-every", 8, "-n", 3, "--temp", 0, "-t", 1, "--explain", "-p", "Go on: "),
@@ -171,7 +171,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
         ("{{ messages[-1].content[:3] }}", ["--system", "Be brief.", "--policy", "full"], None),
     ],
 )
-def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
+def test_generate_warns_about_text_that_it_cannot_pin(tiny_model, template, options, what):
     path = tiny_model(chat_template=template)
     done = kvtool("generate", "-m", path, "-n", 1, "-t", 1, *options, stdin="word " * 9)
     assert done.returncode == 0, done.stderr
@@ -180,7 +180,7 @@ def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
-def test_what_is_forgotten_of_each_text_is_said(smol, tmp_path, command):
+def test_commands_report_once_per_text_how_much_is_kept(smol, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
     line = "The tide came in. " * 12 + "\n"
     arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
@@ -193,7 +193,7 @@ def test_what_is_forgotten_of_each_text_is_said(smol, tmp_path, command):
     assert f"the {what} has " in done.stderr
 
 
-def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_model):
+def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
         n_made = engine.policy.recall.n_cell
         assert (
@@ -208,7 +208,23 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
         assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
 
 
-def test_the_batches_of_a_scored_text_end_at_evictions(tiny_model):
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("recall", "q8_0", "q8_0"),
+        ("recall", "q5_0/q4_0", "q5_0/q4_0"),
+        # an archive of an old session
+        ("recall", "plain q4_1", "q4_1"),
+        ("h2o", "q8_0", None),
+    ],
+)
+def test_explain_and_reports_name_the_archive_type(tiny_model, name, kind, told):
+    with open_engine(tiny_model(), policies.fit(name, 64, 8), archive_type=kind) as engine:
+        assert report.report(engine, name)["archive_type"] == told
+        assert (f" as {told}) in host memory" in _memory(engine)) == (told is not None)
+
+
+def test_explain_says_that_batches_of_scored_texts_end_at_evictions(tiny_model):
     for over_budget, end in (
         (True, "64 tokens"),
         (False, "64 tokens, each of which ends where an eviction is due"),
@@ -217,7 +233,7 @@ def test_the_batches_of_a_scored_text_end_at_evictions(tiny_model):
             assert _prefill(engine) == f"stream: in batches of up to {end}"
 
 
-def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
+def test_explain_shows_the_real_budget_if_kept_is_true(tiny_model):
     policy = policies.fit("buzz", 32, None, ["kept=true"])
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
         line = _budget(engine)
@@ -234,7 +250,7 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert engine.n_kv == 32
 
 
-def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
+def test_notice_mentions_no_segments_if_rows_share_a_budget(tiny_model, capsys):
     policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
     with open_engine(tiny_model(), policy, n_ctx=70) as engine:
         assert "It is read at once, in a cache" in long_text(engine, "prompt", 70)
@@ -248,7 +264,7 @@ def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
         assert "segment" not in capsys.readouterr().err
 
 
-def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
+def test_notice_gives_the_mean_if_rows_share_a_budget(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
         assert engine.policy.budget == 64
         assert long_text(engine, "text", 32) is None

@@ -70,25 +70,25 @@ def in_thread(what):
 
 @linux
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
-def test_a_crash_is_one_line(crash):
+def test_crash_gets_one_line(crash):
     one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed")
 
 
 @linux
-def test_a_crash_on_a_model_says_that_the_file_is_damaged():
+def test_crash_on_a_model_reports_a_damaged_file():
     code = f"{GUARDED}\nguard()\nwith crash_means(damaged('some.gguf')): os.abort()"
     one_line(python(code), 3, "some.gguf seems to be damaged")
 
 
 @linux
-def test_a_crash_says_more_when_asked():
+def test_verbose_crash_shows_the_message_of_ggml():
     code = f"{GUARDED}\nset_verbose(True)\nguard()\n{CRASHES['an abort of ggml']}"
     done = python(code)
     assert done.returncode == 4
     assert "ggml.c:1: its own words\nkvtool: llama.cpp has crashed" in done.stderr
 
 
-def test_without_a_guard_a_crash_is_the_process_own():
+def test_crash_without_the_guard_ends_by_its_signal():
     done = python(f"{GUARDED}\nguard()\nlib.llama_kvtool_guard(None, 0, False)\nos.abort()")
     assert done.returncode == -signal.SIGABRT
     assert done.stderr == ""
@@ -112,7 +112,7 @@ context.logits()
 """
 
 
-def test_a_device_that_goes_away_is_one_line(model):
+def test_lost_rpc_worker_gets_one_line(model):
     from kvtool.llama.library import library_path
 
     if not (library_path().parent / "libggml-rpc.so").exists():
@@ -143,11 +143,12 @@ def limited(megabytes, *options):
     return done
 
 
-# The CPU decides where memory runs out: at the file (40 MB); at the weights, or at the cells and buffers (130
-# MB); at the weights or at the graph (160 MB). llama.cpp returns an error, throws or aborts.
+# Where memory runs out depends on the CPU: with 40 MB at the file; with 130 MB at the weights, or at the
+# cells and buffers; with 160 MB at the weights, or at the graph. llama.cpp then returns an error, throws or
+# aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
-def test_no_memory_is_one_line(megabytes, smollm2):
+def test_lack_of_memory_gets_one_line(megabytes, smollm2):
     done = limited(megabytes, "-m", smollm2)
     # on some CPUs, 130 MB are enough for the weights; 40 MB never are
     for_weights = smollm2.name in done.stderr
@@ -156,9 +157,9 @@ def test_no_memory_is_one_line(megabytes, smollm2):
 
 
 @linux
-def test_no_memory_for_so_many_cells_is_one_line(smollm2):
+def test_lack_of_memory_for_the_cache_gets_one_line(smollm2):
     lines = []
-    # on each CPU, another amount is enough for the weights, but too small for the cells
+    # the amount that is enough for the weights, but too small for the cells, differs between CPUs
     for megabytes in range(250, 400, 25):
         done = limited(megabytes, "-m", smollm2, "--policy", "full")
         one_line(done, 8)
@@ -168,14 +169,14 @@ def test_no_memory_for_so_many_cells_is_one_line(smollm2):
     pytest.fail("".join(lines))
 
 
-def test_memory_that_ends_in_python_is_one_line(model):
+def test_memory_error_of_python_gets_one_line(model):
     fails = "from kvtool.engine.policy_cache import PolicyCache\ndef fail(*_): raise MemoryError"
     code = f"{fails}\nPolicyCache.reset = fail\n{RUN}"
     one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
-def test_a_truncated_model_is_one_line(share, model, tmp_path):
+def test_truncated_model_gets_one_line(share, model, tmp_path):
     data = model.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: int(share * len(data))])
     one_line(python(RUN, *WRITE, "-m", tmp_path / "cut.gguf"), 3, "; download it again")
@@ -185,7 +186,7 @@ def test_a_truncated_model_is_one_line(share, model, tmp_path):
 @pytest.mark.parametrize(
     "command", [("policies",), ("models", "list", "--json"), ("--help",), ("chat", "--help")]
 )
-def test_a_full_disk_under_stdout_is_one_line(command):
+def test_full_disk_at_stdout_gets_one_line(command):
     with open("/dev/full", "w") as full:
         done = python(RUN, *command, stdout=full)
     one_line(done, 1, "cannot write: No space left on device")
@@ -199,18 +200,18 @@ def test_a_full_disk_under_stdout_is_one_line(command):
         ("perplexity - <&-", 5, "stdin is empty"),
     ],
 )
-def test_a_closed_stream_is_one_line(command, exit_code, words):
+def test_closed_stdin_or_stdout_gets_one_line(command, exit_code, words):
     shell = f"{shlex.quote(sys.executable)} -m kvtool {command}"
     one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
 
 
-def test_nothing_to_write_to_at_all():
+def test_all_streams_closed_exits_1():
     shell = f"{shlex.quote(sys.executable)} -m kvtool policies <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", shell], check=False).returncode == 1
 
 
 @pytest.mark.parametrize("command", [("policies", "--json"), ("models", "list"), ("doctor",)])
-def test_a_pipe_that_nobody_reads_is_quiet(command):
+def test_closed_pipe_ends_the_command_quietly(command):
     read, write = os.pipe()
     os.close(read)
     done = python(RUN, *command, stdout=write)
@@ -298,7 +299,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
-def test_an_interrupted_reply_in_json_says_so(model):
+def test_interrupted_json_reply_has_finish_reason_interrupted(model):
     done = python(f"{PRESS}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
     assert done.returncode == 130
     assert json.loads(done.stdout)["finish_reason"] == "interrupted"
@@ -325,7 +326,7 @@ def test_an_interrupted_download_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path / "models")
 
 
-def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
+def test_interrupt_between_turns_of_a_pipe_gets_one_line(smollm2):
     chat = start(RUN, "chat", "--temp", 0, "-t", 1, "-n", 2, "-m", smollm2, stdin=subprocess.PIPE)
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
@@ -366,7 +367,7 @@ def terminal(talker, held):
     started[0].kill()
 
 
-def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
+def test_ctrl_c_stops_a_reply_and_keeps_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
     # Python's readline loses a signal that arrives after the prompt is shown and before the first read, so
@@ -381,7 +382,7 @@ def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     os.close(terminal.master)
 
 
-def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
+def test_input_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
     terminal.type("Tell me a long story of the sea.\n")
@@ -397,12 +398,13 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     os.close(terminal.master)
 
 
-# Without a signal, the process finds the end of its input. With a signal, it may find that first.
+# Allowed exit codes. Without a signal, the process notices the end of its input. With a signal, it may notice
+# either first.
 HUNG_UP = {"signal": (-signal.SIGHUP, 128 + signal.SIGHUP), "no signal": (128 + signal.SIGHUP,)}
 
 
 @pytest.mark.parametrize("how", HUNG_UP)
-def test_a_terminal_that_goes_away_ends_the_chat(terminal, how):
+def test_closed_terminal_ends_the_chat(terminal, how):
     chat = terminal(own=how == "signal")
     chat.wait_for("> ")
     os.close(chat.master)
@@ -410,7 +412,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal, how):
 
 
 @pytest.mark.parametrize("how", HUNG_UP)
-def test_a_terminal_that_goes_away_during_a_reply_keeps_the_turn(terminal, held, tmp_path, how):
+def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, held, tmp_path, how):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path, own=how == "signal")
     chat.wait_for("> ")
@@ -425,7 +427,7 @@ def test_a_terminal_that_goes_away_during_a_reply_keeps_the_turn(terminal, held,
 
 
 @pytest.mark.parametrize("end", ["signal", "pipe"])
-def test_a_hang_up_or_a_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
+def test_sighup_or_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
     path = tmp_path / "chat.kv"
     options = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
     chat = start(RUN, "chat", "-m", talker, *options, stdin=subprocess.PIPE)
@@ -451,7 +453,7 @@ time.time_ns = lambda: int(next(day) * 1e9)
 """
 
 
-def test_a_clock_that_jumps_does_not_matter(model, tmp_path):
+def test_jumping_clock_does_not_change_measured_times(model, tmp_path):
     written = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
     assert 0 < written["prompt_s"] < 60
     assert 0.1 < written["tokens_per_s"] < 1e5

@@ -39,7 +39,7 @@ def generate(*options):
     return uncut(called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options))
 
 
-def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, tmp_path):
+def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, tmp_path):
     plain = generate()
     assert plain.stderr == ""
     # without a GPU, all weights are in host memory, so these options change nothing
@@ -75,7 +75,7 @@ def test_without_a_gpu_options_of_gpus_do_nothing_and_are_told(default_talker, t
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_bad_input_is_one_line(default_talker, tmp_path, command, options, code, words):
+def test_bad_values_get_one_line_and_their_exit_code(default_talker, tmp_path, command, options, code, words):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     argument = "Hi" if command == "generate" else tmp_path / "text"
     one_line(called(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
@@ -116,7 +116,7 @@ def test_a_session_with_adapters_does_not_continue_in_a_chat_without_them():
     assert difference(ours, ours, *models) is None
 
 
-def test_records_tell_the_adapters(default_talker, lora, tmp_path):
+def test_records_name_the_adapters(default_talker, lora, tmp_path):
     record = json.loads(generate("--json", "--lora", f"{lora}:-2").stdout)
     assert record["lora"] == [f"{lora}:-2.0"]
     assert record["text"] != json.loads(generate("--json").stdout)["text"]
@@ -134,7 +134,7 @@ def test_records_tell_the_adapters(default_talker, lora, tmp_path):
     assert all(record["kl"] < 1e-9 for record in of if record["policy"] == "full")
 
 
-def test_the_full_caches_predictions_are_those_of_the_adapters():
+def test_reference_predictions_depend_on_the_adapters():
     names = ("model_sha256", "text_sha256", "kvtool", "llama_cpp_python", "patch")
     what = dict.fromkeys(names, "1")
     common = grid.Common(what | {"lora": None}, ScoreOptions(n_ctx=512, n_batch=64), 9)
@@ -142,7 +142,7 @@ def test_the_full_caches_predictions_are_those_of_the_adapters():
     assert len({grid.reference(each) for each in (common, replace(common, what=what), adapted)}) == 2
 
 
-def test_errors_of_a_draft_model_name_the_option(default_talker, tmp_path):
+def test_errors_about_a_draft_model_name_the_option(default_talker, tmp_path):
     one_line(generate("--draft", "mamba"), 3, "--draft mamba: unknown model 'mamba' (and no such file)")
     (tmp_path / "text").write_text("text")
     one_line(
@@ -151,7 +151,7 @@ def test_errors_of_a_draft_model_name_the_option(default_talker, tmp_path):
     one_line(generate("--draft", ""), 2, "--draft is empty; give lookup, mtp, off or a model")
 
 
-def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
+def test_draft_model_gets_no_adapters_and_no_tensor_overrides(talker, lora):
     run = WriteOptions(draft=str(talker), lora=(str(lora),), override_tensor=(".*=CPU",), cpu_moe=True)
     with closing(Model(talker, adapters=run.adapters)) as model, drafting.opened(run, model) as drafts:
         assert drafts._draft_model.adapters == ()
@@ -161,7 +161,8 @@ def test_a_draft_model_gets_no_adapters_and_places(talker, lora):
 def fake_gpu(monkeypatch, path, n_layer, *, n_expert=0, n_cell=0):
     """Let kvtool see a made-up GPU that has room for a part of a model.
 
-    The part: the output, the last n_layer layers with n_cell cells each, and the experts of n_expert layers.
+    This part has the output, the last n_layer layers with n_cell cells each, and the experts of n_expert
+    layers.
     """
     info = read(path)
     weights, cache_bytes = info.weights, info.plain_layers.cell_bytes() * n_cell
@@ -181,7 +182,7 @@ def fake_gpu(monkeypatch, path, n_layer, *, n_expert=0, n_cell=0):
         (4, 4, None, None, False, ""),
     ],
 )
-def test_as_many_weights_as_fit_are_on_the_gpu(
+def test_gpu_gets_as_many_weights_as_fit(
     tiny_model, monkeypatch, n_layer, n_expert, gpu_layers, n_cpu_moe, cpu_moe, line
 ):
     path = tiny_model("gpt_oss", n_layer=4)
@@ -192,7 +193,7 @@ def test_as_many_weights_as_fit_are_on_the_gpu(
     assert line in note
 
 
-def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model, monkeypatch):
+def test_mtp_layer_counts_as_a_gpu_layer(tiny_model, monkeypatch):
     path = tiny_model("qwen35")
     fake_gpu(monkeypatch, path, 0)
     # an MTP layer counts as a layer, even if it is not loaded and needs no room
@@ -201,7 +202,7 @@ def test_a_model_that_drafts_for_itself_has_its_mtp_layer_on_the_gpu(tiny_model,
         assert f"the GPU has room for {n} of 6 layers; the rest" in done.stderr
 
 
-def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):
+def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, monkeypatch):
     class Full(Model):
         most, tried = 1, []
 
@@ -211,7 +212,7 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
                 raise OutOfMemory("the GPU is full")
             super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
 
-    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
+    fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     monkeypatch.setattr(llama_model, "Model", Full)
     done = generate("--raw")
     assert done.returncode == 0
@@ -226,17 +227,17 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert Full.tried[4:] == [2]
 
 
-def test_residents_take_their_part_of_the_gpu(default_talker, talker, monkeypatch):
-    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
+def test_resident_tokens_leave_less_gpu_memory_for_layers(default_talker, monkeypatch):
+    fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     assert "room" not in generate("--raw").stderr
     # With --resident 1024, each row has cells for 1,024 resident tokens, 384 tokens that have no cluster yet,
     # 256 means of clusters, and one more cell. The sum is rounded up to 1,792, a multiple of 256.
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000 + 1792)
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000 + 1792)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr
 
 
-def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, talker, monkeypatch):
+def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, monkeypatch):
     open_context, models = loop.open_context, []
 
     def crowded(model, *how):
@@ -247,7 +248,7 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, ta
 
     monkeypatch.setattr(loop, "open_context", crowded)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000)
     done = generate("--raw")
     assert done.returncode == 0
     assert [model._n_gpu_layers for model in models] == [2, 0]
@@ -263,14 +264,14 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, ta
 @pytest.mark.parametrize(
     "options", [{"gpu_layers": 1}, {"gpu_layers": ALL_LAYERS}, {"cpu_moe": True}, {"rpc": "there:50052"}]
 )
-def test_what_is_chosen_by_hand_stays(talker, monkeypatch, options):
+def test_placement_chosen_by_the_user_is_not_changed(talker, monkeypatch, options):
     fake_gpu(monkeypatch, talker, 1)
     run = WriteOptions(**options)
     assert config_model._fitted_to_gpu(run, talker, 512) == (run, "")
 
 
-def test_a_command_says_what_lies_in_host_memory(default_talker, talker, monkeypatch):
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
+def test_command_says_how_many_layers_are_in_host_memory(default_talker, monkeypatch):
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000)
     line = "the GPU has room for 2 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
     assert line in generate("--raw").stderr.splitlines()
     for n in ("all", -2, 1):

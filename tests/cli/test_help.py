@@ -37,7 +37,7 @@ ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(
 
 
 @pytest.mark.parametrize("words", ALL)
-def test_h_and_v_work_on_every_command(words):
+def test_help_and_version_flags_work_for_every_command(words):
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -61,7 +61,7 @@ def test_h_and_v_work_on_every_command(words):
     )
 
 
-def test_every_command_has_two_examples_that_it_takes():
+def test_every_command_has_two_valid_examples():
     commands = {" ".join(words): command for words, command in COMMANDS_OF.items()}
     assert {"", *commands} <= set(EXAMPLES)
     for words, examples in EXAMPLES.items():
@@ -71,12 +71,12 @@ def test_every_command_has_two_examples_that_it_takes():
             commands[words].make_context("x", shlex.split(call)[1 + len(words.split()) :])
 
 
-def test_an_example_of_a_task_that_needs_a_file_names_one():
+def test_examples_of_tasks_that_need_a_file_name_one():
     words = [example.partition(" -")[0].split()[2:] for example in EXAMPLES["eval"]]
     assert all(files or not tasks.load(task).needs_files for task, *files in filter(None, words))
 
 
-def test_the_list_of_commands_says_what_each_says_of_itself():
+def test_command_list_repeats_the_first_sentence_of_each_help():
     root = get_command(app)
     for name, sentence in COMMANDS.items():
         command = root.commands[name]
@@ -85,7 +85,7 @@ def test_the_list_of_commands_says_what_each_says_of_itself():
         assert sentence in " ".join(called("--help").stdout.split())
 
 
-def test_options_stand_in_groups_with_their_real_defaults():
+def test_help_groups_options_and_shows_their_defaults():
     page = " ".join(kvtool("chat", "-h").stdout.split())
     order = ["Options: --system", "Cache and eviction: --policy", "Sampling: -n,", "Model and hardware: -m,"]
     order += ["Archive (--policy recall): --archive ", "Output: --", "Help: -h,", "Examples: "]
@@ -98,7 +98,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     assert "x>=" not in page
 
 
-def test_an_earlier_name_of_an_option_works_and_is_not_shown():
+def test_earlier_names_of_options_work_and_are_not_shown():
     inspect = COMMANDS_OF["inspect",].make_context("x", ["text", "--png", "a.png"])
     assert str(inspect.params["plot"]) == "a.png"
     assert "--plot PNG" in shown_by("inspect")
@@ -121,13 +121,13 @@ def test_json_and_plot_mean_the_same_in_every_command():
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
 
-def test_a_range_is_in_words():
+def test_ranges_are_shown_in_words():
     assert "Points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
     assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")
 
 
 @pytest.mark.parametrize("group", ["models", "session"])
-def test_no_sentence_about_a_command_is_cut(group):
+def test_group_help_cuts_no_sentence_about_a_command(group):
     page = shown_by(group)
     for words, command in COMMANDS_OF.items():
         if words[0] == group:
@@ -139,7 +139,7 @@ def shown_by(*words):
     return " ".join(called(*words, "-h").stdout.split())
 
 
-def test_a_command_of_several_lists_their_options_alone():
+def test_command_groups_do_not_list_completion_options():
     for name in ("models", "session"):
         assert "completion" not in called(name, "-h").stdout
 
@@ -219,11 +219,11 @@ def test_a_command_of_several_lists_their_options_alone():
         (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
     ],
 )
-def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
+def test_misspelt_or_foreign_input_gets_one_line_of_advice(words, said):
     one_line(called(*words), 2, f"kvtool: {said}")
 
 
-def test_a_value_is_not_taken_for_an_option_of_another_program():
+def test_values_are_not_read_as_options_of_other_programs():
     generate = COMMANDS_OF["generate",]
     assert generate.make_context("x", ["-p", "-hf", "--system=-i"]).params["prompt"] == "-hf"
     assert generate.make_context("x", ["--", "-i"]).params["argument"] == "-i"
@@ -237,7 +237,7 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # a command with kvtool's option must not accept the names that other programs use for it
+        # if a command has one of kvtool's options, it must not accept other programs' names for this option
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
@@ -247,7 +247,7 @@ def test_every_option_that_is_suggested_exists():
             assert called(command, name, "9").returncode == 2, (command, name)
 
 
-def test_what_is_suggested_exists():
+def test_every_suggested_command_exists():
     known = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
     for group, names in near.INSTEAD.items():
         assert set(names.values()) <= known
@@ -286,7 +286,7 @@ def test_what_is_suggested_exists():
         ),
     ],
 )
-def test_a_value_out_of_range_is_one_line(smollm2, words, said):
+def test_value_out_of_range_gets_one_line(smollm2, words, said):
     one_line(called("chat" if words[0] < "--s" else "generate", *words, stdin="x"), 2, said)
 
 
@@ -331,20 +331,20 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
         (["chat", "--transcript="], "the transcript's name is empty; name a file"),
     ],
 )
-def test_what_is_typed_in_two_places_is_one_line(words, said, tmp_path):
+def test_conflicting_arguments_get_one_line(words, said, tmp_path):
     (tmp_path / "link").symlink_to("a.kv")
     one_line(called(*words, cwd=tmp_path), 2, f"kvtool: {said}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_cache_types_are_taken_in_any_case():
+def test_cache_types_ignore_upper_and_lower_case():
     for kind in (RunOptions, _CacheTypes):
         for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
             assert getattr(kind.from_values({name: "Q8_0"}), name) == "q8_0", (kind, name)
     assert _Grid.from_values({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
 
 
-def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
+def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
@@ -365,7 +365,7 @@ def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
     assert answered("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
 
 
-def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
+def test_minus_1_means_no_limit_or_a_random_seed(smollm2):
     command = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
     without = kvtool(*command, "-n", -1, "--seed", 3).stdout
     assert without == kvtool(*command, "--seed", 3).stdout
@@ -377,7 +377,7 @@ def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
     assert len(drawn) > 1
 
 
-def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
+def test_context_above_the_trained_length_is_reported(default_talker, tmp_path):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     line = "--ctx-size 9,000 is above the model's trained length; 8,192 is used\n"
     generate = kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 9000)
@@ -392,7 +392,7 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
 
 
-def test_a_batch_above_the_context_is_cut_and_said(tiny_model, tmp_path):
+def test_batch_above_the_context_is_cut_and_reported(tiny_model, tmp_path):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     line = "--batch-size 4,000,000,000 is above the context length; 256 is used\n"
     options = "-m", tiny_model(n_ctx_train=256), "-t", 1, "-b", 4_000_000_000, "--policy", "h2o"
@@ -405,7 +405,7 @@ def test_a_batch_above_the_context_is_cut_and_said(tiny_model, tmp_path):
         assert done.stderr.startswith(line)
 
 
-def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
+def test_gpu_layers_without_a_gpu_are_reported(default_talker, tmp_path, monkeypatch):
     line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)
     monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
@@ -448,7 +448,7 @@ POLICY = Mine
 """
 
 
-def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default_talker, tmp_path):
+def test_v_shows_the_traceback_of_a_user_policy_and_vv_llama_cpps_log(default_talker, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
 
     def stderr_of(*arguments):
@@ -474,7 +474,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert "SyntaxError" in stderr_of(*options, "-v")[1].split("\nkvtool: ")[0]
 
 
-def test_explain_says_what_a_small_budget_costs(smollm2):
+def test_explain_shows_the_unused_bytes_of_a_small_budget(smollm2):
     done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
     # bytes of a cell: 30 layers, K and V, 3 heads of 64 numbers in f16
     cell = 30 * 2 * 3 * 64 * 2
@@ -486,7 +486,7 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
 
 
 @pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
-def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
+def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_said):
     master, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
@@ -498,11 +498,11 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     assert (
         written.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
     )
-    # -n also cuts the answer, which another line says
+    # another line says that -n has cut the answer
     assert written.count("\n") == is_said + 1
 
 
-def test_an_error_is_wrapped_between_words():
+def test_error_lines_wrap_between_words():
     master, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)
@@ -549,11 +549,11 @@ def completed(line, **env):
         ("kvtool chat -m ./x", []),
     ],
 )
-def test_a_shell_completes(line, wanted):
+def test_bash_completes_commands_options_and_values(line, wanted):
     assert completed(line) == wanted
 
 
-def test_sessions_are_completed_and_nothing_else(tmp_path, monkeypatch):
+def test_completion_of_sessions_offers_only_sessions_and_folders(tmp_path, monkeypatch):
     (tmp_path / "talk.kv").write_bytes(b"kvtool session 1 ")
     (tmp_path / "tale.txt").write_text("A tale.")
     (tmp_path / "talks").mkdir()
@@ -566,13 +566,13 @@ def test_sessions_are_completed_and_nothing_else(tmp_path, monkeypatch):
     assert completion.sessions("nowhere/") == []
 
 
-def test_completion_takes_no_defaults(tmp_path):
+def test_completion_works_with_an_invalid_config_file(tmp_path):
     (tmp_path / "wrong.toml").write_text("budge = 1")
     assert completed("kvtool chat --bud", KVTOOL_CONFIG=str(tmp_path / "wrong.toml")) == ["--budget"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_complete_too(shell):
+def test_zsh_and_fish_complete_too(shell):
     variables = {
         "_KVTOOL_COMPLETE": f"complete_{shell}",
         "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",

@@ -49,7 +49,7 @@ def drawn(texts, width):
     ]
 
 
-def test_without_colour_each_column_has_a_mark_below_it():
+def test_text_without_colours_has_marks_below_it():
     out = shown(["One", " and", " two", "s", ".\n", "\u4e16 end"], SHARES)
     legend, strip, body = (
         out.split("\n\n")[0],
@@ -63,13 +63,14 @@ def test_without_colour_each_column_has_a_mark_below_it():
     assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
 
 
-def test_the_columns_of_the_strip_are_spread_evenly():
-    # tokens are held by all rows or by none in turn, so a column of two tokens has the mark for one half
+def test_columns_of_the_strip_are_spread_evenly():
+    # every second token is held by all rows, the others by none; so a column of two tokens has the mark for
+    # one half
     strip = shown(["a"] * 30, [1, 0] * 15).split("right:\n")[1].split("\n")[0]
     assert strip == "#6.6" * 5
 
 
-def test_lines_break_between_words_and_show_what_steers_a_terminal():
+def test_lines_break_between_words_and_show_control_characters():
     assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
     assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
         "a\u23ce",
@@ -83,7 +84,7 @@ def test_lines_break_between_words_and_show_what_steers_a_terminal():
     assert drawn(["", ""], 5) == []
 
 
-def test_what_is_not_shown_is_counted():
+def test_hidden_earlier_tokens_are_counted():
     out = shown([f" {i}" for i in range(30)], [0] * 10 + [1] * 20, last=12)
     assert "the whole stream of 30 tokens" in out
     assert "the last 12 tokens; 18 earlier ones are not shown" in out
@@ -111,14 +112,14 @@ def test_with_256_colours_tokens_are_shaded():
         {"color_system": "256"},
     ],
 )
-def test_where_there_are_no_256_colours_there_are_marks(console):
+def test_terminals_without_256_colours_show_marks(console):
     out = shown(["One", " two"], [1, 0.5], width=60, **console)
     assert "\nOne two\n###6666\n" in out or "\nOne two\n###7777\n" in out
     assert "\x1b" not in out
 
 
 @pytest.mark.parametrize("shaded", [False, True])
-def test_what_is_archived_is_not_forgotten(shaded):
+def test_archived_tokens_are_not_counted_as_forgotten(shaded):
     colours = {"width": 60, "force_terminal": True, "color_system": "256"} if shaded else {"width": 120}
     out = shown(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
     assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in out
@@ -177,7 +178,7 @@ def run_script(page, driver):
 
 
 @pytest.mark.parametrize("last", [1000, 50])
-def test_the_page_holds_what_the_rows_held(watched, last):
+def test_page_contains_the_tokens_that_the_rows_held(watched, last):
     snapshots, rows, texts = watched
     data = data_of(inspect_page.page(RESULT, snapshots, texts, last).decode())
     first = max(180 - last, 0)
@@ -191,7 +192,7 @@ def test_the_page_holds_what_the_rows_held(watched, last):
             assert held == {pos for pos in rows[snapshot][row] if pos >= first}
 
 
-def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
+def test_page_loads_nothing_and_escapes_the_text(watched):
     snapshots, _, texts = watched
     page = inspect_page.page(RESULT, snapshots, texts, 1000).decode()
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|\bfetch\(", page)
@@ -201,7 +202,7 @@ def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
-def test_the_page_counts_rows_as_the_engine_does(watched):
+def test_page_counts_rows_like_the_engine(watched):
     snapshots, _, texts = watched
     page = inspect_page.page(RESULT, snapshots, texts, 150).decode()
     driver = """
@@ -246,7 +247,7 @@ def attended(tiny_model):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
-def test_the_page_shares_attention_as_the_engine_does(attended):
+def test_page_computes_attention_like_the_engine(attended):
     snapshots, texts = attended
     page = inspect_page.page(RESULT, snapshots, texts, 150).decode()
     driver = """
@@ -271,7 +272,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
 
 
 @pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
-def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
+def test_archived_tokens_with_most_attention_are_listed(attended, width):
     snapshots, texts = attended
     record = inspect_terminal.attended_record(snapshots)
     out = io.StringIO()
@@ -299,7 +300,7 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
 
 
-def test_the_picture_tells_rows_and_archive_apart():
+def test_picture_colours_held_archived_and_forgotten_tokens():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
@@ -338,7 +339,7 @@ def test_the_picture_tells_rows_and_archive_apart():
     assert seen == ["hhhhiii-", "--iiiihh"]
 
 
-def test_a_picture_without_an_archive_says_what_white_is():
+def test_legend_without_an_archive_has_held_and_not_held():
     pytest.importorskip("matplotlib")
     from kvtool.cli.inspect import plot as inspect_plot
 
@@ -349,7 +350,7 @@ def test_a_picture_without_an_archive_says_what_white_is():
     assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
 
 
-def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
+def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     done = kvtool(
         *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
@@ -362,13 +363,14 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "lora", "rows", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "resident_refusal", "tokens_per_s", "seconds", "text", "share", "attended"),
+        *("archive_type", "resident", "repeated", "resident_refusal", "tokens_per_s", "seconds"),
+        *("text", "share", "attended"),
     }
     document = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     assert set(result) <= set(re.findall(r"`(\w+)`", document.partition("`--json` prints")[2]))
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
-    # the policy's definition says that it keeps the sinks and the newest tokens
+    # streamingllm keeps the first 4 tokens and the newest tokens
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]
@@ -376,7 +378,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
 
 
-def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
+def test_unwritable_page_file_does_not_lose_the_result(tiny_model, tmp_path):
     (tmp_path / "text").write_text("word " * 40)
     done = kvtool("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", "--html", "/dev/full")
     assert done.returncode == 2
@@ -385,7 +387,7 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--html", "--plot"])
-def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
+def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path, flag):
     if flag == "--plot":
         pytest.importorskip("matplotlib")
     (tmp_path / "text").write_text("word " * 40)
@@ -420,12 +422,12 @@ def test_bad_input_gets_one_line(arguments, code, words):
     one_line(called("inspect", *arguments), code, words)
 
 
-def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
+def test_text_that_does_not_fit_the_full_cache_is_refused(tiny_model):
     done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
     one_line(done, 5, "does not fit in the cache (16)")
 
 
-def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
+def test_missing_matplotlib_is_reported_before_any_work(tmp_path):
     code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
     done = forked.run([sys.executable, "-c", code, "inspect", "x", "--plot", tmp_path / "x.png"])
     one_line(done, 2, "kvtool: --plot needs matplotlib, which is not installed: pip install")

@@ -63,13 +63,13 @@ def n_token(command, is_piped, model, folder, end):
 
 
 @pytest.mark.parametrize(("command", "is_piped"), WAYS.values(), ids=WAYS)
-def test_every_prompt_has_the_same_tokens(command, is_piped, talker, tmp_path):
+def test_prompts_have_the_same_tokens_for_crlf_cr_and_lf(command, is_piped, talker, tmp_path):
     crlf, cr, lf = (n_token(command, is_piped, talker, tmp_path, end) for end in ("\r\n", "\r", "\n"))
     assert crlf == cr == lf
 
 
 @pytest.mark.parametrize(("command", "is_piped"), MEASURED.values(), ids=MEASURED)
-def test_a_measured_text_is_read_as_it_is(command, is_piped, talker, tmp_path):
+def test_measured_texts_keep_their_cr_characters(command, is_piped, talker, tmp_path):
     crlf, lf = (n_token(command, is_piped, talker, tmp_path, end) for end in ("\r\n", "\n"))
     # in this vocabulary each CR is a token
     assert crlf == lf + TEXT.count("\n")
@@ -85,7 +85,7 @@ def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
 
 
 @every_break
-def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatch):
+def test_inserted_files_and_option_texts_are_converted_to_lf(end, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, TEXT, end)
     assert with_files("Read @text.txt") == f"Read {TEXT.rstrip()}"
@@ -98,11 +98,11 @@ def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatc
     assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)
 
 
-def test_a_line_break_is_one_of_three():
+def test_with_lf_converts_crlf_and_cr():
     assert with_lf("a\r\nb\rc\nd\r\r\ne\n\r") == "a\nb\nc\nd\n\ne\n\n"
 
 
-def test_no_other_part_decodes_texts():
+def test_only_listed_modules_decode_input_themselves():
     root = Path(kvtool.__file__).parent
     modules = {
         path.relative_to(root).as_posix()

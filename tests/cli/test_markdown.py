@@ -68,7 +68,7 @@ def write(out, text, seed=0, most=7):
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("columns", [20, 60, 80, 400])
-def test_no_character_is_lost(columns, plain):
+def test_printed_reply_keeps_every_character(columns, plain):
     screen = Screen(columns)
     with ReplyStream(screen.console, plain=plain) as out:
         write(out, TEXT, seed=columns)
@@ -95,7 +95,7 @@ def test_prose_breaks_between_words_and_code_does_not():
     assert "A single line break, **bold words** and *one*. A line of" in lines
 
 
-def test_code_and_bold_are_told_by_their_colours():
+def test_code_and_bold_text_have_their_own_styles():
     screen = Screen(80)
     with ReplyStream(screen.console) as out:
         write(out, TEXT)
@@ -107,7 +107,7 @@ def test_code_and_bold_are_told_by_their_colours():
         assert re.search(rf"(?<!\[1m)(?<!\[36m){re.escape(plain)}", seen), plain
 
 
-def test_a_hundred_lines_leave_a_hundred_lines_after_a_resize_too():
+def test_hundred_lines_stay_hundred_lines_after_a_resize():
     screen = Screen(60, 20)
     with ReplyStream(screen.console) as out:
         for i in range(100):
@@ -120,14 +120,14 @@ def test_a_hundred_lines_leave_a_hundred_lines_after_a_resize_too():
     assert lines == [f"This is line {i} of the reply." for i in range(100)]
 
 
-def test_the_model_cannot_steer_the_terminal():
+def test_control_characters_of_a_reply_are_replaced():
     screen = Screen()
     with ReplyStream(screen.console) as out:
         write(out, "a\x1b[2Jb\x07c\x9bd\r\ne\tf\x00", most=2)
     assert screen.lines()[:2] == ["a\ufffd[2Jb\ufffdc\ufffdd", "e    f\ufffd"]
 
 
-def test_a_terminal_that_is_gone_is_an_error():
+def test_writing_to_a_closed_terminal_raises_eio():
     out = ReplyStream(Console(file=io.StringIO()))
     with pytest.raises(OSError, match=".") as error:
         out.write("a word ")
@@ -135,7 +135,7 @@ def test_a_terminal_that_is_gone_is_an_error():
 
 
 @pytest.mark.parametrize("hide", [False, True])
-def test_a_thought_is_folded_to_a_line(hide):
+def test_finished_thought_is_folded_to_one_line(hide):
     screen = Screen(60, 20)
     view = ReplyView(screen.console, Splitter(THINK), hide=hide)
     with view:
@@ -154,7 +154,7 @@ def test_a_thought_is_folded_to_a_line(hide):
     assert view.thought.startswith("thought 0\nthought 1\n")
 
 
-def test_a_thought_is_text_where_text_is_plain():
+def test_plain_output_shows_thoughts_as_text():
     screen = Screen(60, 20)
     with ReplyView(screen.console, Splitter(THINK), plain=True) as view:
         write(view, "<think>\nhm\n</think>\n\nseven")

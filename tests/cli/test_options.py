@@ -51,13 +51,13 @@ class Calm(Tide):
         ({"moon": "blue"}, "--moon must be new, half or full, got 'blue'"),
     ],
 )
-def test_a_value_out_of_its_range_names_the_long_flag(wrong, words):
+def test_error_about_a_value_names_the_long_flag(wrong, words):
     with pytest.raises(UsageError) as caught:
         Tide(**wrong)
     assert str(caught.value) == words
 
 
-def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting():
+def test_typed_values_override_session_values_which_override_settings():
     raw = {"height": 3, "share": 0.75, "moon": "new", "names": ["a"]}
     tide = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
     assert (tide.names, tide.typed, tide.given) == (("a",), {"share"}, {"share", "moon"})
@@ -70,7 +70,7 @@ def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting()
     assert tide.changed(moon="full").given == {"share", "moon"}
 
 
-def test_a_class_may_say_something_of_a_field_again_and_hide_others():
+def test_subclass_may_redeclare_and_hide_fields():
     assert Calm().share == 0.25
     assert (declared(Calm)["share"].help, declared(Calm)["share"].in_session) == ("Of the night.", True)
     assert [each.name for each in parameters(Calm)] == ["height", "share"]
@@ -95,7 +95,7 @@ def called(*arguments):
     return got[0] if got else done
 
 
-def test_a_command_gets_its_options_filled_and_what_was_typed():
+def test_command_gets_filled_options_and_the_names_typed():
     tide, loud = called("--moon", "new", "-h2", "4", "--name", "a", "--name", "b", "--loud")
     assert (tide.moon, tide.height, tide.names, tide.share, loud) == ("new", 4, ("a", "b"), 0.5, True)
     assert tide.typed == tide.given == {"moon", "height", "names"}
@@ -104,7 +104,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
 
 
 @pytest.mark.parametrize("kind", [RunOptions, ScoreOptions, GenerationOptions])
-def test_all_that_is_kept_is_read_as_the_same_again(kind):
+def test_stored_options_are_restored_unchanged(kind):
     values = {
         "positions": "in-cache",
         "type_k": "q8_0",
@@ -117,7 +117,7 @@ def test_all_that_is_kept_is_read_as_the_same_again(kind):
     assert kind.from_values(json.loads(json.dumps(changed.values()))) == changed
 
 
-def test_no_two_options_have_a_name_in_common():
+def test_option_names_are_unique():
     flags = [
         flag
         for kind in (RunOptions, GenerationOptions)
@@ -133,7 +133,7 @@ def test_no_two_options_have_a_name_in_common():
     assert len(named) == len(set(named))
 
 
-def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
+def test_open_run_opens_an_engine_and_notes_changed_options(tiny_model):
     path = str(tiny_model(n_ctx_train=512))
     with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
         assert opened.notes == ["--ctx-size 9,999 is above the model's trained length; 512 is used"]
@@ -160,7 +160,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         ({"policy": "corm"}, "corm", 2048),
     ],
 )
-def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, budget):
+def test_default_budget_depends_on_the_policy(tiny_model, options, policy, budget):
     run = RunOptions(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
@@ -169,13 +169,13 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
         assert opened.notes == (notes if is_other else [])
 
 
-def test_a_small_context_is_named_as_the_limit_of_the_budget(tiny_model):
+def test_error_names_the_context_that_limits_the_budget(tiny_model):
     run = RunOptions(model=str(tiny_model()), n_ctx=1)
     with pytest.raises(UsageError, match="^--ctx-size 1 limits the budget: a budget of 1 is"), open_run(run):
         pass
 
 
-def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
+def test_resumed_session_keeps_its_policy_and_budget():
     def resumed(run, policy, budget=None):
         fixed = {"parameters": {"budget": 1024}}
         return files.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
@@ -203,7 +203,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
         ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_is_looked_for(wrong, words):
+def test_invalid_options_are_refused_before_the_model_is_searched(wrong, words):
     def find(name):
         raise AssertionError(name)
 

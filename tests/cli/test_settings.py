@@ -57,18 +57,18 @@ def file(tmp_path, monkeypatch):
     return write
 
 
-def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
+def test_eval_ignores_general_sampling_settings(file, monkeypatch):
     file("temp = 0.9\nthreads = 3\n[models.other]\nseed = 4\n")
     monkeypatch.setenv("KVTOOL_SEED", "5")
-    assert held("eval", "-m", "other") == {"threads": 3}
-    assert held("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
+    assert effective("eval", "-m", "other") == {"threads": 3}
+    assert effective("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
     file("temp = 0.9\n[eval]\ntemp = 0.5\n[models.other.eval]\nseed = 4\n")
-    assert held("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
+    assert effective("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
     monkeypatch.setenv("KVTOOL_EVAL_SEED", "6")
-    assert held("eval") == {"temp": 0.5, "seed": "6"}
+    assert effective("eval") == {"temp": 0.5, "seed": "6"}
 
 
-def held(words, *arguments):
+def effective(words, *arguments):
     """Return the settings that apply to a command with these arguments. Keys are names of parameters."""
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
@@ -77,81 +77,89 @@ def held(words, *arguments):
     return {name: setting.value for name, setting in applied.items()}
 
 
-def test_a_command_takes_the_top_level_and_its_own_table(file):
+def test_command_uses_the_top_level_and_its_own_table(file):
     file(FILE.partition("[models")[0])
-    assert held("chat") == {
+    assert effective("chat") == {
         **{"budget": "512", "temp": 0.5, "policy": "tova"},
         **{"n": 100, "options": ("window=64",), "seed": 1},
     }
     # perplexity samples no tokens, so it has no options of sampling
-    assert held("perplexity") == {"budget": "512", "policy": "tova"}
+    assert effective("perplexity") == {"budget": "512", "policy": "tova"}
     # for a command of two words, both words are the table's name
-    assert held("models show") == {}
+    assert effective("models show") == {}
     file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
-    assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})
+    assert (effective("models show"), effective("session show")) == ({"fit": "1G"}, {"as_json": True})
 
 
-def test_a_list_takes_its_own_table_alone(file, monkeypatch):
+def test_policies_command_uses_only_its_own_table(file, monkeypatch):
     file('budget = "10%"\nevict-every = 8')
     monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
-    assert held("chat")["budget"] == "10%"
-    assert held("policies") == {}
+    assert effective("chat")["budget"] == "10%"
+    assert effective("policies") == {}
     assert kvtool("policies", "h2o").returncode == 0
     assert kvtool("config").returncode == 0
     file('budget = "10%"\n[policies]\nbudget = 64')
-    assert held("policies") == {"budget": 64}
+    assert effective("policies") == {"budget": 64}
 
 
 def test_a_path_may_begin_with_a_tilde(file):
     file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
-    assert held("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
+    assert effective("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
 
 
-def test_a_models_table_beats_a_commands(file):
-    assert held("chat")["temp"] == 0.25
-    assert held("generate")["temp"] == 0.125
-    assert held("generate")["n_ctx"] == 4096
+def test_model_table_overrides_command_table(file):
+    assert effective("chat")["temp"] == 0.25
+    assert effective("generate")["temp"] == 0.125
+    assert effective("generate")["n_ctx"] == 4096
     # The model may be named in an option, an argument, a variable or the file. The name may also be the path
     # of the model's file.
     for arguments in (["-m", "other"], ["other"], ["-m", "/some/where/other.gguf"]):
-        assert held("chat", *arguments)["temp"] == 0.75
+        assert effective("chat", *arguments)["temp"] == 0.75
     file('model = "other"\n' + FILE)
-    assert held("chat")["temp"] == 0.75
+    assert effective("chat")["temp"] == 0.75
 
 
-def test_the_file_of_a_named_model_counts_too(file):
+def test_model_table_may_be_named_after_the_model_file(file):
     from kvtool.models.catalogue import registry
 
     file(f'[models."{registry()["smollm2-135m"].path.stem}"]\ntemp = 0.0625')
-    assert held("chat", "-m", "smollm2-135m")["temp"] == 0.0625
+    assert effective("chat", "-m", "smollm2-135m")["temp"] == 0.0625
 
 
-def test_variables_beat_the_file_and_one_commands_beat_all(file, monkeypatch):
+def test_variables_override_the_file_and_command_variables_override_both(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_TEMP", "0.9")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
-    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.9", "0.9", "3")
+    assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
+        "0.9",
+        "0.9",
+        "3",
+    )
     monkeypatch.setenv("KVTOOL_CHAT_TEMP", "0.1")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "")
-    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.1", "0.9", 1)
+    assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
+        "0.1",
+        "0.9",
+        1,
+    )
 
 
-def test_parameters_belong_to_the_policy_beside_them(file, monkeypatch):
-    assert held("chat")["options"] == ("window=64",)
-    assert "options" not in held("chat", "--policy", "h2o")
+def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
+    assert effective("chat")["options"] == ("window=64",)
+    assert "options" not in effective("chat", "--policy", "h2o")
     monkeypatch.setenv("KVTOOL_POLICY", "h2o")
-    assert "options" not in held("chat")
+    assert "options" not in effective("chat")
     monkeypatch.setenv("KVTOOL_OPTION", "sinks=2 window=8")
-    assert held("chat")["options"] == ("sinks=2", "window=8")
+    assert effective("chat")["options"] == ("sinks=2", "window=8")
 
 
-def test_no_option_has_the_name_of_another_variable_of_ours():
+def test_option_variables_differ_from_other_kvtool_variables():
     for words, command in settings.all_commands(ROOT):
         for param in settings.options_of(command):
             names = {settings.variable(param), settings.variable(param, words)}
             assert not names & set(settings.NOT_OPTIONS), param.opts
 
 
-def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
+def test_typed_options_override_settings_and_settings_take_effect(file, monkeypatch):
     file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
     # buzz needs a larger budget than 3
     assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
@@ -162,7 +170,7 @@ def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
     assert json.loads(kvtool("policies", "buzz").stdout)[0]["params"]["window"] < 64
 
 
-def test_a_budget_that_nobody_typed_does_not_stop_full(file, tmp_path):
+def test_budget_from_a_setting_is_ignored_by_full(file, tmp_path):
     file("budget = 512")
     one_line(kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
     full = "chat", "-m", "no-such-model", "--policy", "full"
@@ -170,7 +178,7 @@ def test_a_budget_that_nobody_typed_does_not_stop_full(file, tmp_path):
     one_line(kvtool(*full, "--budget", 12), 2, "takes no --budget")
 
 
-def test_a_key_for_other_commands_loads_none_of_them(file):
+def test_config_keys_of_other_commands_import_none_of_them(file):
     file("seed = 1\ntemp = 0.5\nstop = []\nmirostat = 2")
     code = (
         "import sys\n"
@@ -206,7 +214,7 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
         pytest.param(f"[models{'.a' * 3000}]", "a table's name has at most 4 parts", id="table"),
     ],
 )
-def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, words):
+def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
     path, done = file(text), kvtool("chat")
     one_line(done, 2, words)
     assert done.stderr.startswith(f"kvtool: {path}")
@@ -240,26 +248,26 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
         ("models.x.doctor", "doctor"),
     ],
 )
-def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
+def test_model_table_for_a_command_without_a_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
     line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
     one_line(kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
-        held(command)
+        effective(command)
 
 
-def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
+def test_error_names_the_variable_that_set_the_value(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
     one_line(kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
 
 
-def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
+def test_error_names_the_setting_of_an_option_that_was_not_typed(file):
     path = file("[chat]\nevict-every = 16")
     line = f"(--evict-every is set by {path}: [chat] evict-every)"
     one_line(kvtool("chat", "--budget", 8), 2, line)
 
 
-def test_a_model_that_is_unknown_is_named_with_the_setting_that_names_it(file, monkeypatch, tmp_path):
+def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, tmp_path):
     path = file('model = "nope"')
     line = "kvtool: unknown model 'nope' (and no such file). See `kvtool models list`."
     of_file = f" (--model is set by {path}: model)\n"
@@ -274,13 +282,13 @@ def test_a_model_that_is_unknown_is_named_with_the_setting_that_names_it(file, m
         3,
         "empty.gguf is empty; download it again (--model is set by $KVTOOL_MODEL)\n",
     )
-    # a typed model is not the setting's
+    # if the model was typed, the error names no setting
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
     for command in (("generate", "hi", "-m", "nope"), ("chat", "nope")):
         one_line(kvtool(*command), 3, f"{line}\n")
 
 
-def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
+def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_path):
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "none.toml"))
     with pytest.raises(UsageError, match="does not exist"):
         settings.read()
@@ -289,18 +297,18 @@ def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="says where Linux has it")
-def test_the_file_is_where_the_system_keeps_such_files(tmp_path):
+def test_config_file_is_in_xdg_config_home(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "KVTOOL_CONFIG"}
     done = kvtool("config", "--path", env={**env, "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.stdout == f"{tmp_path}/kvtool/config.toml\n"
     assert kvtool("config", env={**env, "XDG_CONFIG_HOME": str(tmp_path)}).stdout.startswith("file: ")
 
 
-def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
+def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     path = file(FILE)
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
     monkeypatch.setenv("KVTOOL_BUDGTE", "4")
-    # this is no default of the command's own -m
+    # `kvtool config` ignores this variable for its own -m
     monkeypatch.setenv("KVTOOL_MODEL", "other")
     done = kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
@@ -323,7 +331,7 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
         ("KVTOOL_FOO", ""),
     ],
 )
-def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkeypatch, name, instead):
+def test_every_command_reports_unknown_variables(file, monkeypatch, name, instead):
     monkeypatch.setenv(name, "4")
     # These two variables cause no message, because they belong to options: --json of the commands below, and
     # --port of `serve`.
@@ -346,19 +354,19 @@ def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkey
         ("KVTOOL_PLAIN", "perhaps", "$KVTOOL_PLAIN: 'perhaps' is not a valid boolean. Recognized values: 0"),
     ],
 )
-def test_config_refuses_a_value_that_an_option_does_not_take(file, monkeypatch, name, value, line):
+def test_config_refuses_invalid_values_of_variables(file, monkeypatch, name, value, line):
     monkeypatch.setenv(name, value)
     one_line(kvtool("config"), 2, line)
 
 
-def test_config_refuses_a_value_of_the_file_that_an_option_does_not_take(file):
+def test_config_refuses_invalid_values_of_the_file(file):
     path = file('budget = "abc"')
     one_line(kvtool("config"), 2, f"{path}: budget: --budget is a number of tokens (512), ")
     path = file("[chat]\ntop-p = 7")
     one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
 
 
-def test_config_shows_what_holds_for_a_command(file):
+def test_config_shows_the_settings_of_one_command(file):
     path = file(FILE)
 
     def of(*arguments):
@@ -376,7 +384,7 @@ def test_config_shows_what_holds_for_a_command(file):
 def test_the_documented_example_runs_and_an_error_names_the_setting(file):
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = file(example)
-    settings_of_chat = held("chat")
+    settings_of_chat = effective("chat")
     policies.spec(settings_of_chat["policy"], None, settings_of_chat["options"])
     file('[chat]\noption = ["window=64"]')
     words = rf"no parameter 'window' \(-o\); its .* \(--option is set by {path}: \[chat\] option\)"
@@ -385,7 +393,7 @@ def test_the_documented_example_runs_and_an_error_names_the_setting(file):
     assert re.search(words, done.stderr)
 
 
-def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
+def test_session_options_override_settings_and_typed_options_override_both(file, smol, tmp_path, monkeypatch):
     """The file and the environment apply only to options that the session has not stored."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
@@ -405,7 +413,7 @@ def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path
     assert (now["budget"], now["temp"], now["top_k"], now["min_p"]) == ("300", 0.5, 40, 0.25)
 
 
-def test_the_developers_own_settings_do_not_reach_the_tests():
+def test_tests_ignore_the_developers_own_settings():
     code = (
         "import os, tests.conftest\n"
         "print(os.environ['KVTOOL_CONFIG'] == os.devnull, 'KVTOOL_TEMP' in os.environ)"

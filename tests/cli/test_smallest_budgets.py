@@ -39,7 +39,7 @@ def check(run):
 
 @pytest.mark.parametrize("name", EVICTING)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_smallest_budget_that_is_named_works_for_every_policy(tiny_model, shape, name):
+def test_smallest_budget_named_by_the_error_works_for_every_policy(tiny_model, shape, name):
     arch, sizes = SHAPES[shape]
     path = tiny_model(arch, **sizes)
     options = ("--raw", "-n", 4, "-t", 1, "-m", path, "--policy", name)
@@ -59,13 +59,13 @@ def test_the_smallest_budget_that_is_named_works_for_every_policy(tiny_model, sh
         ("generate", ("--raw", "-n", 1, "-o", "sinks=9")),
     ],
 )
-def test_every_command_names_a_budget_that_works(tiny_model, command, more):
+def test_every_command_names_the_smallest_budget_that_works(tiny_model, command, more):
     options = ("-t", 1, "-m", tiny_model(n_head_kv=1))
     check(lambda budget: called(command, *more, *options, "--budget", budget, stdin=TEXT))
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
+def test_budget_named_for_a_pinned_text_works(tiny_model, name):
     path = tiny_model(n_head_kv=1, n_ctx_train=1024)
     with (
         open_engine(path, policies.fit(name, 40)) as engine,

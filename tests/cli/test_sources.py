@@ -52,7 +52,7 @@ def models(smollm2, talker):
 
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
+def test_first_tokens_equal_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
     # Read one byte at a time. A block of the usual size would hold any of these short texts.
     monkeypatch.setattr(system_texts, "_BLOCK", 1)
     monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
@@ -82,7 +82,7 @@ class Endless:
         return (self.line * (n // len(self.line) + 1))[:n]
 
 
-def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
+def test_first_tokens_reads_only_as_much_as_needed(models, monkeypatch):
     # the first read gets 8 bytes per needed token, and each further read doubles the amount
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
     assert len(first_tokens(models["BPE"], source(None), 50)) == 50
@@ -92,7 +92,9 @@ def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
 
 
 @pytest.mark.parametrize("command", STREAMS)
-def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path, monkeypatch, command):
+def test_commands_with_max_tokens_read_only_a_part_of_the_text(
+    default_talker, tmp_path, monkeypatch, command
+):
     file, read = tmp_path / "text", []
     file.write_text(PROSE * 20_000)
     whole = file.stat().st_size
@@ -105,7 +107,7 @@ def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
-def test_a_text_in_parts_is_the_text(tmp_path, size):
+def test_text_read_in_parts_equals_the_whole_text(tmp_path, size):
     file = tmp_path / "text"
     file.write_bytes("\ufeffna\u00efve\r\n\u4e16\u754c\r".encode())
     with closing(TextSource(str(file))) as text:
@@ -129,7 +131,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
         ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, data, words):
+def test_empty_binary_or_non_utf8_files_are_refused(tmp_path, data, words):
     file = tmp_path / "file"
     file.write_bytes(data)
     with pytest.raises(InputError, match=words), closing(TextSource(str(file))) as text:
@@ -149,7 +151,7 @@ def of_text(done):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of Unix")
 @pytest.mark.parametrize("command", STREAMS)
-def test_a_file_a_pipe_and_a_named_pipe_give_the_same(default_talker, tmp_path, command):
+def test_file_pipe_and_named_pipe_give_the_same_results(default_talker, tmp_path, command):
     file, fifo = tmp_path / "text", tmp_path / "fifo"
     file.write_text(PROSE * 3)
     os.mkfifo(fifo)
@@ -173,7 +175,7 @@ def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="a name of Linux and macOS")
-def test_other_names_of_stdin_are_stdin(talker, tmp_path):
+def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
     file = tmp_path / "text"
     file.write_text("Say hello.")
 
@@ -198,7 +200,7 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
 @pytest.mark.parametrize("words", [("perplexity",), ("compare",), ("inspect",), ("eval", "needle")])
-def test_without_a_text_a_terminal_gets_one_line(words):
+def test_command_without_a_text_in_a_terminal_gets_one_line(words):
     import pty
 
     master, theirs = pty.openpty()
@@ -209,7 +211,7 @@ def test_without_a_text_a_terminal_gets_one_line(words):
     assert "in a pipe" in done.stderr
 
 
-def test_a_closed_stdin_is_no_pipe(monkeypatch):
+def test_closed_stdin_is_not_read_as_a_pipe(monkeypatch):
     monkeypatch.setattr(texts.sys, "stdin", None)
     with pytest.raises(UsageError, match="name a text file"):
         source(None)
@@ -222,7 +224,7 @@ def test_a_closed_stdin_is_no_pipe(monkeypatch):
         ("choice", '{"a": 1', "stdin, line 1 is not JSON"),
     ],
 )
-def test_a_wrong_text_on_stdin_is_one_line_that_names_stdin(talker, task, stdin, words):
+def test_error_about_text_on_stdin_names_stdin(talker, task, stdin, words):
     done = called("eval", task, "-m", talker, "-t", 1, stdin=stdin)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.splitlines()[-1].startswith(f"kvtool: {words}")

@@ -46,7 +46,7 @@ def n_prompt(model, *options, **how):
     return json.loads(done.stdout)["prompt_tokens"], done.stderr
 
 
-def test_every_effort_can_be_typed():
+def test_think_option_accepts_every_effort():
     assert {*EFFORTS} == {ON, OFF, *LEVELS}
 
 
@@ -57,7 +57,7 @@ def test_an_effort_reaches_the_prompt_of_generate(models):
     assert n_prompt(models(SWITCHED), "--think", "on")[0] == n
 
 
-def test_an_effort_that_a_template_does_not_take_is_refused_if_typed_and_said_if_set(models):
+def test_unsupported_effort_is_refused_if_typed_and_reported_if_set(models):
     done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvtool: --think low: the model's chat template takes off and on\n"
@@ -89,7 +89,7 @@ def test_a_session_keeps_its_effort(models, tmp_path):
     assert (done.returncode, done.stderr.count("takes off and on")) == (2, 1)
 
 
-def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
+def test_think_budget_closes_the_thought_after_n_tokens(models):
     command = ["generate", "Hello", "-m", models(OPENS), "-t", 1, "-n", 40, "--temp", 0]
     command += ["--json", "--logprobs", 0]
     for n in (0, 7):
@@ -104,13 +104,13 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
 
 
-def test_a_template_that_counts_tokens_is_told_the_budget(models):
+def test_think_budget_reaches_a_template_that_reads_it(models):
     n, _ = n_prompt(models(COUNTS), "--think-budget", "64")
     assert n_prompt(models(COUNTS), "--think-budget", "6464")[0] == n + 2
     assert n_prompt(models(OPENS))[0] == n_prompt(models(OPENS), "--think-budget", "64")[0]
 
 
-def test_a_session_keeps_its_budget(models, tmp_path):
+def test_session_keeps_its_thinking_budget(models, tmp_path):
     path, command = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
     assert called(*command, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
     assert called(*command, "--session", path, stdin="Two\n").returncode == 0
@@ -120,11 +120,11 @@ def test_a_session_keeps_its_budget(models, tmp_path):
     assert all("</think>" in reply for reply in replies)
 
 
-def test_a_session_is_read_again_only_if_the_budget_in_its_prompt_changes(models, tmp_path):
+def test_session_is_reread_only_if_the_thinking_budget_in_its_prompt_changes(models, tmp_path):
     path, command = tmp_path / "talk.kv", ["chat", "-m", models(COUNTS), "-n", 4, "-t", 1, "--policy", "h2o"]
     for n_mark, options in ((1, ["--think-budget", 3]), (2, []), (1, ["--think-budget", 4]), (2, [])):
         assert called(*command, "--session", path, *options, stdin="Hello\n").returncode == 0
-        # turns before the chat was read again cannot be taken back, so they have no marks
+        # turns from before a reread cannot be undone, so they have no marks
         assert len(session.read(path)[0]["marks"]) == n_mark
 
 

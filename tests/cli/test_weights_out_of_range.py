@@ -14,7 +14,7 @@ from tests.cli.test_cli import TEXT
 
 @pytest.fixture(scope="module")
 def scaled(talker, tmp_path_factory):
-    """scaled(number) returns a copy of `talker` in which a row of the output's weights is multiplied."""
+    """scaled(factor): copy `talker`, and multiply the output weights of tokens from 300 on by this factor."""
     folder = tmp_path_factory.mktemp("scaled")
 
     def make(factor):
@@ -40,7 +40,7 @@ def scaled(talker, tmp_path_factory):
     ],
     ids=lambda command: " ".join(map(str, command)),
 )
-def test_logits_that_are_not_finite_are_refused(scaled, tmp_path, command):
+def test_logits_that_are_not_finite_get_one_line(scaled, tmp_path, command):
     (tmp_path / "text.txt").write_text(TEXT[:200])
     item = {
         "p": "It rains.",
@@ -54,7 +54,7 @@ def test_logits_that_are_not_finite_are_refused(scaled, tmp_path, command):
     one_line(done, 3, "the model's logits are not finite; the model file may be damaged")
 
 
-def test_a_perplexity_too_large_for_a_number_is_infinite(scaled, tmp_path):
+def test_perplexity_too_large_for_a_float_is_inf_and_null_in_json(scaled, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[:200])
     words = ["text.txt", "-m", scaled("1e5"), "-t", 1]
     done = called("perplexity", *words, cwd=tmp_path)

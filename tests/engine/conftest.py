@@ -1,4 +1,4 @@
-"""Fixtures of several test files: they change how kvtool works, or compile a library."""
+"""Fixtures that several test files use: they change how kvtool works, or compile a library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Make the device move and merge cells by computing a graph. Otherwise the CPU may edit host memory.
+    """Move and merge cells with a graph on the device, even if the CPU could edit them in host memory.
 
     The fixture's value is a list with the number of moves of each edit.
     """

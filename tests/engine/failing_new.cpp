@@ -1,4 +1,4 @@
-// A library to preload into a process. It lets one allocation of C++ fail.
+// Library to preload into a process. In it, one chosen call of C++'s operator new fails.
 
 #include <cstddef>
 #include <cstdlib>

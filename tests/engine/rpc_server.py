@@ -2,8 +2,8 @@
 
     python -m tests.engine.rpc_server PORT
 
-The server's clients use a device in another process, the CPU. The server ends after TIME_LIMIT seconds, or
-earlier if it is killed.
+A client of the server sees the server's CPU as a device. The server ends after TIME_LIMIT seconds, or earlier
+if it is killed.
 """
 
 from __future__ import annotations

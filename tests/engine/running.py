@@ -27,7 +27,7 @@ CUDA's order of half-precision sums depends on load and batch length, so results
 """
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
-"""Largest accepted difference from the reference in tests/reference. A GPU rounds in another way."""
+"""Largest accepted difference from tests/reference. It is larger on a GPU, which rounds differently."""
 
 LOGITS = max(TOLERANCE, 1e-3)
 """Largest accepted difference of logits from the reference."""
@@ -36,9 +36,8 @@ LOGITS = max(TOLERANCE, 1e-3)
 N_UNTIED = 64
 """Number of tokens that tests of `tova` compare on CUDA.
 
-Later, two tokens of a row have nearly equal scores: 2.78574e-3 and 2.78573e-3. CUDA adds numbers in another
-order than the definition. Its rounding errors may exceed the difference of the scores. Then it evicts the
-other token.
+After these tokens, two tokens of a row have nearly equal scores: 2.78574e-3 and 2.78573e-3. CUDA adds numbers
+in another order than the definition, so rounding errors may decide which of the two is evicted.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")

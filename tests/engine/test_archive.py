@@ -59,7 +59,7 @@ def talk(chat_model, tmp_path):
         ("1KB", {"archive_bytes": 1000}),
     ],
 )
-def test_an_archive_is_tokens_or_bytes(text, settings):
+def test_archive_limit_is_read_as_tokens_or_bytes(text, settings):
     assert archive.limit(text) == settings
 
 
@@ -76,7 +76,7 @@ def test_an_archive_is_tokens_or_bytes(text, settings):
         ("2TiB", r"2TiB is more than this machine's memory \(1.0 TiB\)"),
     ],
 )
-def test_what_is_no_archive_is_refused(monkeypatch, text, words):
+def test_invalid_archive_limits_are_refused(monkeypatch, text, words):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
     with pytest.raises(UsageError, match=words):
         archive.limit(text)
@@ -94,11 +94,11 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
         ),
     ],
 )
-def test_a_policy_without_an_archive_takes_no_flag_of_it(typed, words):
+def test_policies_without_an_archive_refuse_archive_options(typed, words):
     one_line(called(*typed.split(), stdin="a text"), 2, words)
 
 
-def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_path):
+def test_session_does_not_continue_if_the_archive_is_too_small(talk, tmp_path):
     assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
@@ -118,12 +118,12 @@ def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_
 @pytest.mark.parametrize(
     "table", [None, np.zeros(3), np.zeros(2, np.int64), np.zeros((3, 3), np.int64)], ids=str
 )
-def test_what_is_no_table_of_an_archive_has_no_tokens(table):
+def test_invalid_archive_tables_count_as_zero_tokens(table):
     assert Archive.n_saved({} if table is None else {"archive": table}) == 0
     assert Archive.n_saved({"archive": np.array([3, 10, 0])}) == 7
 
 
-def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
+def test_inspect_counts_archived_and_forgotten_tokens_separately(chat_model):
     # without --policy, inspect uses recall, the default policy of chats
     options = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
     result = json.loads(called("inspect", *options, "--json", stdin="word " * 20).stdout)
@@ -134,7 +134,7 @@ def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
 
 
-def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
+def test_session_show_prints_the_size_of_the_archive(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
     shown = json.loads(called("session", "show", "--json", path).stdout)
@@ -148,7 +148,7 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     assert "archive" not in called("session", "show", path).stdout
 
 
-def test_generate_says_what_is_archived(chat_model):
+def test_generate_reports_the_archive(chat_model):
     options = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
     result = json.loads(called("generate", *options, "--json", stdin="word " * 60).stdout)
     assert (result["archived"], result["archive_limit"]) == (100, 100)
@@ -167,7 +167,7 @@ def test_generate_says_what_is_archived(chat_model):
         (None, [], None),
     ],
 )
-def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tmp_path, write, options, why):
+def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_path, write, options, why):
     model = tmp_path / "kind.gguf" if write else tiny_model()
     if write:
         write(model)
@@ -177,7 +177,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     message = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # if the user asks for recall or for one of its options, kvtool refuses and does not choose another policy
+    # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         refused = called(*command, *typed, stdin="word " * 150)
         assert (refused.returncode, refused.stdout) == (2, "")
@@ -188,13 +188,12 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     ("options", "why"),
     [(["--positions", "in-cache"], "with --positions in-cache"), (["--prefill", "whole"], None), ([], None)],
 )
-def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
+def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_model, tmp_path, options, why):
     done = talk(TURNS[:2], *options, "-v")
     first, *_, last = done.stderr.splitlines(keepends=True)
     pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(pattern, first)
-    # both policies have 512 cells. This is the default of recall. For h2o, the trained context limits the
-    # default of 1,024 to 512
+    # recall has 512 cells by default. h2o has 1,024, but the trained context limits them to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -212,7 +211,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
         assert answer["kvtool"]["policy"] == shown["policy"]
 
 
-def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
+def test_chat_prints_the_size_limit_of_its_archive_at_its_start(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
     stderr = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
@@ -228,9 +227,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
     assert talk(TURNS[:1]).stderr == ""
 
 
-def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
-    tiny_model, tmp_path, monkeypatch
-):
+def test_default_archive_limit_is_a_quarter_of_memory_or_half_of_the_disk(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
     monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
     for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
@@ -240,7 +237,7 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
             assert most - limit.slab_bytes < limit.max_bytes <= most
 
 
-def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
+def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):
     # the policy of a session is never replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
     refused = talk(TURNS[1:2], "--positions", "in-cache")
@@ -255,7 +252,7 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
-def test_a_chat_says_what_is_archived(chat_model):
+def test_chat_shows_archived_and_forgotten_tokens(chat_model):
     with terminals(chat_model, "-n", 4, *RECALL, "--archive", 30) as start:
         chat = start()
         greeting = chat.text.removesuffix("\n> ")
@@ -288,16 +285,14 @@ def test_a_chat_says_what_is_archived(chat_model):
         ("f32", "blk.0.attn_k.bias", (80, 80), True, {}, "f32"),
     ],
 )
-def test_the_archives_type_follows_from_model_and_device(
-    monkeypatch, asked, tensor, sizes, gpu, options, chosen
-):
+def test_archive_type_depends_on_model_and_device(monkeypatch, asked, tensor, sizes, gpu, options, chosen):
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
     info = SimpleNamespace(weights=Weights.of({tensor: 4}, 1), head_size_k=sizes[0], head_size_v=sizes[1])
     run = RunOptions(archive_type=asked, **options)
     assert archive.with_type(run, info).archive_type == chosen
 
 
-def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
+def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     options = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
@@ -315,7 +310,7 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
         one_line(called("compare", tmp_path / "text", *options, *wrong), 2, words)
 
 
-def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):
+def test_eval_runs_again_with_another_archive_limit(chat_model, tmp_path):
     out = tmp_path / "out.jsonl"
     options = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
     options += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
@@ -345,7 +340,7 @@ def wrong_files(folder):
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "inspect", "compare", "eval"])
-def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
+def test_invalid_archive_files_are_refused_with_one_line(command, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     argument = {"eval": ["passkey"], "perplexity": ["-"], "inspect": ["-"], "compare": ["-"]}.get(command, [])
     for path, why in wrong_files(tmp_path).items():
@@ -356,7 +351,7 @@ def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
     assert (tmp_path / "there").read_text() == "mine"
 
 
-def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
+def test_archive_file_in_a_read_only_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(
         UsageError, match=f"cannot be created: no permission to write to {tmp_path}; name a new"
@@ -364,14 +359,14 @@ def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
         archive.check_file(str(tmp_path / "file"))
 
 
-def test_windows_has_no_archive_in_a_file_yet(monkeypatch):
+def test_archive_file_is_refused_on_windows(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(UsageError, match="^--archive-file does not work on Windows yet; leave it out$"):
         archive.check_file("file")
     archive.check_file(None)
 
 
-def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypatch, tmp_path):
+def test_limit_of_an_archive_file_is_compared_with_free_disk_space(monkeypatch, tmp_path):
     file = str(tmp_path / "file")
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**20)
     monkeypatch.setattr("kvtool.system.files.free_disk_bytes", lambda path: 2**30 if path == file else 0)
@@ -380,7 +375,7 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
         archive.limit("2GiB", file)
 
 
-def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
+def test_commands_report_the_archive_file(chat_model, tmp_path):
     path = tmp_path / "file"
     options = ["-m", chat_model, "-t", 1, "--archive-file", path]
     words = {"stdin": "word " * 100}
@@ -414,7 +409,7 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
+def test_chat_with_a_full_disk_keeps_its_last_complete_turn(talk, tmp_path):
     path, file = tmp_path / "chat.kvs", tmp_path / "file"
     options = [*RECALL, "--archive-type", "f32", "--archive-file", file]
     assert talk(TURNS[:4], *options).returncode == 0
@@ -433,7 +428,7 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
     assert talk(TURNS[4:5]).returncode == 0
 
 
-def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
+def test_killed_process_leaves_no_archive_file(chat_model, tmp_path):
     with terminals(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file") as start:
         chat = start()
         assert f" on disk ({tmp_path / 'file'})" in chat.text.replace("\n", "")

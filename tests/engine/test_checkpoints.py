@@ -35,7 +35,7 @@ def opened(path, name, n_batch=16, **settings):
 def arrays_of(engine):
     """Return the saved arrays, without the cells of sliding layers.
 
-    Those cells may differ, because cells of dropped tokens may hold anything.
+    Some of these cells belong to dropped tokens, and may hold anything.
     """
     return {name: array.copy() for name, array in engine.save() if name != "window_cells"}
 
@@ -48,7 +48,7 @@ def assert_same_arrays(engine, other):
 
 
 def check_rewound(engine, fresh, tokens, n):
-    """Rewind to n tokens or a few less, and compare with `fresh`, which reads only the tokens that stay."""
+    """Rewind to n tokens or somewhat fewer, and compare with `fresh`, which reads only the kept tokens."""
     n_kept = engine.n_kept(n)
     assert n - SPACING - 16 < n_kept <= n
     assert engine.rewind(n) == n_kept
@@ -86,7 +86,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
 
 @pytest.mark.parametrize("arch", [kind for kind in KINDS if kind != "lfm2"])
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
-def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, name, arch, n_ctx):
+def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, arch, n_ctx):
     path, tokens = tiny_model(arch, n_ctx_train=n_ctx), text(500)
     with opened(path, name) as engine, opened(path, name) as fresh:
         for n in (490, 450, 333, 225, 61, 3):
@@ -102,21 +102,20 @@ def test_a_sliding_window_goes_back_to_tokens_before_a_checkpoint(tiny_model, na
             assert np.abs(got - wanted).max() < TOLERANCE
 
 
-def test_a_sliding_window_does_not_go_back_to_overwritten_tokens(tiny_model, monkeypatch):
+def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypatch):
     monkeypatch.setattr(checkpoints, "SPACING", 400)
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(text(500))
         (checkpoint,) = engine.checkpoints
-        # a cut to n tokens needs the 15 tokens before them, because the window is 16. The sliding layers
-        # still have only 256 tokens before the checkpoint. Cuts to fewer than `first` tokens therefore go
-        # back to 0
+        # the sliding layers have only the last 256 tokens before the checkpoint. With a window of 16, a cut
+        # to n tokens needs the last 15 of these n. So a cut to fewer than `first` tokens goes back to 0
         first = checkpoint.n_past - 256 + 15
         assert [engine.n_kept(n) for n in (first - 1, first, first + 1)] == [0, first, first + 1]
 
 
 @pytest.mark.parametrize("prefill", ["whole", "exact"])
 @pytest.mark.parametrize("arch", KINDS)
-def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill):
+def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefill):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(450)
     with opened(path, "recall", prefill=prefill) as engine, opened(path, "recall", prefill=prefill) as fresh:
         for each in (engine, fresh):
@@ -130,13 +129,13 @@ def test_a_prompt_read_in_another_way_has_checkpoints(tiny_model, arch, prefill)
         assert np.abs(got - wanted).max() < 0.05
 
 
-def test_a_stopped_reading_of_a_whole_prompt_leaves_no_checkpoints(tiny_model):
+def test_stopped_whole_read_leaves_no_checkpoints(tiny_model):
     with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
         assert engine.read(text(450), lambda: engine.n_past > 2 * SPACING) == 0
         assert len(engine.checkpoints) == 0
 
 
-def test_distances_grow_with_age(tiny_model):
+def test_older_checkpoints_are_farther_apart(tiny_model):
     with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     with opened(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
@@ -153,7 +152,7 @@ def test_distances_grow_with_age(tiny_model):
 
 
 @pytest.mark.parametrize(("n_free", "n"), [(1600, 100), (160, 10), (64, 8), (32, 8), (20, 5), (3, 0)])
-def test_checkpoints_take_a_small_part_of_the_memory(tiny_model, monkeypatch, n_free, n):
+def test_default_checkpoint_limit_depends_on_free_memory(tiny_model, monkeypatch, n_free, n):
     with opened(tiny_model("lfm2"), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
@@ -177,7 +176,7 @@ def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
     assert places == [2, 1]
 
 
-def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
+def test_limit_below_one_checkpoint_is_refused(tiny_model):
     path = tiny_model("lfm2")
     with (
         pytest.raises(UsageError, match="at least 4KiB for one checkpoint"),
@@ -190,14 +189,14 @@ def test_a_limit_that_holds_no_checkpoint_is_an_error(tiny_model):
         assert engine.rewind(100) == engine.n_past == 0
 
 
-def test_models_that_need_none_have_none(tiny_model):
+def test_recall_without_recurrent_layers_makes_no_checkpoints(tiny_model):
     with opened(tiny_model(), "recall") as engine:
         engine.read(text(300))
         assert not len(engine.checkpoints)
         assert engine.rewind(200) == 200
 
 
-def test_tokens_that_the_archive_has_dropped_are_not_rewound_to(tiny_model):
+def test_rewind_to_forgotten_tokens_changes_nothing(tiny_model):
     path = tiny_model("lfm2", n_ctx_train=N_CTX)
     with opened(path, "recall", archive=60) as engine:
         engine.read(text(500))
@@ -213,7 +212,7 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("name", FORGETTING)
-def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model, name, arch):
+def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(500)
     with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:
         assert engine.can_rewind
@@ -235,7 +234,7 @@ def test_a_stream_of_a_policy_that_forgets_goes_back_to_a_checkpoint(tiny_model,
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streamingllm", "kvzip"])
-def test_a_prompt_read_whole_has_checkpoints_only_after_it(tiny_model, monkeypatch, name):
+def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatch, name):
     monkeypatch.setattr(checkpoints, "SPACING", 30)
     path, tokens = tiny_model(n_ctx_train=N_CTX), text(300)
     with opened(path, name, prefill="whole") as engine, opened(path, name, prefill="whole") as fresh:
@@ -264,7 +263,7 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
-    # no copy is made within a step, because the step exceeds the budget until it ends
+    # no copy is made within a step, because the cache may exceed the budget until the step ends
     with opened(path, "h2o", n_batch=160) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         engine.read(text(700))

@@ -1,4 +1,4 @@
-"""Steps that are decoded in parts leave the same state, and other threads wait for at most one part."""
+"""Steps decoded in parts leave the same state as whole steps, and other threads wait for at most one part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sizes(parts):
     return [part.stop - part.start for part in parts]
 
 
-def test_a_part_takes_about_as_long_as_it_may():
+def test_part_size_adapts_to_the_target_time():
     size = ChunkSize(0.5)
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
@@ -33,7 +33,7 @@ def test_a_part_takes_about_as_long_as_it_may():
     assert size.n == 64
 
 
-def test_a_short_rest_is_not_left_alone():
+def test_short_remainder_is_merged_or_divided_evenly():
     for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
         size, at, parts = ChunkSize(0.5), 0, []
         while at < n:
@@ -49,7 +49,7 @@ def test_a_short_rest_is_not_left_alone():
         *((name, "whole") for name in ("h2o", "snapkv", "bumblebee", "kvzip")),
     ],
 )
-def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
+def test_dividing_steps_into_parts_does_not_change_the_result(tiny_model, name, prefill):
     """Some steps reach the end of the context. Dividing a step must not change where gaps are closed."""
     n_asked, tokens, runs = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
@@ -72,7 +72,7 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
     assert n_asked[0] < n_asked[1]
 
 
-def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
+def test_steps_that_search_the_archive_are_not_divided(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         lengths = sizes(engine.steps(text(400), late=True, every=False))
@@ -82,7 +82,7 @@ def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm"])
-def test_who_stops_within_a_step_keeps_the_budget(tiny_model, name):
+def test_stop_within_a_step_keeps_the_budget(tiny_model, name):
     tokens = text(300)
     with open_engine(tiny_model(), policies.fit(name, 64, 8), n_batch=256) as engine:
         engine.chunk_size = ChunkSize(SLOW)

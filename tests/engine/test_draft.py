@@ -47,7 +47,7 @@ def held(engine):
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4", "lfm2")
 # recall does not support ALiBi (refact). With MLA (deepseek), all queries of a step recall the same tokens,
-# so wrong draft tokens would change which tokens are recalled for correct ones
+# so a wrong draft token would change the logits of the correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
@@ -70,7 +70,7 @@ def same_with_drafts(path, name, tokens):
 
 
 @pytest.mark.parametrize("name", policies.names())
-def test_drafts_change_nothing(tiny_model, name):
+def test_drafts_do_not_change_rows_logits_or_signals(tiny_model, name):
     n = 150 if name == "full" else 300
     tokens = distinct(n, n_vocab=400) if name == "knorm" else text(n)
     same_with_drafts(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
@@ -78,13 +78,13 @@ def test_drafts_change_nothing(tiny_model, name):
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "corm", "recall"])
 @pytest.mark.parametrize("arch", KINDS)
-def test_nor_do_they_in_any_kind_of_model(tiny_model, arch, name):
+def test_drafts_do_not_change_results_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) in REFUSED:
         pytest.skip("refused")
     same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, text(250))
 
 
-def test_drafts_look_into_an_archive_as_they_would_alone(tiny_model):
+def test_drafts_attend_to_the_archive_like_single_tokens(tiny_model):
     path, tokens = tiny_model(n_ctx_train=4096), text(1500)
     policy, logits = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
@@ -107,14 +107,14 @@ def test_recurrent_layers_keep_earlier_states_with_any_batch_size(tiny_model, n_
     assert np.abs(np.subtract(*logits)).max() < 1e-3
 
 
-def test_recurrent_layers_drop_tokens_once_a_step(tiny_model):
+def test_recurrent_layers_drop_draft_tokens_at_most_once_per_step(tiny_model):
     tokens = text(20)
     with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), n_draft=N_DRAFT) as engine:
         engine.draft(tokens[:4])
         engine.drop_drafts(2)
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
             engine.drop_drafts(1)
-        # each step overwrites the states that earlier steps kept for dropping their draft tokens
+        # a later step overwrites the saved states, so draft tokens of an earlier step cannot be dropped
         engine.draft(tokens[4:7])
         engine.step(tokens[7:8])
         with pytest.raises(LibraryError, match=r"n must be in 0\.\.0"):
@@ -133,7 +133,7 @@ def test_gaps_may_be_closed_right_after_draft_tokens_were_dropped(tiny_model):
                 engine.drop_drafts(3)
             else:
                 engine.step([tokens[187]])
-            # these tokens do not fit in the context, so the positions of all tokens change first
+            # these tokens do not fit in the context, so gaps between positions are closed first
             engine.read(tokens[188:208])
             logits.append(engine.context.next_logits.copy())
     assert np.abs(logits[0] - logits[1]).max() < 1e-4

@@ -18,13 +18,13 @@ from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_draft
+from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
-from kvtool.units import MAX_DRAFT
 from tests.cli.called import called
 from tests.engine.running import open_engine
 
@@ -45,7 +45,7 @@ def best_place(tokens):
     return best
 
 
-def test_the_place_that_most_tokens_agree_with_is_found():
+def test_lookup_finds_the_longest_earlier_copy():
     rng = np.random.default_rng(0)
     lookup, tokens, n_found = Lookup(), [], 0
     for _ in range(300):
@@ -90,7 +90,7 @@ def timed(slope):
 @pytest.mark.parametrize(
     ("share", "slope", "least", "most"), [(1, 0.1, MAX_DRAFT, MAX_DRAFT), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
 )
-def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
+def test_draft_length_depends_on_acceptance_and_cost(share, slope, least, most):
     pace, rng = timed(slope), np.random.default_rng(0)
     for _ in range(200):
         n_true = 0
@@ -102,7 +102,7 @@ def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
     assert pace.choose(3, 0) == 0
 
 
-def test_guesses_that_do_not_pay_are_tried_now_and_then():
+def test_unprofitable_drafts_are_retried_occasionally():
     pace = timed(0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
@@ -110,7 +110,7 @@ def test_guesses_that_do_not_pay_are_tried_now_and_then():
     assert 2 <= sum(n > 0 for n in chosen) <= 8
 
 
-def test_what_is_well_supported_is_judged_by_itself():
+def test_draft_length_depends_on_the_support():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 0, 4)
@@ -119,7 +119,7 @@ def test_what_is_well_supported_is_judged_by_itself():
     assert pace.choose(3, MAX_DRAFT) == 0
 
 
-def test_a_guess_is_judged_with_those_that_as_much_supports():
+def test_support_grows_with_each_draft_token():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
@@ -129,7 +129,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     assert pace.choose(4, MAX_DRAFT) == 0
 
 
-class Told:
+class ConstantSource:
     """Source that always drafts the same token."""
 
     n = 0
@@ -150,8 +150,8 @@ class Told:
         return np.full(n, self.token, np.int32)
 
 
-def test_a_model_guesses_where_nothing_is_found():
-    lookup, model = Told(1), Told(2)
+def test_draft_model_is_used_if_the_lookup_finds_nothing():
+    lookup, model = ConstantSource(1), ConstantSource(2)
     drafter = Drafter(lookup, model)
     drafter.add(np.arange(5))
     drafter.cut(4)
@@ -174,7 +174,7 @@ def test_a_model_guesses_where_nothing_is_found():
 
 
 @pytest.mark.parametrize(("p", "n"), [(1.0, 9), (0.8, 4), (0.6, 2), (0.3, 1), (0.2, 0)])
-def test_a_model_guesses_as_long_as_all_are_likely_to_come(talker, monkeypatch, p, n):
+def test_draft_model_stops_when_acceptance_becomes_unlikely(talker, monkeypatch, p, n):
     monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, p))
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
         source.add(np.arange(3, 40, dtype=np.int32))
@@ -215,7 +215,7 @@ def written(path, drafter, settings, n=120, policy="recall"):
 
 @pytest.mark.parametrize("policy", ["recall", "h2o"])
 @pytest.mark.parametrize("its", SETTINGS.values(), ids=SETTINGS)
-def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
+def test_written_text_does_not_depend_on_draft_tokens(talker, its, policy):
     drafter = Drafter(Lookup())
     without, with_guesses = (written(talker, each, its, policy=policy) for each in (None, drafter))
     assert without[:2] == with_guesses[:2]
@@ -226,7 +226,7 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
     assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
 
 
-def test_what_a_schema_forces_is_guessed(talker):
+def test_text_that_a_schema_forces_is_drafted(talker):
     want = {"a name that is long": "and a text that is longer"}
     schema = {"type": "object", "properties": {"a name that is long": {"const": want["a name that is long"]}}}
     options = {"json_schema": json.dumps(schema | {"required": [*want]})}
@@ -240,7 +240,7 @@ def test_what_a_schema_forces_is_guessed(talker):
     assert drafter.n_accepted >= n_forced - 2
 
 
-def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
+def test_closed_text_continues_after_the_pieces_it_yielded(talker):
     for n_piece in (1, 7, 30):
         with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MAX_DRAFT, n_output=1) as engine:
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
@@ -249,14 +249,13 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after the n_piece pieces, and without the draft tokens that came after
-            # them
+            # draft tokens after the last piece are dropped, and the next text continues after this piece
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole
 
 
-def test_a_new_text_is_not_guessed_from_the_old_one(talker):
+def test_reset_and_postpone_empty_the_drafter(talker):
     with open_engine(talker, policies.fit("full", 400), n_draft=MAX_DRAFT, n_output=1) as engine:
         writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
         for reset in (writer.reset, lambda: writer.postpone(np.arange(3, 9, dtype=np.int32))):
@@ -267,7 +266,7 @@ def test_a_new_text_is_not_guessed_from_the_old_one(talker):
             assert writer.drafter.n == 0
 
 
-def test_a_stop_string_ends_a_text_within_its_guesses(talker):
+def test_stop_string_ends_a_text_within_draft_tokens(talker):
     whole = written(talker, None, {}, 60)[0]
     stop = whole[30:34]
     results = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
@@ -275,10 +274,10 @@ def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     assert results[0][1] == results[1][1]
 
 
-def test_a_model_guesses_what_it_would_write_itself(talker, however_unlikely):
+def test_draft_model_equal_to_the_main_model_is_mostly_accepted(talker, however_unlikely):
     without = written(talker, None, {}, 100)
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
-        drafter = Drafter(Told(0, support=0), source)
+        drafter = Drafter(ConstantSource(0, support=0), source)
         assert written(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
         # the source forgets all but 10 tokens, reads other tokens, and drafts again
@@ -289,9 +288,7 @@ def test_a_model_guesses_what_it_would_write_itself(talker, however_unlikely):
 
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35", "llama"])
-def test_guesses_are_those_of_a_model_that_has_read_only_the_stream(
-    tiny_model, however_unlikely, monkeypatch, arch, has_room
-):
+def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely, monkeypatch, arch, has_room):
     rng, n_accepted = np.random.default_rng(0), 0
     with closing(Model(tiny_model(arch=arch))) as model, closing(ModelDraft(model, 1)) as source:
         if not has_room:
@@ -315,17 +312,17 @@ def test_guesses_are_those_of_a_model_that_has_read_only_the_stream(
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
-def test_a_model_with_recurrent_layers_guesses_what_it_would_write_itself(tiny_model, however_unlikely, arch):
+def test_draft_model_with_recurrent_layers_does_not_change_the_text(tiny_model, however_unlikely, arch):
     path = tiny_model(arch=arch)
     without = written(path, None, {}, 400)
     with closing(Model(path)) as model, closing(ModelDraft(model, 1)) as source:
-        drafter = Drafter(Told(0, support=0), source)
+        drafter = Drafter(ConstantSource(0, support=0), source)
         assert written(path, drafter, {}, 400)[:2] == without[:2]
         assert drafter.n_drafted >= drafter.n_accepted > 40
         assert len(source._engine.checkpoints) == 1
 
 
-def test_a_model_of_another_vocabulary_cannot_guess(talker, tiny_model):
+def test_draft_model_with_another_vocabulary_is_refused(talker, tiny_model):
     with (
         closing(Model(talker)) as model,
         closing(Model(tiny_model(n_vocab=400))) as other,
@@ -338,7 +335,7 @@ def generated(path, *more, prompt="go on: a b c a b c"):
     return called("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
 
 
-def test_generate_says_how_many_guesses_came_true(talker):
+def test_generate_reports_drafted_and_accepted_tokens(talker):
     with_guesses, without = (
         json.loads(generated(talker, "--json", "--draft", draft).stdout) for draft in ("lookup", "off")
     )
@@ -349,14 +346,14 @@ def test_generate_says_how_many_guesses_came_true(talker):
     assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ draft tokens\), ", stderr)
 
 
-def test_a_smaller_model_guesses(talker, tiny_model):
+def test_generate_with_a_draft_model_writes_the_same_text(talker, tiny_model):
     for path in (talker, tiny_model(arch="lfm2")):
         done = generated(path, "--raw", "--draft", path)
         assert done.returncode == 0
         assert done.stdout == generated(path, "--raw", "--draft", "off").stdout
 
 
-def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
+def test_impossible_draft_options_are_refused_with_one_line(talker, tiny_model):
     for path, draft, code, message in (
         (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
         (talker, "nothing", 3, "unknown model 'nothing'"),
@@ -371,7 +368,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
     assert json.loads(done.stdout)["drafted"] == 0
 
 
-def test_recurrent_layers_that_cannot_drop_tokens_get_none():
+def test_models_that_cannot_drop_tokens_get_no_draft_tokens():
     cannot = Layers((), can_drop=False)
     assert max_draft_tokens(WriteOptions(), cannot, policies.load("h2o"), 256) == 0
     with pytest.raises(UsageError, match="--draft lookup cannot be used with this model, which cannot drop"):

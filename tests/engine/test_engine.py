@@ -70,9 +70,7 @@ def scattered(view, n_keep, seed=0):
     ("flash", "type_k", "type_v"),
     [("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "f32", "f32"), ("on", "q8_0", "q8_0")],
 )
-def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
-    tiny_model, name, flash, type_k, type_v
-):
+def test_logits_below_the_budget_equal_llama_cpp_bit_for_bit(tiny_model, name, flash, type_k, type_v):
     path = tiny_model(head_dim=64)
     tokens = text(280)
     batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
@@ -85,7 +83,7 @@ def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
 
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, name, positions):
+def test_budget_as_large_as_the_text_scores_like_full(tiny_model, name, positions):
     path, tokens = tiny_model(), text(256)
     nll = []
     for policy in (policies.fit("full", 256), policies.fit(name, 256)):
@@ -172,7 +170,7 @@ def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
     assert n_checked >= 5
 
 
-def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_close(tiny_model):
+def test_auto_positions_close_gaps_only_when_the_context_is_full(tiny_model):
     policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="auto") as engine:
         for token in text(600):
@@ -317,7 +315,7 @@ def _raises():
 
 @pytest.mark.parametrize("over_budget", [False, True])
 @pytest.mark.parametrize("fail", [_raises, lambda: None, lambda: Plan(np.zeros((1, 1), np.bool_))])
-def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fail, over_budget):
+def test_signals_are_not_counted_twice_after_a_failed_plan(tiny_model, fail, over_budget):
     tokens, states = text(150), []
     # in the second run each plan fails once or twice before it succeeds
     for fails in ([], [None, fail, None, fail, fail] * 9):
@@ -338,7 +336,7 @@ def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fai
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
 
 
-def test_what_is_saved_after_a_failed_plan_is_not_observed_again(tiny_model):
+def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
     tokens, path = text(60), tiny_model()
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
         engine.read(tokens)
@@ -361,7 +359,7 @@ class Stumbling(Given):
         raise ValueError("not today")
 
 
-def test_a_policy_that_does_not_move_its_state_leaves_the_table_that_of_the_cache(tiny_model):
+def test_table_matches_the_cache_if_moving_the_state_fails(tiny_model):
     def mark_all(policy, view, state):
         state[0][:, : view.n_kv] = 1
         return Plan(newest(view, 32))
@@ -390,7 +388,7 @@ def test_a_policy_that_does_not_move_its_state_leaves_the_table_that_of_the_cach
         (lambda shape: (np.broadcast_to(np.zeros(()), shape),), "state 0 of start must be writable and zero"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(tiny_model, state, message):
+def test_invalid_initial_states_are_refused(tiny_model, state, message):
     policy = Given(48, 16, state=state)
     with pytest.raises(PlanError, match=f"^Given: {message}"), open_engine(tiny_model(), policy):
         pass
@@ -421,7 +419,7 @@ class Wishing(Policy):
         ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream, whole or exact, got 'half'"),
     ],
 )
-def test_what_a_policy_cannot_ask_for_is_refused(tiny_model, wish, error, message):
+def test_invalid_requests_of_a_policy_are_refused(tiny_model, wish, error, message):
     with pytest.raises(error, match=f"^.*{message}[^\n]*$"), open_engine(tiny_model(), Wishing(**wish)):
         pass
 
@@ -429,7 +427,7 @@ def test_what_a_policy_cannot_ask_for_is_refused(tiny_model, wish, error, messag
 # steps
 
 
-def test_a_question_changes_nothing(tiny_model):
+def test_read_only_methods_do_not_change_the_engine(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 16), over_budget=False) as engine:
         engine.read(text(48))
         before = engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted
@@ -449,7 +447,7 @@ def test_a_step_begins_with_the_eviction_that_is_due(tiny_model):
 
 @pytest.mark.parametrize("name", ["h2o", "corm", "buzz"])
 @pytest.mark.parametrize("n_output", [5, 64])
-def test_steps_take_the_text_part_by_part_and_end_where_a_plan_is_due(tiny_model, name, n_output):
+def test_steps_end_where_a_plan_is_due(tiny_model, name, n_output):
     parts, n_logits, late, tokens = [], [], [], text(200)
     with open_engine(tiny_model(), policies.fit(name, 48, 8), n_output=n_output) as engine:
         evict = engine.evict
@@ -500,7 +498,7 @@ def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
         (["five"], 1, "tokens must be an array"),
     ],
 )
-def test_a_step_that_cannot_be_is_a_usage_error_and_changes_nothing(tiny_model, tokens, n_output, message):
+def test_invalid_steps_raise_usage_error_and_change_nothing(tiny_model, tokens, n_output, message):
     with open_engine(tiny_model(), policies.fit("h2o", 96, 16)) as engine:
         engine.read(text(20))
         before = engine.context.state(), engine.n_past
@@ -509,7 +507,7 @@ def test_a_step_that_cannot_be_is_a_usage_error_and_changes_nothing(tiny_model, 
         assert (engine.context.state(), engine.n_past) == before
 
 
-def test_a_text_with_a_token_that_there_is_not_is_refused_before_any_of_it_is_read(tiny_model):
+def test_text_with_an_unknown_token_is_refused_before_reading(tiny_model):
     tokens = text(200)
     tokens[150] = 320
     for prefill in ("stream", "whole"):
@@ -531,7 +529,7 @@ def test_pinned_tokens_stay(tiny_model, name):
             assert set(range(20)) <= set(row.tolist())
 
 
-def test_pinning_more_than_evictions_leave_is_a_usage_error(tiny_model):
+def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 64, 16)) as engine:
         engine.pin(47)
         with pytest.raises(
@@ -610,7 +608,7 @@ def test_original_positions_end_where_the_context_ends(tiny_model, n_ctx, n):
 
 
 @pytest.mark.parametrize(("name", "positions"), [("recall", "auto"), *product(KINDS, ["auto", "in-cache"])])
-def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
+def test_auto_and_in_cache_positions_pass_the_trained_context(tiny_model, name, positions):
     with open_engine(tiny_model(n_ctx_train=130), policies.fit(name, 48, 16), positions=positions) as engine:
         assert engine.n_restart == 0
         engine.read(text(1000))
@@ -635,7 +633,7 @@ def test_a_budget_as_large_as_the_trained_context_works(tiny_model):
 
 
 @pytest.mark.parametrize("type_k", ["q4_0", "q4_1"])
-def test_keys_of_four_bits_are_not_turned_at_every_eviction(tiny_model, type_k):
+def test_four_bit_keys_refuse_in_cache_positions(tiny_model, type_k):
     path, wanted = tiny_model(n_head_kv=2), {"type_k": type_k, "type_v": "q8_0", "flash": "on"}
     with (
         pytest.raises(UsageError, match=f"{type_k} keys .* --positions auto"),
@@ -657,7 +655,7 @@ def test_keys_of_four_bits_are_not_turned_at_every_eviction(tiny_model, type_k):
         ({"n_threads": 0}, "n_threads must be at least 1, got 0"),
     ],
 )
-def test_settings_that_there_are_not_are_a_usage_error(wrong, message):
+def test_invalid_settings_raise_usage_error(wrong, message):
     with pytest.raises(UsageError, match=f"^{message}$"):
         Settings(**wrong)
 
@@ -669,7 +667,7 @@ def test_settings_that_there_are_not_are_a_usage_error(wrong, message):
     ("name", "positions"),
     [*product(["recall"], ["original", "auto"]), *product(KINDS, ["original", "auto", "in-cache"])],
 )
-def test_after_a_reset_all_is_as_at_first(tiny_model, name, positions):
+def test_reset_restores_the_initial_state(tiny_model, name, positions):
     path, first, second = tiny_model(n_ctx_train=130), text(128, seed=1), text(128, seed=2)
     policy = policies.fit(name, 48, 16)
     with open_engine(path, policy, positions=positions) as engine:
@@ -695,7 +693,7 @@ def test_after_a_reset_all_is_as_at_first(tiny_model, name, positions):
     [("f16", "f16", 2 * 128), ("f32", "f16", 256 + 128), ("q8_0", "q8_0", 2 * 68), ("q4_0", "q8_0", 36 + 68)],
 )
 @pytest.mark.parametrize(("budget", "n_cell"), [(192, 256), (250, 512), (512, 768)])
-def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_64, budget, n_cell):
+def test_cache_bytes_are_cells_times_bytes_per_cell(tiny_model, type_k, type_v, bytes_of_64, budget, n_cell):
     path = tiny_model(head_dim=64, n_layer=3)
     with open_engine(
         path, policies.fit("h2o", budget, 16), type_k=type_k, type_v=type_v, flash="on"
@@ -718,14 +716,12 @@ def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_
     ],
 )
 @pytest.mark.parametrize("n_draft", [0, 3])
-def test_what_signals_take_beside_the_cache_counts_as_state(
-    tiny_model, policy, options, per_cell, per_query, n_draft
-):
+def test_memory_of_signals_counts_as_state(tiny_model, policy, options, per_cell, per_query, n_draft):
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # there is memory for n_draft additional queries. Draft tokens use it, because the older queries are
-        # still needed if the draft tokens are rejected
+        # draft tokens have memory for n_draft more queries. They must not overwrite older queries, which are
+        # needed if the draft tokens are rejected
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
@@ -738,13 +734,13 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
 
 
 @pytest.mark.parametrize(("flash", "slack", "n_query"), [("off", 4, 0), ("on", 4, 4), ("on", 100, 32)])
-def test_queries_that_wait_for_their_signals_count_as_state(tiny_model, flash, slack, n_query):
+def test_queries_stored_for_later_signals_count_as_state(tiny_model, flash, slack, n_query):
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit("h2o", 128, slack), flash=flash) as engine:
         assert engine.signal_bytes == 4 * (2 * 2 * 256 + n_query * 4 * 32 * 2)
 
 
-def test_signals_of_rows_that_differ_are_those_of_their_layers(tiny_model):
+def test_signal_bytes_depend_on_the_cells_of_each_layer(tiny_model):
     with open_engine(tiny_model(n_layer=2), policies.fit("h2o", 48, 4, ["heads=adaptive"])) as engine:
         engine.context.resize(np.array([128, 192]))
         assert engine.signal_bytes == 4 * 2 * (128 + 192)
@@ -777,7 +773,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # q8_0 changes the NLL much less than the kind of positions does
+    # for comparison: in-cache positions change the NLL much more than q8_0
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 
@@ -786,7 +782,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # with seed 2, no two scores in this text are so close that half precision would change their order
+    # with seed 2, this text has no near ties, which rounding to half precision could decide
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}
@@ -800,7 +796,7 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     assert np.abs(got - without.nll).max() > 0.1
 
 
-def test_a_merge_of_nothing_is_no_merge(tiny_model):
+def test_empty_merge_equals_no_merge(tiny_model):
     nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
     nll = []
     for merge in (None, nothing, Merge([], [], [], [])):

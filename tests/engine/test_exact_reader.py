@@ -57,7 +57,7 @@ def parts_of(n_prompt=N_PROMPT, n_later=N_LATER):
     ],
     ids=str,
 )
-def test_a_text_is_read_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
+def test_exact_reading_equals_the_full_cache(tiny_model, arch, shape, settings, tolerance):
     path, parts = tiny_model(arch, n_ctx_train=2048, **shape), parts_of()
     with_archive = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, _, _ = logits_of(path, policies.fit("full", 1024), parts, **settings)
@@ -78,7 +78,7 @@ def test_keys_and_values_in_different_types_are_refused_before_the_text_is_read(
         pass
 
 
-def test_it_differs_from_reading_by_clusters(tiny_model):
+def test_exact_reading_is_closer_to_full_than_streaming(tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     full, _, _ = logits_of(path, policies.fit("full", 1024), parts)
     few = fit(search="clusters", exact=16)
@@ -91,14 +91,14 @@ def test_it_differs_from_reading_by_clusters(tiny_model):
 
 
 @pytest.mark.parametrize("n_batch", [16, 100, 256])
-def test_the_length_of_a_chunk_changes_nothing(tiny_model, n_batch):
+def test_chunk_length_does_not_change_the_logits(tiny_model, n_batch):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     exact = {"prefill": "exact", "archive_type": "f32"}
     logits = [logits_of(path, fit(), parts, n_batch=n, **exact)[0] for n in (64, n_batch)]
     assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
-def test_an_archive_in_a_file_gives_the_same(tiny_model, tmp_path):
+def test_archive_in_a_file_gives_the_same_logits(tiny_model, tmp_path):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     logits = [
         logits_of(path, fit(), parts, prefill="exact", archive_file=file)[0]
@@ -107,7 +107,7 @@ def test_an_archive_in_a_file_gives_the_same(tiny_model, tmp_path):
     np.testing.assert_array_equal(*logits)
 
 
-def test_what_has_been_forgotten_is_not_attended_to(tiny_model):
+def test_forgotten_tokens_are_not_attended_to(tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of(900)
     all_known, forgetful = (
         logits_of(path, fit(), parts, prefill="exact", archive_type="f32", archive=n) for n in (None, 300)
@@ -117,7 +117,7 @@ def test_what_has_been_forgotten_is_not_attended_to(tiny_model):
     assert np.abs(forgetful[0] - all_known[0]).max() > TOLERANCE
 
 
-def test_beyond_half_of_the_context_it_is_streamed(tiny_model):
+def test_text_beyond_half_of_the_context_is_streamed(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=1024), text(700)
     staged = []
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_stream_until_there_is_room_again(monkeypatch, tiny
         assert np.abs(engine.context.logits()[-1] - at_once[-1]).max() < TOLERANCE
 
 
-def test_it_goes_back_into_the_text(tiny_model):
+def test_stream_rewinds_into_the_text(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.read(tokens)
@@ -173,7 +173,7 @@ def test_it_goes_back_into_the_text(tiny_model):
     assert np.abs(again - at_once).max() < TOLERANCE
 
 
-def test_what_it_leaves_is_saved_and_continued(tiny_model):
+def test_stream_continues_after_save_and_restore(tiny_model):
     path, (prompt, turn, *_) = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.read(prompt)
@@ -186,7 +186,7 @@ def test_what_it_leaves_is_saved_and_continued(tiny_model):
         np.testing.assert_array_equal(engine.context.logits()[-1], want)
 
 
-def test_a_device_without_memory_streams_instead(monkeypatch, tiny_model):
+def test_text_is_streamed_if_the_device_has_no_memory(monkeypatch, tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     streamed, _, _ = logits_of(path, fit(), parts, prefill="stream")
     stage = Archive.stage
@@ -206,7 +206,7 @@ def test_a_device_without_memory_streams_instead(monkeypatch, tiny_model):
     assert np.abs(logits - streamed).max() < TOLERANCE
 
 
-def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
+def test_exact_reading_is_the_default_with_a_gpu_that_has_room(monkeypatch, tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     exact, _, n_bytes = logits_of(path, fit(), parts, prefill="exact", archive_type="f32")
     monkeypatch.setattr(Model, "is_on_gpu", True)
@@ -220,7 +220,7 @@ def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
             assert (np.abs(engine.context.logits()[-1] - exact[0]).max() < TOLERANCE) == is_exact
 
 
-def test_policies_that_forget_and_models_without_values_cannot(tiny_model):
+def test_evicting_policies_and_mla_models_refuse_exact_reading(tiny_model):
     for arch, policy, message in (
         ("llama", policies.fit("h2o", 48), "only policies that recall can"),
         ("deepseek2", policies.fit("recall", 48, 16), "values are a part of its keys"),

@@ -45,7 +45,7 @@ def twin(name, policy, n_ctx=0):
 
 def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
-    policy = policy.on(model.n_head // model.n_head_kv, made)
+    policy = policy.for_model(model.n_head // model.n_head_kv, made)
     n_filled = policy.budget - policy.n_live
     keep, observe = twin(name, policy, model.n_ctx_train)
     return transformer.run(
@@ -102,7 +102,7 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
-def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, name):
+def test_signals_survive_the_closing_of_gaps(tiny_model, name):
     # tokens are evicted at 48, 64, ... 128 tokens; position gaps are closed at 142 tokens, the trained length
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
@@ -208,7 +208,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # distances are limited to 65, half of the context, so two distant copies of a token could tie
+    # all tokens differ, because distant copies of a token could tie: distances are limited to 65, half of the
+    # context
     tokens = distinct(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
@@ -234,7 +235,7 @@ def test_recall_scores_like_the_definition(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
 )
-def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
+def test_exact_attention_to_all_clusters_scores_like_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
     # Distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
@@ -250,7 +251,7 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
-def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
+def test_attention_to_cluster_means_scores_like_the_definition(tiny_model, chunk, exact):
     # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # With only one layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
@@ -351,8 +352,8 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
-def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    # with seed 2, no two scores in this text are so close that half precision would change their order
+def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, name, positions):
+    # with seed 2, this text has no near ties, which rounding to half precision could decide
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}

@@ -57,11 +57,10 @@ def _round(x):
 
 
 @pytest.mark.parametrize("n_embd", [8, 64, 128, 80])
-def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
+def test_products_equal_those_of_rounded_vectors(kernels, kernel, n_embd):
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((5 * N_SIDE, n_embd)).astype(np.float32)
-    # the keys have a dimension of outliers, a key of zeros, and two keys that have the largest possible
-    # integer sums
+    # dimension 3 has outliers, key 7 is zero, and keys 8 and 9 give the largest possible integer sums
     keys[:, 3] += 40
     keys[7] = 0
     keys[8], keys[9] = 1, -1
@@ -73,7 +72,7 @@ def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
 
 
 @pytest.mark.parametrize("n", [1, 16, 37, 256])
-def test_exponentials_and_their_sum(kernels, kernel, n):
+def test_exponentials_and_their_sum_match_numpy(kernels, kernel, n):
     rng = np.random.default_rng(1)
     scale = 0.125
     x = np.zeros(n + 16, np.float32)

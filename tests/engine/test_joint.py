@@ -38,7 +38,7 @@ def opened(tiny_model):
         yield lambda policy: stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
 
 
-class Life(NamedTuple):
+class StreamResult(NamedTuple):
     """Result of a stream. See Rows for pos and live.
 
     logits: f32[n, n_vocab] after each token that was decoded by itself.
@@ -57,10 +57,10 @@ def one_by_one(lock):
     return StepBatcher(lock, 1)
 
 
-def lives(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
-    """Return the Life of each stream.
+def run_streams(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
+    """Return the StreamResult of each stream.
 
-    Stream i reads all tokens except the last said[i]. It decodes these one by one.
+    Stream i reads its tokens as a text, except for the last said[i] tokens, which it decodes one by one.
     make_batcher: a function that makes a StepBatcher.
     """
     n_stream = len(tokens)
@@ -103,7 +103,7 @@ def lives(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
         assert not errors
         read = policy.reads not in (Signal.NONE, Signal.KEYS)
         return [
-            Life(
+            StreamResult(
                 engine.rows.pos.copy(),
                 engine.rows.live.copy(),
                 engine.signals.read() if read else {},
@@ -145,8 +145,8 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
         return batchers[0]
 
     with closing(Model(path)) as model:
-        alone = lives(model, policy, tokens, said, **settings)
-        together = lives(model, policy, tokens, said, make_batcher=several, **settings)
+        alone = run_streams(model, policy, tokens, said, **settings)
+        together = run_streams(model, policy, tokens, said, make_batcher=several, **settings)
     n_longest = sorted(said)[-2]
     assert batchers[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
@@ -162,13 +162,13 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
 
 
 @pytest.mark.parametrize("name", policies.names())
-def test_streams_in_one_step_are_as_they_are_alone(tiny_model, name):
+def test_joint_steps_do_not_change_any_stream(tiny_model, name):
     same_together(tiny_model(n_ctx_train=400, n_vocab=400), name, rounds=ON_CUDA and name == "corm")
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm", "recall"])
 @pytest.mark.parametrize("arch", ["gemma3", "gpt_oss", "deepseek2", "refact", "gemma4"])
-def test_in_any_kind_of_model(tiny_model, arch, name):
+def test_joint_steps_do_not_change_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) == ("refact", "recall"):
         pytest.skip("refused")
     # with MLA, a GPU rounds products of several tokens to half precision, so other tokens may stay
@@ -176,17 +176,17 @@ def test_in_any_kind_of_model(tiny_model, arch, name):
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 
 
-def two_lives(path, make_batcher, said=40, n=100):
+def run_two_streams(path, make_batcher, said=40, n=100):
     """Return the results of two streams under h2o, first decoded one after the other, then in joint steps."""
     policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
-        alone = lives(model, policy, tokens, (said, said))
-        return alone, lives(model, policy, tokens, (said, said), make_batcher=make_batcher)
+        alone = run_streams(model, policy, tokens, (said, said))
+        return alone, run_streams(model, policy, tokens, (said, said), make_batcher=make_batcher)
 
 
-def test_recurrent_layers_decode_one_after_the_other(tiny_model):
+def test_streams_with_recurrent_layers_decode_one_by_one(tiny_model):
     path, lines = tiny_model(arch="lfm2", n_ctx_train=400), []
-    alone, beside = two_lives(path, lambda lock: StepBatcher(lock, 2, lines.append))
+    alone, beside = run_two_streams(path, lambda lock: StepBatcher(lock, 2, lines.append))
     assert lines == [
         "answers are written one after the other: a model with recurrent layers takes no joint steps"
     ]
@@ -194,14 +194,14 @@ def test_recurrent_layers_decode_one_after_the_other(tiny_model):
         assert np.array_equal(one.logits, other.logits)
 
 
-def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, monkeypatch):
+def test_missing_memory_for_joint_steps_is_reported_once(tiny_model, monkeypatch):
     def no_room(*args):
         tried.append(args)
         raise OutOfMemory("no memory to decode for 2 chats at once")
 
     tried, lines = [], []
     monkeypatch.setattr(batching, "JointContext", no_room)
-    two_lives(tiny_model(n_ctx_train=400), lambda lock: StepBatcher(lock, 2, lines.append))
+    run_two_streams(tiny_model(n_ctx_train=400), lambda lock: StepBatcher(lock, 2, lines.append))
     assert len(tried) == 1
     (line,) = lines
     assert line.startswith(
@@ -218,15 +218,15 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
         return batchers[0]
 
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        alone = lives(model, policy, tokens, [3] * 5)
-        beside = lives(model, policy, tokens, [3] * 5, make_batcher=in_groups)
+        alone = run_streams(model, policy, tokens, [3] * 5)
+        beside = run_streams(model, policy, tokens, [3] * 5, make_batcher=in_groups)
     assert batchers[0].sizes == [2] * 6
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one.pos, other.pos)
         assert np.abs(one.logits - other.logits).max() < LOGITS
 
 
-def test_a_joint_step_takes_as_many_streams_as_llama_cpp(opened):
+def test_joint_step_takes_at_most_the_streams_llama_cpp_allows(opened):
     context = opened(policies.fit("h2o", 48)).context
     JointContext(context, MOST, MOST).close()
     with pytest.raises(LibraryError, match="n_seq_max must be <= 256"):
@@ -243,15 +243,15 @@ class Broken(Counting):
         return super()._decode_joint(parts)
 
 
-def test_a_step_that_fails_is_made_up_one_by_one(tiny_model):
+def test_streams_decode_one_by_one_after_a_failed_joint_step(tiny_model):
     path = tiny_model(n_ctx_train=400)
-    alone, beside = two_lives(path, lambda lock: Broken(lock, 2), 60, 120)
+    alone, beside = run_two_streams(path, lambda lock: Broken(lock, 2), 60, 120)
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one.pos, other.pos)
         assert np.abs(one.logits - other.logits).max() < LOGITS
 
 
-def test_nothing_is_decoded_where_one_has_no_room(opened):
+def test_joint_step_decodes_nothing_if_one_stream_has_no_room(opened):
     policy, tokens = policies.fit("full", 300), text(256)
     one, other, alone = (opened(policy) for _ in range(3))
     for engine in (one, other, alone):
@@ -270,7 +270,7 @@ def test_nothing_is_decoded_where_one_has_no_room(opened):
     assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGITS
 
 
-def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
+def test_other_threads_get_turns_between_joint_steps(tiny_model, monkeypatch):
     monkeypatch.setattr(batching, "SLICE_STEPS", 4)
     seen, is_over = [], threading.Event()
 
@@ -295,7 +295,9 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
     batchers, thread = [], threading.Thread(target=take_turns)
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         try:
-            lives(model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), make_batcher=several)
+            run_streams(
+                model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), make_batcher=several
+            )
         finally:
             is_over.set()
         thread.join(PATIENCE_S)
@@ -325,7 +327,7 @@ def test_the_cells_of_a_joint_context_must_be_f16(tiny_model, arch, type_k, type
 
 
 @pytest.mark.parametrize("n_most", [0, 5])
-def test_what_cannot_be_joint_is_one_line(opened, n_most):
+def test_joint_step_refuses_duplicate_or_too_many_members(opened, n_most):
     engine = opened(policies.fit("h2o", 48))
     with closing(JointContext(engine.context, 4, 4)) as joint:
         part = Part(engine.context, text(1), 0, 1)

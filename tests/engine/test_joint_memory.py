@@ -63,7 +63,7 @@ def client(path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_whichever_allocation_of_a_step_fails_nothing_is_left_of_it(tiny_model, compiled, arch):
+def test_failed_allocations_leave_no_trace_of_a_joint_step(tiny_model, compiled, arch):
     done = forked.run(
         [sys.executable, "-m", "tests.engine.test_joint_memory", str(tiny_model(arch=arch))],
         cwd=forked.ROOT,

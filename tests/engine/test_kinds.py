@@ -75,7 +75,7 @@ OTHERS = [
 
 @pytest.mark.share(2, "name", "options")
 @pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
-def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
+def test_other_policies_score_like_the_definition(path, model, name, options):
     refused = {"weightedkv": "deepseek", "recall": "refact"}
     if path.stem.startswith(refused.get(name, "none")):
         pytest.skip("refused")
@@ -89,7 +89,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
 
 
-def test_rows_of_different_lengths_score_nearly_so_with_flash_attention(path, model):
+def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
     how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
     off = score_errors(path, distinct(160), policy, "corm", model=model, **how)
@@ -106,7 +106,7 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, mo
     assert score_errors(path, distinct(160), policy, name, model=model, **how).max() < TOLERANCE
 
 
-def test_quantized_keys_turn_as_well(path, model):
+def test_rotation_of_quantized_keys_adds_little_error(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
     off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
@@ -133,8 +133,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # after `join`, the eviction above has closed all gaps between positions (`in_cache`). Later evictions
-    # must leave gaps
+    # `join` sets in_cache, so the eviction above has closed all gaps between positions. Later evictions must
+    # leave gaps
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])
@@ -149,7 +149,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     assert np.abs(np.array(got) - np.array(want)).max() < LOGITS
 
 
-def test_a_restored_engine_goes_on_bit_by_bit(path):
+def test_restored_engine_continues_bit_for_bit(path):
     tokens, policy = text(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:
         perplexity.stream(engine, tokens[:101])
@@ -171,14 +171,14 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         ("deepseek32", {"top_k": 300}, "h2o", 400, r"chooses 300 cells by an index.*--budget, --batch-size "),
     ],
 )
-def test_what_a_kind_of_model_cannot_do_is_one_line(tiny_model, arch, shape, policy, budget, why):
+def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, why):
     path, policy = tiny_model(arch, **shape), policies.fit(policy, budget, 16)
     with pytest.raises(KvtoolError, match=rf"^.*{why}.*$") as error, open_engine(path, policy) as engine:
         engine.read(text(100))
     assert "\n" not in str(error.value)
 
 
-def test_there_are_no_more_cells_than_an_index_chooses(tiny_model):
+def test_more_cells_than_an_index_chooses_are_refused(tiny_model):
     with open_engine(tiny_model("deepseek32", top_k=300), policies.fit("h2o", 200, 16)) as engine:
         perplexity.stream(engine, text(300))
         assert engine.n_evicted
@@ -187,7 +187,7 @@ def test_there_are_no_more_cells_than_an_index_chooses(tiny_model):
             engine.step(text(1))
 
 
-def test_the_keys_of_an_index_are_a_part_of_the_cache(tiny_model):
+def test_cache_bytes_include_the_keys_of_an_index(tiny_model):
     path, policy = tiny_model("deepseek32", n_index=128), policies.fit("full", 256, None)
     with open_engine(path, policy, type_k="f16", type_v="f16") as engine:
         layers = engine.model.layers
@@ -196,7 +196,7 @@ def test_the_keys_of_an_index_are_a_part_of_the_cache(tiny_model):
         assert engine.context.cache_bytes == 256 * layers.cell_bytes()
 
 
-def test_an_undone_turn_leaves_nothing_and_is_answered_alike_again(path):
+def test_undone_turn_restores_the_state_and_gets_the_same_reply_again(path):
     with open_engine(path, policies.fit("h2o", 64, 8), n_batch=32) as engine:
         template = Template("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "", "")
         talk = Conversation(Writer(engine, Sampler(engine.model, seed=1)), template, None)

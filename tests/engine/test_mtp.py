@@ -58,7 +58,7 @@ POLICIES = ("full", "recall", "streamingllm", "h2o")
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("quiet", [0.0, 0.1])
-def test_what_is_written_does_not_depend_on_guesses(tiny_model, policy, quiet):
+def test_written_text_does_not_depend_on_draft_tokens(tiny_model, policy, quiet):
     path, texts = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
     for drafts in (False, True):
         with opened(path, policy, drafts=drafts) as writer:
@@ -71,7 +71,7 @@ def test_what_is_written_does_not_depend_on_guesses(tiny_model, policy, quiet):
 
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
-def test_a_rewound_stream_goes_on_as_before(tiny_model, policy):
+def test_rewound_stream_continues_with_the_same_text(tiny_model, policy):
     with opened(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
         writer.read(text(100))
         saved, n = writer.save(), writer.engine.n_past
@@ -99,7 +99,7 @@ def shrink(monkeypatch, n_row):
     monkeypatch.setattr(mtp, "_N_NEWEST", 16)
 
 
-def guesses_by_definition(path, tokens, kept):
+def drafts_by_definition(path, tokens, kept):
     """Return the draft tokens that follow a stream i32[n].
 
     All tokens of the stream except for the last are read one by one.
@@ -125,7 +125,7 @@ def guesses_by_definition(path, tokens, kept):
 
 
 @pytest.mark.parametrize("n_row", [497, 40])
-def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_row):
+def test_draft_tokens_match_the_definition_after_any_history(tiny_model, monkeypatch, n_row):
     shrink(monkeypatch, n_row)
     path, rng = tiny_model(arch="qwen35", quiet=0.3, hidden=1.0), np.random.default_rng(0)
     with opened(path) as writer:
@@ -158,12 +158,12 @@ def test_guesses_are_as_defined_whatever_came_before(tiny_model, monkeypatch, n_
             kept = source._pos[: source._n_row]
             if engine.n_past - 1 in kept:
                 n_compared += 1
-                assert source.guess(N_DRAFT).tolist() == guesses_by_definition(path, stream, kept)
+                assert source.guess(N_DRAFT).tolist() == drafts_by_definition(path, stream, kept)
         assert (source._n_row > 60) == (n_row > 40)
         assert n_compared > 12
 
 
-def test_memory_stays_the_same(tiny_model, monkeypatch):
+def test_hidden_states_are_limited_to_first_and_newest_tokens(tiny_model, monkeypatch):
     shrink(monkeypatch, 40)
     with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
         writer.read(text(150))
@@ -181,7 +181,7 @@ def test_memory_stays_the_same(tiny_model, monkeypatch):
         assert source._pos[: source._n_row].tolist() == [0, 1]
 
 
-def test_steps_in_another_context_are_left_out(tiny_model):
+def test_steps_decoded_in_another_context_give_no_drafts(tiny_model):
     with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
         tokens, engine, source = text(50), writer.engine, source_of(writer)
         source.add(tokens)
@@ -203,7 +203,7 @@ def test_steps_in_another_context_are_left_out(tiny_model):
         assert len(source.guess(N_DRAFT)) == N_DRAFT
 
 
-def test_the_layers_are_loaded_on_request_only(tiny_model):
+def test_mtp_layers_are_loaded_only_on_request(tiny_model):
     path = tiny_model(arch="qwen35")
     for asked in (False, True):
         with closing(Model(path, mtp=asked)) as model:
@@ -229,7 +229,7 @@ def generated(path, *more):
     return called("generate", "go on", "-m", path, "-n", 40, "--temp", 0, "--raw", "-t", 1, *more)
 
 
-def test_generate_drafts_by_itself(tiny_model):
+def test_generate_accepts_more_draft_tokens_with_mtp_than_with_lookup(tiny_model):
     path = tiny_model(arch="qwen35", quiet=0.0)
     results = [
         json.loads(generated(path, "--json", "--draft", each).stdout) for each in ("off", "lookup", "mtp")
@@ -238,13 +238,13 @@ def test_generate_drafts_by_itself(tiny_model):
     assert results[0]["accepted"] < results[1]["accepted"] < results[2]["accepted"]
 
 
-def test_a_model_without_such_layers_is_refused(tiny_model):
+def test_model_without_mtp_layers_is_refused(tiny_model):
     for path in (tiny_model(), tiny_model(arch="qwen35", mtp=False)):
         done = generated(path, "--draft", "mtp")
         one_line(done, 2, "its file has no layers for multi-token prediction (MTP); choose --draft lookup")
 
 
-def test_a_chat_that_is_opened_again_says_the_same(tiny_model, tmp_path):
+def test_continued_chat_says_the_same_with_and_without_mtp(tiny_model, tmp_path):
     path = tiny_model(arch="qwen35", quiet=0.1, chat_template=tiny.CHAT_TEMPLATE)
     exported = []
     for draft in ("off", "mtp"):

@@ -60,7 +60,7 @@ def split(tiny_model):
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
+def test_edits_on_host_and_device_score_like_edits_on_the_host(split, tiny_model, number):
     log = split[1][1 + number]
     assert log.startswith(" ".join(RUNS[number]))
     host, device = re.findall(r"(\S+) KV buffer size", log)
@@ -85,7 +85,7 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
             assert off.max() < 2e-2
 
 
-def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
+def test_device_memory_shows_the_bytes_that_q8_0_saves(tiny_model):
     """Needs Mesa's llvmpipe, which counts memory to the byte. Drivers of graphics cards use larger units."""
     if not any("llvmpipe" in each["description"] for each in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")

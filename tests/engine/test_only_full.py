@@ -27,7 +27,7 @@ def full():
     return policies.fit("full", 300)
 
 
-def test_the_logits_are_those_of_another_model(path, monkeypatch):
+def test_logits_equal_those_without_the_restriction(path, monkeypatch):
     tokens, logits = text(150), []
     for is_only_full in (True, False):
         if not is_only_full:
@@ -39,7 +39,7 @@ def test_the_logits_are_those_of_another_model(path, monkeypatch):
     assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
-def test_a_stream_begins_again_and_is_saved(path):
+def test_stream_can_be_reset_saved_and_rewound(path):
     tokens = text(150)
     with open_engine(path, full()) as engine, open_engine(path, full()) as other:
         engine.read(tokens)
@@ -69,7 +69,7 @@ def test_other_policies_and_draft_tokens_are_refused(path, settings):
         pass
 
 
-def test_a_command_replaces_the_default_policy(path):
+def test_generate_replaces_the_default_policy_by_full(path):
     words = "generate", "-m", path, "-p", "the river", "-n", "8", "--raw", "--json"
     done = called(*words)
     assert done.returncode == 0, done.stderr

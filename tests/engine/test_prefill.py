@@ -1,4 +1,4 @@
-"""Whole reading: a prompt is compressed once, after all its tokens are decoded. Then its cache is freed."""
+"""Whole reading: a prompt is decoded into a large cache, and then compressed once into a small cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.whole_reader import WholeReader
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
 from kvtool.policy import PER_CELL, Plan, Policy, Signal
@@ -52,7 +53,7 @@ def evict(stream, name, policy, ends=()):
         *((name, "adaptive") for name in ("h2o", "snapkv", "expected", "keydiff", "rkv")),
     ],
 )
-def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, heads, positions, n_batch):
+def test_whole_read_keeps_the_tokens_of_the_definition(tiny_model, name, heads, positions, n_batch):
     path, tokens = tiny_model(n_head_kv=2), text(330)
     policy = policies.fit(name, 48, 8, ["heads=adaptive"] if heads == "adaptive" else [])
     stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
@@ -74,7 +75,7 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 @pytest.mark.parametrize("name", ["snapkv", "expected"])
-def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny_model, name, heads):
+def test_layers_that_share_a_budget_hold_it_in_total(tiny_model, name, heads):
     policy = policies.fit(name, 300, 8, ["layers=adaptive", f"heads={heads}"])
     with open_engine(tiny_model(n_head_kv=2, n_layer=3), policy, prefill="whole") as engine:
         engine.read(text(800))
@@ -90,7 +91,7 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
         assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
 
 
-def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tiny_model):
+def test_policy_adopts_the_kept_tokens_of_ragged_rows(monkeypatch, tiny_model):
     adopt, seen = H2O.adopt, []
 
     def noted(self, view, state):
@@ -139,7 +140,7 @@ class WatcherOfRows(Watcher):
 
 
 @pytest.mark.parametrize("n", [64, 65, 200])
-def test_signals_of_rows_that_differ_are_those_of_the_whole_prompt(tiny_model, n):
+def test_signals_of_ragged_rows_equal_those_of_equal_rows(tiny_model, n):
     views = []
     for policy in (Watcher(48, 8), WatcherOfRows(48, 8)):
         with open_engine(tiny_model(n_head_kv=2), policy, n_batch=64) as engine:
@@ -152,7 +153,7 @@ def test_signals_of_rows_that_differ_are_those_of_the_whole_prompt(tiny_model, n
             assert np.abs(got - want).max() < 1e-4, name
 
 
-def test_rows_that_share_a_budget_stream_what_they_cannot_read_whole(tiny_model):
+def test_rows_that_share_a_budget_stream_prompts_beyond_the_context(tiny_model):
     policy = policies.fit("snapkv", 48, 8, ["heads=adaptive"])
     with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy) as engine:
         assert engine.reads_whole(130)
@@ -167,7 +168,7 @@ def test_rows_that_share_a_budget_stream_what_they_cannot_read_whole(tiny_model)
 
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
-def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
+def test_prompts_beyond_the_cells_of_an_index_are_not_read_whole(tiny_model, heads):
     path = tiny_model(arch="deepseek32")
     policy = policies.fit("snapkv", 48, 8, [f"heads={heads}"])
     with open_engine(path, policy) as engine:
@@ -187,7 +188,7 @@ def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi,
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
-def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, positions):
+def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, positions):
     path, tokens = tiny_model(n_head_kv=2), distinct(110)
     policy = policies.fit("bumblebee", 32, 8)
     params = policies.chosen(policy)
@@ -202,7 +203,7 @@ def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, position
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
-def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_each_other(tiny_model, name):
+def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name):
     path, tokens = tiny_model(n_ctx_train=130), text(308)
     policy = policies.fit(name, 48, 8)
     model, parts = transformer.Llama(path), []
@@ -230,7 +231,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
     ("positions", "options", "why"),
     [("original", [], ""), ("auto", ["heads=adaptive"], ", and rows that share")],
 )
-def test_a_prompt_read_whole_ends_where_the_context_does(tiny_model, positions, options, why):
+def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, why):
     policy, path = policies.fit("h2o", 48, 8, options), tiny_model(n_ctx_train=130)
     with open_engine(path, policy, positions=positions, prefill="whole") as engine:
         with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{why}"):
@@ -260,7 +261,11 @@ def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
         assert np.array_equal(engine.context.logits(), again)
 
 
-def test_a_text_that_fits_or_comes_later_is_not_read_whole(tiny_model):
+def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):
+    def fail(*_):
+        raise AssertionError("the text was read whole")
+
+    monkeypatch.setattr(WholeReader, "read", fail)
     tokens = text(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         engine.read(tokens[:48])
@@ -270,7 +275,7 @@ def test_a_text_that_fits_or_comes_later_is_not_read_whole(tiny_model):
         assert engine.n_kv <= 48
 
 
-def test_another_stream_starts_with_the_small_cache(tiny_model):
+def test_prompt_read_again_after_a_reset_gives_the_same_result(tiny_model):
     tokens = text(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         results = []
@@ -314,7 +319,7 @@ def _raises(error):
 
 
 @pytest.mark.parametrize("error", [ValueError("not today"), StreamEnd("not today"), KeyboardInterrupt()])
-def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(tiny_model, error):
+def test_failed_plan_of_a_prompt_leaves_an_empty_usable_cache(tiny_model, error):
     tokens, states = text(200), []
     for fails in ([], [lambda: _raises(error)]):
         with open_engine(tiny_model(), Whole(48, 8, fails)) as engine:
@@ -330,9 +335,9 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
     assert states[0] == states[1]
 
 
-def test_important_steps_count_the_stream_in_every_segment(tiny_model):
+def test_important_counts_stream_tokens_in_every_segment(tiny_model):
     # IMPORTANT of a key is the number of tokens up to the last query to which the key was important. In each
-    # segment, some key is important to the last query. Therefore the segment's maximum is its end
+    # segment, some key is important to the last query, so the maximum is the end of the segment
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -350,12 +355,12 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # CORM's rows keep as many tokens as they need, so it has no size for a compressed prompt
+        # CORM cannot compress a prompt to a given size, because each row keeps as many tokens as it needs
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],
 )
-def test_a_way_to_read_a_prompt_that_cannot_be_is_refused(tiny_model, name, prefill, why):
+def test_invalid_ways_to_read_a_prompt_are_refused(tiny_model, name, prefill, why):
     policy = policies.fit(name, 96, 8)
     with pytest.raises(UsageError, match=why), open_engine(tiny_model(), policy, prefill=prefill):
         pass

@@ -42,7 +42,7 @@ def without_values(monkeypatch):
     # larger
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
 )
-def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
+def test_recalling_the_whole_archive_equals_the_full_cache(
     tiny_model, without_values, search, flash, kind, tolerance
 ):
     path, tokens = tiny_model(n_head_kv=2), text(120)
@@ -59,12 +59,10 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # the tolerances allow for the rounding of keys in synthetic ("made") cells to the cache's type
+    # tolerances are larger if the cache's type rounds the keys of synthetic ("made") cells
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
-def test_made_cells_are_the_full_cache_in_any_budget(
-    tiny_model, n_head_kv, n_threads, flash, kind, tolerance
-):
+def test_synthetic_cells_equal_the_full_cache(tiny_model, n_head_kv, n_threads, flash, kind, tolerance):
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(200)
     settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
@@ -82,7 +80,7 @@ def test_made_cells_are_the_full_cache_in_any_budget(
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("q8_0", 0.01), ("q5_0", 0.03), ("q4_1", 0.05), ("q4_0", 0.04)]
 )
-def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
+def test_quantized_synthetic_keys_give_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
     # with one layer, keys do not depend on attention, so errors do not add up
     path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
@@ -107,7 +105,7 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
 
 
 @pytest.mark.parametrize("n_head_kv", [2, 4])
-def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_head_kv):
+def test_synthetic_cells_equal_the_full_cache_with_capped_logits(tiny_model, n_head_kv):
     path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), text(200)
     full = scores(path, policies.fit("full", 256, 0), tokens, n_batch=16)
     got = scores(path, fit(search="all"), tokens, archive_type="f32")
@@ -115,7 +113,7 @@ def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_hea
 
 
 @pytest.mark.parametrize("params", [{"exact": 100}, {"recalled": 9, "exact": 100}], ids=["made", "tokens"])
-def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monkeypatch, params):
+def test_recalled_tokens_do_not_depend_on_the_number_of_threads(tiny_model, monkeypatch, params):
     monkeypatch.setattr(Layers, "has_values", "recalled" not in params)
     results = []
     for n_threads in (1, 2, 5):
@@ -129,7 +127,7 @@ def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monk
     assert results[0] == results[1] == results[2]
 
 
-def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_model):
+def test_table_has_synthetic_cells_only_for_the_tokens_of_a_step(tiny_model):
     policy = fit(budget=256, search="all", chunk=64)
     with open_engine(tiny_model(n_head_kv=2), policy) as engine:
         engine.read(text(900))
@@ -141,7 +139,7 @@ def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_mode
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_cell
 
 
-def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
+def test_keys_of_nan_get_no_attention(tiny_model):
     logits = []
     with open_engine(tiny_model(n_head_kv=2), fit(search="all"), archive_type="f32") as engine:
         engine.read(text(200))
@@ -153,7 +151,7 @@ def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
             }
             engine.restore(good if is_number else good | broken)
             if is_number:
-                engine.context.archive.keep(0)
+                engine.context.archive.forget()
             engine.read(text(1, seed=2))
             logits.append(engine.context.logits().copy())
     assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
@@ -163,7 +161,7 @@ CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
 """Shape of a model whose context is so short that some clusters are farther away than half of it."""
 
 
-def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
+def test_clusters_reduce_the_error_and_exact_tokens_reduce_it_more(tiny_model):
     path, tokens = tiny_model(**CLUSTERED), text(1000)
     full = scores(path, policies.fit("full", 1024, 0), tokens, n_batch=16)
     error = {}
@@ -177,7 +175,7 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
     assert error["many"] < 0.9 * error["few"] < 0.8 * error["window"]
 
 
-def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
+def test_search_in_8_bit_keys_adds_little_error(tiny_model):
     # in steps of few queries, queries are rounded to 8 bits if the CPU has instructions for that. With
     # search=all they are never rounded
     path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
@@ -189,18 +187,18 @@ def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
     assert off < 0.02 < 0.2 < least
 
 
-def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
+def test_steps_attend_exactly_to_more_tokens_of_a_longer_archive(tiny_model):
     path = tiny_model(n_head_kv=4, n_layer=1, n_ctx_train=1024)
     most = []
     with open_engine(path, fit(exact=256, chunk=64)) as engine:
         archive = engine.context.archive
         archive.trace(2048)
         for _ in range(2):
-            # the archive ends inside a block, so that the same blocks have clusters in all rows
+            # rows cluster a block at different times. At this length, all rows have clustered the same blocks
             engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
-            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
+            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_block)
             most.append(sealed.sum(axis=1).min())
     # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. If the archive has n > 8,192
     # tokens, this number is multiplied by (n / 8,192) ** 0.25: 16,320 tokens give 608
@@ -208,7 +206,7 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
 
 
 @pytest.mark.parametrize("archive", [1, 40, 260])
-def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(tiny_model, archive):
+def test_small_archive_is_within_its_limit_and_ends_at_the_window(tiny_model, archive):
     with open_engine(tiny_model(**CLUSTERED), fit(search="clusters", exact=64), archive=archive) as engine:
         for part in np.split(text(1600), 50):
             engine.read(part)
@@ -218,7 +216,7 @@ def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(
             assert not span or span.stop == engine.cells().pos.max() + 1 - (engine.n_kv - engine.policy.sinks)
 
 
-def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
+def test_recall_with_an_empty_archive_equals_streamingllm_bit_for_bit(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(64)
     want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
     with open_engine(path, fit(98)) as engine:
@@ -227,7 +225,7 @@ def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     assert np.abs(got - want).max() <= (1e-5 if ON_CUDA else 0)
 
 
-def test_attention_to_archived_tokens_is_that_of_the_full_cache(tiny_model):
+def test_attention_to_archived_tokens_equals_the_full_cache(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(200)
     with open_engine(path, fit(search="all", chunk=1), archive_type="f32") as engine:
         engine.context.archive.trace(200)
@@ -244,7 +242,7 @@ def test_attention_to_archived_tokens_is_that_of_the_full_cache(tiny_model):
         assert np.abs(attn[row, :n] - want[row, 4 : 4 + n]).max() < TOLERANCE
 
 
-def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
+def test_full_archive_forgets_the_oldest_tokens(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(400)
     with open_engine(path, fit(), archive=40) as engine:
         perplexity.stream(engine, tokens)
@@ -255,7 +253,7 @@ def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
         assert table[1] == live[live >= 4].min()
 
 
-def test_what_is_forgotten_is_not_recalled(tiny_model):
+def test_forgotten_tokens_are_not_recalled(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(200)
     few, many = (scores(path, fit(), tokens, archive=n) for n in (20, 1000))
     assert not np.allclose(few, many)
@@ -272,7 +270,7 @@ def test_what_is_forgotten_is_not_recalled(tiny_model):
     ],
     ids=str,
 )
-def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, params, n_ctx, n_saved, settings):
+def test_restored_stream_continues_bit_for_bit(tiny_model, params, n_ctx, n_saved, settings):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=n_ctx), text(n_saved + 50)
     policy = fit(**params)
     with open_engine(path, policy, **settings) as engine:
@@ -308,7 +306,7 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
                 engine.restore(saved | {name: wrong})
 
 
-def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
+def test_archive_read_returns_the_saved_bytes(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         perplexity.stream(engine, text(200))
         archive, saved = engine.context.archive, dict(engine.save())
@@ -340,7 +338,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("params", "line"), WRONG, ids=str)
-def test_parameters_that_cannot_work_are_one_line_in_the_numbers_of_a_user(params, line):
+def test_impossible_parameters_are_refused_with_one_line(params, line):
     with pytest.raises(UsageError, match=line):
         fit(**params)
 
@@ -349,7 +347,7 @@ def test_the_smallest_budget_has_room_for_a_recalled_token():
     assert fit(policies.spec("recall").smallest_budget(), None).split()["recalled"] == 1
 
 
-def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
+def test_the_smallest_budget_has_room_for_held_tokens(tiny_model):
     smallest = policies.spec("recall").smallest_budget(n_held=20)
     # a model with one synthetic cell per row
     path = tiny_model(n_head_kv=4)
@@ -378,7 +376,7 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
 
-def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_model):
+def test_steps_are_at_most_a_chunk_once_tokens_are_archived(tiny_model):
     steps = []
     with open_engine(tiny_model(), fit(96, 8, chunk=12)) as engine:
         decode = engine._decode
@@ -407,14 +405,14 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
     ],
     ids=str,
 )
-def test_what_recall_cannot_do_is_one_line(tiny_model, settings, line):
+def test_unsupported_settings_are_refused_with_one_line(tiny_model, settings, line):
     settings = {"archive_type": "f16"} | settings
     with pytest.raises(KvtoolError, match=line), open_engine(tiny_model(head_dim=8), fit(), **settings):
         pass
 
 
 @pytest.mark.parametrize("n_text", [0, 100])
-def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
+def test_first_eviction_comes_when_first_plan_says(tiny_model, n_text):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
         foretold = engine.first_plan(n_text)
         if n_text:
@@ -424,12 +422,11 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop includes the step after the eviction, which has one token, or up to n_batch tokens of a
-        # text
+        # n_past includes the step after the eviction: one token, or up to n_batch tokens of the text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
-def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
+def test_pinned_and_held_tokens_are_within_the_live_cells(tiny_model):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a larger budget"):
@@ -447,7 +444,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         engine.pin(n_keep)
 
 
-def test_a_closed_engine_says_so(tiny_model):
+def test_closed_engine_raises_usage_error(tiny_model):
     with open_engine(tiny_model(), fit()) as engine:
         engine.read(text(100))
         engine.close()
@@ -457,7 +454,7 @@ def test_a_closed_engine_says_so(tiny_model):
             _ = engine.n_archived
 
 
-def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
+def test_smaller_archive_restores_the_newest_saved_tokens(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(900)
     with open_engine(path, fit()) as engine:
         perplexity.stream(engine, tokens)
@@ -481,7 +478,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
 
 # only the largest of these archives has clusters. In smaller archives, steps attend exactly to all tokens
 @pytest.mark.parametrize("slabs", [2, 3.5, 6])
-def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
+def test_archive_never_exceeds_its_limit_in_bytes(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
     with open_engine(path, fit()) as engine:
         slab = engine.context.archive.slab_bytes
@@ -516,16 +513,12 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
 
 
-def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
+def test_forgotten_tokens_free_their_memory(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit()) as engine:
         perplexity.stream(engine, text(2000))
         archive = engine.context.archive
-        many = archive.n_bytes
-        archive.keep(300)
-        # blocks of 256 tokens are forgotten together
-        assert 300 - 256 < archive.n <= 300
-        assert archive.n_bytes <= 3 * many / 8
-        archive.keep(0)
+        assert archive.n_bytes > 0
+        archive.forget()
         assert archive.n_bytes == 0
 
 
@@ -554,7 +547,7 @@ def test_a_push_without_memory_changes_nothing(tiny_model):
 
 
 @pytest.mark.parametrize("flash", ["off", "on"])
-def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
+def test_resize_leaves_room_for_recalled_tokens(tiny_model, flash):
     path, parts = tiny_model(n_head_kv=2), np.split(text(300), [200, 250])
 
     def stream(sizes):
@@ -579,7 +572,7 @@ def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
     assert np.abs(got - want).max() < TOLERANCE
 
 
-def test_cells_for_recalled_tokens_hold_no_others(tiny_model):
+def test_cells_for_recalled_tokens_hold_no_live_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         context, n = engine.context, engine.policy.n_live
         end = n - 20
@@ -593,16 +586,16 @@ def test_cells_for_recalled_tokens_hold_no_others(tiny_model):
         context.apply(np.empty((0, 4), np.int32), n, 0)
 
 
-def test_a_forgotten_archive_has_no_bases(tiny_model):
+def test_empty_archive_has_no_bases(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         archive = engine.context.archive
         archive.rebase(77)
         assert dict(archive.save())["archive"].tolist() == [0, 0, 0, 0, 77]
-        archive.keep(0)
+        archive.forget()
         assert dict(archive.save())["archive"].tolist() == [0, 0, 0]
 
 
-def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
+def test_archive_can_be_restored_without_its_table(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(200)
     with open_engine(path, fit()) as engine:
         perplexity.stream(engine, tokens)
@@ -633,7 +626,7 @@ def path_of_file(tmp_path):
     return str(tmp_path / "archive")
 
 
-def test_an_archive_in_a_file_is_the_one_in_memory(tiny_model, path_of_file):
+def test_archive_in_a_file_equals_the_archive_in_memory(tiny_model, path_of_file):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
     want = scores(path, fit(), tokens, archive=700)
     with open_engine(path, fit(), archive=700, archive_file=path_of_file) as engine:
@@ -650,7 +643,7 @@ def test_an_archive_in_a_file_is_the_one_in_memory(tiny_model, path_of_file):
         assert dict(archive.save())["archive.1"].tolist() == saved["archive.1"].tolist()
 
 
-def test_an_archives_file_is_always_a_new_one(tiny_model, path_of_file):
+def test_archive_file_must_be_new(tiny_model, path_of_file):
     Path(path_of_file).write_text("mine")
     for path, why in (
         (path_of_file, "File exists"),
@@ -666,7 +659,7 @@ def test_an_archives_file_is_always_a_new_one(tiny_model, path_of_file):
     assert Path(path_of_file).read_text() == "mine"
 
 
-def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
+def test_archive_file_can_grow_to_any_length(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(200))
         archive, cells = engine.context.archive, np.arange(16)
@@ -681,7 +674,7 @@ def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="maps as Linux lists them")
-def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, path_of_file):
+def test_archive_file_is_mapped_without_read_ahead(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(200))
         _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
@@ -691,21 +684,21 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files as Linux lists them")
-def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
+def test_emptying_and_closing_an_archive_file_frees_its_disk_space(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # the list includes the descriptor that listing the folder opened, which is closed by now
+        # iterdir() opens a descriptor itself. It is in the list, but closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file
         assert 0.8 * engine.archive_bytes < held.stat().st_size < engine.archive_bytes
         assert held.stat().st_blocks * 512 >= held.stat().st_size
-        engine.context.archive.keep(0)
+        engine.context.archive.forget()
         assert held.stat().st_blocks == held.stat().st_size == 0
     assert not held.exists()
 
 
-def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_file):
+def test_stream_continues_when_a_full_disk_has_room_again(tiny_model, path_of_file):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
 
     def read(engine):
@@ -729,9 +722,10 @@ def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_f
     assert all((got[1][name] == array).all() for name, array in want[1].items())
 
 
-def test_forgotten_tokens_leave_the_table_of_cells(tiny_model):
+def test_table_has_no_synthetic_cells_without_archived_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         engine.read(text(200))
-        for n, n_made in ((5, 2), (0, 0)):
-            engine.context.archive.keep(n)
+        engine.step(text(1))
+        for n_made in (2, 0):
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_made
+            engine.context.archive.forget()

@@ -42,7 +42,7 @@ def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
     ],
     ids=["groups", "flash", "sliding"],
 )
-def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
+def test_logits_after_a_whole_read_equal_the_full_cache(tiny_model, arch, shape, settings, tolerance):
     path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
     exact = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
@@ -56,7 +56,7 @@ def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, sha
     assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[2]
 
 
-def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archived(tiny_model):
+def test_whole_read_of_an_mla_model_archives_the_prompt(tiny_model):
     path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
     full, *_ = logits_after(path, policies.fit("full", 512), tokens)
     logits, (n_kv, n_archived), _ = logits_after(path, fit(), tokens, prefill="whole")
@@ -75,7 +75,7 @@ def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
 
 
 @pytest.mark.parametrize("prefill", ["stream", "whole", "exact"])
-def test_an_archive_is_the_same_with_any_number_of_threads(tiny_model, prefill):
+def test_archive_does_not_depend_on_the_number_of_threads(tiny_model, prefill):
     saved = []
     for n_threads in (1, 3):
         path = tiny_model(n_head_kv=2, n_ctx_train=4096)
@@ -88,7 +88,7 @@ def test_an_archive_is_the_same_with_any_number_of_threads(tiny_model, prefill):
         np.testing.assert_array_equal(values, saved[1][name])
 
 
-def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
+def test_whole_read_into_a_small_archive_keeps_the_newest_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", archive=256) as engine:
         engine.read(text(900))
         span = engine.context.archive.span
@@ -98,7 +98,7 @@ def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
         assert len(engine.context.archive.span) <= 256
 
 
-def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
+def test_rewind_into_a_whole_prompt_equals_rewind_of_a_stream(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT)
     logits = []
     for prefill in ("whole", "stream"):
@@ -111,7 +111,7 @@ def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
     assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
 
 
-def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
+def test_prompt_beyond_the_context_cannot_be_read_whole(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
         message = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
         assert long_text(engine, "prompt", 257) == message
@@ -127,7 +127,7 @@ def beside_gpu(monkeypatch, n_bytes):
     monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: n_bytes)
 
 
-def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch, tiny_model):
+def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch, tiny_model):
     path = tiny_model(n_head_kv=2)
     with open_engine(path, fit(), prefill=None) as engine:
         assert not engine.reads_whole(300) or has_gpu()
@@ -168,7 +168,7 @@ def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model,
 
 
 def refuse_above(n):
-    """Return a function to replace `Context.resize`. It fails above n cells a row, as if a GPU were full."""
+    """Return a function to replace `Context.resize`. It fails above n cells per row, like a full GPU."""
     resize = Context.resize
 
     def refuse(self, n_cell):
@@ -180,7 +180,7 @@ def refuse_above(n):
 
 
 def fail_above(n):
-    """Return a function to replace `Context.decode`. It fails with more than n cells a row."""
+    """Return a function to replace `Context.decode`. It fails above n cells per row."""
     decode = Context.decode
 
     def fail(self, tokens, pos_0, n_output):
@@ -195,7 +195,7 @@ def fail_above(n):
     ("method", "replacement", "error"),
     [("resize", refuse_above, LibraryError), ("decode", fail_above, OutOfMemory)],
 )
-def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(
+def test_prompt_is_streamed_if_the_gpu_refuses_the_memory(
     monkeypatch, tiny_model, method, replacement, error
 ):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
@@ -215,7 +215,7 @@ def open_writer(path, **settings):
         yield Writer(engine, Sampler(engine.model, seed=1))
 
 
-def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
+def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(700)
     with open_writer(path, prefill="whole") as writer:
         writer.read(tokens)
@@ -225,7 +225,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # a new text is read together with the 100 tokens before it if it has at least an eighth of their sum:
+        # a new text is read together with the 100 earlier tokens if it is at least an eighth of the stream:
         # 15 of 115 tokens are enough, but 14 of 114 are not
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         message = "It is read at once, with the 100 tokens before it, in a cache of"
@@ -249,7 +249,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
             assert not writer.engine.rereads(500)
 
 
-def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
+def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(600)
     beside_gpu(monkeypatch, 2**40)
     with open_writer(path, prefill=None) as writer:
@@ -262,18 +262,18 @@ def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
         def stop(n_read, n):
             writer.stop = n_read > 0
 
-        writer.while_reading = stop
-        assert not writer.read(tokens[100:])
+        with writer.showing(stop):
+            assert not writer.read(tokens[100:])
         assert (writer.engine.n_past, writer.is_new) == (0, False)
         np.testing.assert_array_equal(writer.unread, tokens)
-        writer.stop, writer.while_reading = False, lambda n_read, n: None
+        writer.stop = False
         assert writer.rewind(100, mark)
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])
         np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
 
 
-def test_what_others_have_read_is_not_forgotten_for_a_text(monkeypatch, tiny_model):
+def test_tokens_unknown_to_the_writer_prevent_a_reread(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
         writer.engine.read(text(100))
@@ -281,7 +281,7 @@ def test_what_others_have_read_is_not_forgotten_for_a_text(monkeypatch, tiny_mod
         assert writer.engine.n_past == 300
 
 
-def test_a_stop_before_the_first_step_leaves_what_there_is(monkeypatch, tiny_model):
+def test_stop_before_a_reread_leaves_the_stream_unchanged(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
         writer.read(text(100))
@@ -292,7 +292,7 @@ def test_a_stop_before_the_first_step_leaves_what_there_is(monkeypatch, tiny_mod
             writer.rewind(301, writer.save())
 
 
-def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model):
+def test_gpu_that_refused_a_prompt_is_asked_only_for_shorter_ones(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
         engine, resize = writer.engine, Context.resize
@@ -304,9 +304,7 @@ def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model)
         assert Context.resize is resize
 
 
-def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on_all_of_it(
-    monkeypatch, talker, tmp_path
-):
+def test_client_that_leaves_during_a_reread_can_ask_again(monkeypatch, talker, tmp_path):
     beside_gpu(monkeypatch, 2**40)
     with closing(Model(talker)) as model:
         messages = [message("system", "Be brief."), message("user", "My name is Bob. " + "I walk. " * 20)]
@@ -320,7 +318,7 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
         assert again[1] == 0
 
 
-def test_it_says_what_will_happen(tiny_model):
+def test_message_says_how_a_long_prompt_is_read(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
         message = long_text(engine, "prompt", 300)
     assert "the others go to host memory and are still used. It is read at once, in a cache of" in message

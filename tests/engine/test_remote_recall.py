@@ -100,8 +100,8 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # the client sends one graph for each number of cells; these pushes send them before the bytes are
-        # counted
+        # the client sends one graph for each number of cells. These pushes send both graphs before the bytes
+        # are counted
         archive.push(np.array(LEAVING[:3]), 0)
         archive.push(np.array(LEAVING), 3)
         before = meter.read() if meter else ()
@@ -167,7 +167,7 @@ def both(request, remote, path):
     return remote["results"][request.param], run(path, *how, 0)[0]
 
 
-def test_recall_over_rpc_gives_what_it_gives_here(both):
+def test_recall_over_rpc_gives_the_local_results(both):
     there, here = both
     assert len(here["nll"]) == N_FIRST + N_LATER - 2
     assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
@@ -175,7 +175,7 @@ def test_recall_over_rpc_gives_what_it_gives_here(both):
     assert np.argmax(there["logits"]) == np.argmax(here["logits"])
 
 
-def test_the_archive_is_the_same(both):
+def test_archive_equals_the_local_archive(both):
     there, here = both
     assert here["span"][1] - here["span"][0] == N_ARCHIVE
     assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
@@ -183,7 +183,7 @@ def test_the_archive_is_the_same(both):
     assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
 
 
-def test_a_saved_stream_goes_on_over_rpc_and_here(both):
+def test_saved_stream_continues_over_rpc_and_locally(both):
     there, here = both
     rest = there["nll"][N_FIRST - 1 :]
     assert there["again"] == rest
@@ -191,17 +191,17 @@ def test_a_saved_stream_goes_on_over_rpc_and_here(both):
     assert np.abs(np.subtract(there["there"], here["again"])).max() < 1e-4
 
 
-def test_an_archive_in_a_file_is_here_as_well(remote, path):
+def test_archive_file_over_rpc_gives_the_local_results(remote, path):
     in_memory = run(path, *RUNS[0][:-1], 0)[0]
     assert np.abs(np.subtract(remote["in_file"]["nll"], in_memory["nll"])).max() < 1e-4
 
 
-def test_a_cache_that_changes_its_size_is_archived_on(remote, path):
+def test_resized_cache_over_rpc_gives_the_local_results(remote, path):
     assert np.abs(np.subtract(remote["resized"], resized(path, 0))).max() < 1e-4
 
 
 @pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, each)) for each in CACHES])
-def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
+def test_evicted_cells_are_sent_unchanged_and_without_others(remote, number):
     flash, kind, n_head_kv = CACHES[number]
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same

@@ -21,7 +21,7 @@ from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from lab.benchmarks import gpu_rows
 from tests.engine.running import ON_CUDA, open_engine, text
-from tests.engine.test_joint import Counting, lives, one_by_one
+from tests.engine.test_joint import Counting, one_by_one, run_streams
 
 N_PROMPT, N_LATER = 700, 40
 ROUGH = 0.1 if ON_CUDA else 5e-2
@@ -79,9 +79,7 @@ def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
     ids=str,
 )
 @pytest.mark.usefixtures("always_repeated")
-def test_with_all_resident_each_token_attends_as_to_the_full_cache(
-    tiny_model, arch, shape, settings, tolerance
-):
+def test_keeping_all_tokens_resident_equals_the_full_cache(tiny_model, arch, shape, settings, tolerance):
     path, tokens = tiny_model(arch, n_ctx_train=2048, **shape), text(N_PROMPT + N_LATER)
     cache = {name: settings[name] for name in ("type_k", "type_v") if name in settings}
     full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
@@ -92,7 +90,7 @@ def test_with_all_resident_each_token_attends_as_to_the_full_cache(
     assert 1 <= n_repeated < N_LATER // 2
 
 
-def test_few_residents_differ_and_many_differ_less(tiny_model):
+def test_more_residents_reduce_the_error(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
     full, _ = written(path, policies.fit("full", 1024), tokens)
     few, many = (np.abs(written(path, fit(), tokens, resident=n)[0] - full).mean() for n in (32, 256))
@@ -108,7 +106,7 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 
 @pytest.mark.usefixtures("always_repeated")
-def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
+def test_residents_beyond_the_context_equal_a_search_of_all_clusters(tiny_model):
     # Half of the context is 63 tokens. Older tokens keep this distance, so each step rotates their keys
     # again. About every 70 tokens, gaps between positions are closed, and all keys are rotated
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
@@ -127,7 +125,7 @@ def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tin
     ],
     ids=str,
 )
-def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, arch, settings):
+def test_steps_search_the_archive_if_no_tokens_can_be_resident(tiny_model, arch, settings):
     path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + 4)
     host, _ = written(path, fit(), tokens, **settings)
     with open_engine(path, fit(), **(HALF | {"prefill": "exact", "resident": 64} | settings)) as engine:
@@ -140,7 +138,7 @@ def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, ar
         assert "; no residents: " in line(report(engine, "recall"))
 
 
-def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, monkeypatch):
+def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
     monkeypatch.setattr(residents, "_MOST_MEANS", 48)
     monkeypatch.setattr(residents, "_MOST_SETS", 0)
@@ -158,9 +156,9 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
 
 
 @pytest.mark.usefixtures("always_repeated")
-def test_in_a_long_archive_the_means_of_sets_stand_for_clusters_without_cells(tiny_model, monkeypatch):
-    # The archive has 19 blocks of 256 tokens: 16 sets of clusters, and three blocks that are in no set. All,
-    # 12 or 6 of these 19 have cells for the means of their clusters
+def test_means_of_sets_replace_clusters_without_cells(tiny_model, monkeypatch):
+    # The archive has 19 blocks of 16 clusters. The clusters of 16 blocks form 16 sets, and 3 blocks are in no
+    # set. n_page is the number of these sets and blocks for whose clusters there are cells
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), text(5010)
     full, _ = written(path, policies.fit("full", 5120), tokens, n_prompt=5000)
 
@@ -177,7 +175,7 @@ def test_in_a_long_archive_the_means_of_sets_stand_for_clusters_without_cells(ti
     assert all_cells < half < few < error(policies.fit("streamingllm", 64)) / 1.5
 
 
-def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
+def test_archive_is_searched_if_the_device_has_no_memory(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + 4)
     host, _ = written(path, fit(), tokens)
 
@@ -226,7 +224,15 @@ def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n
         assert residents.n_cells(2048, n_archived) == n_cell
 
 
-def test_the_cells_are_counted_and_given_back(tiny_model):
+def test_blocks_and_clusters_have_the_librarys_sizes(tiny_model):
+    with open_engine(tiny_model(), fit(), **HALF) as engine:
+        archive = engine.context.archive
+        assert archive.n_block == residents._N_BLOCK
+        with pytest.raises(LibraryError, match=f"must be multiples of {residents._N_CLUSTER} and "):
+            archive.resident_bytes(1, 0, 0)
+
+
+def test_cells_of_residents_are_counted_and_freed(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=2048), fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(text(N_PROMPT))
         n_before = engine.cache_bytes
@@ -242,7 +248,7 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
-def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_once(tiny_model, arch):
+def test_rewound_and_restored_streams_continue_like_an_uninterrupted_one(tiny_model, arch):
     path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
     settings = HALF | {"prefill": "exact", "resident": ALL}
     want, _ = written(path, fit(), tokens, resident=ALL)
@@ -280,7 +286,7 @@ def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model)
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
-def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model, arch):
+def test_drafts_with_residents_give_the_logits_of_single_tokens(tiny_model, arch):
     path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
     want, _ = written(path, fit(), tokens, resident=ALL)
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
@@ -311,7 +317,7 @@ def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
 
     with closing(Model(tiny_model(n_head_kv=2, n_ctx_train=2048))) as model:
         each_alone, together = (
-            lives(model, fit(), tokens, n_written, make_batcher=batcher, **settings)
+            run_streams(model, fit(), tokens, n_written, make_batcher=batcher, **settings)
             for batcher in (one_by_one, several)
         )
     assert batchers[0].sizes == [3] * 30 + [2] * 10
@@ -322,7 +328,7 @@ def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
 
 
 @pytest.mark.parametrize("n", [-1, 2**20 + 1, 2**32 + 64])
-def test_a_number_of_residents_that_cannot_be_is_refused(n):
+def test_invalid_numbers_of_residents_are_refused(n):
     from kvtool.engine.settings import Settings
 
     with pytest.raises(UsageError, match=rf"resident must be in 0\.\.1048576, got {n}$"):
@@ -356,7 +362,7 @@ def graphs_of_a_step(path, policy, monkeypatch, **settings):
     return splits, operations
 
 
-def test_a_step_computes_nothing_on_the_host(tiny_model, monkeypatch):
+def test_step_with_residents_computes_nothing_on_the_host(tiny_model, monkeypatch):
     path = tiny_model(n_head_kv=2, n_ctx_train=2048)
     plain, _ = graphs_of_a_step(path, policies.fit("streamingllm", 64), monkeypatch)
     _, searched = graphs_of_a_step(path, fit(), monkeypatch)

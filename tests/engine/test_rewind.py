@@ -1,4 +1,4 @@
-"""Rewinding: a stream that is cut to its first tokens has the same state as right after these tokens."""
+"""Rewinding: a stream that is cut to n tokens has the same state as when it had read only these n tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ STREAMS = {
 @pytest.mark.parametrize(
     ("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, lengths in STREAMS.items() for n in lengths[0]]
 )
-def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search, n_ctx, n_later):
+def test_rewound_stream_equals_one_that_read_no_more(tiny_model, search, n_ctx, n_later):
     policy = fit(**search)
     path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
     with opened(path, policy) as engine, opened(path, policy) as fresh:
@@ -87,7 +87,7 @@ def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
 @pytest.mark.parametrize("has_patch", [True, False])
-def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, unpatch, arch, has_patch):
+def test_full_rewinds_to_any_token(tiny_model, unpatch, arch, has_patch):
     n_ctx = 256
     if not has_patch:
         unpatch()
@@ -102,7 +102,7 @@ def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, unpatch, arc
 
 
 KINDS = [
-    # flash attention adds up in another order. Archiving and rewinding round keys and values
+    # flash attention adds up in another order. Archived and rewound keys and values are rounded
     ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
     # quantized keys are stored multiplied by a Hadamard matrix
@@ -115,7 +115,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
-def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
+def test_rewind_works_with_other_caches_and_models(tiny_model, settings, model, tolerance):
     path = tiny_model(**model, n_ctx_train=256)
     # search=all chooses no clusters, so rounding cannot change the choice
     policy = fit(search="all") if settings else fit()
@@ -124,14 +124,14 @@ def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings,
             check_back(engine, fresh, n, 300, tolerance)
 
 
-def test_an_archive_in_a_file_goes_back_too(tiny_model, tmp_path):
+def test_rewind_works_with_an_archive_file(tiny_model, tmp_path):
     path, settings = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
     with opened(path, fit(), **settings) as engine, opened(path, fit()) as fresh:
         for n in (690, 250, 20):
             check_back(engine, fresh, n, 300, TOLERANCE)
 
 
-def test_what_is_pinned_stays_pinned(tiny_model):
+def test_rewind_keeps_pinned_and_held_tokens(tiny_model):
     path, policy = tiny_model(n_head_kv=2, n_ctx_train=256), fit(64)
     with opened(path, policy) as engine, opened(path, policy) as fresh:
         for n in (500, 60, 12, 5):
@@ -149,7 +149,7 @@ def test_what_is_pinned_stays_pinned(tiny_model):
             assert (engine.cells().pos[:, :12] == np.arange(12)).all()
 
 
-def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
+def test_rewound_stream_can_be_saved_and_restored(tiny_model):
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with opened(path, fit()) as engine, opened(path, fit()) as other:
         engine.read(text(900))
@@ -160,7 +160,7 @@ def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
         assert (both[0] == both[1]).all()
 
 
-def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
+def test_rewind_to_a_forgotten_window_changes_nothing(tiny_model):
     policy = fit()
     with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
         engine.read(text(600))
@@ -177,7 +177,7 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "h2o"])
-def test_a_policy_that_forgets_starts_over_without_a_checkpoint(tiny_model, name):
+def test_rewind_without_checkpoints_starts_over(tiny_model, name):
     policy = policies.fit(name, 64, 16)
     with open_engine(tiny_model(), policy, n_batch=16, checkpoints=0) as engine:
         engine.pin(3)
@@ -188,7 +188,7 @@ def test_a_policy_that_forgets_starts_over_without_a_checkpoint(tiny_model, name
         assert engine.n_pinned == 3
 
 
-def test_nobody_goes_where_there_is_nothing(tiny_model):
+def test_rewind_outside_the_stream_is_refused(tiny_model):
     with opened(tiny_model(), fit()) as engine:
         engine.read(text(100))
         for n in (-1, 101):
@@ -211,7 +211,7 @@ def client(endpoint, path):
     print(json.dumps(lengths))
 
 
-def test_cells_on_a_worker_go_back(tiny_model):
+def test_rewind_works_with_cells_on_a_worker(tiny_model):
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with working() as worker:
         lengths, _ = rpc_server.client("tests.engine.test_rewind", worker.endpoint, str(path))

@@ -1,4 +1,4 @@
-"""All layers are on a device whose memory is not the host's: the CPU behind ggml's RPC server on loopback.
+"""Layers on a remote device, the CPU of ggml's RPC server on loopback.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """
@@ -151,7 +151,7 @@ def test_the_server_is_a_device(remote):
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_edits_of_cells_on_the_server_score_like_edits_here(remote, tiny_model, number):
+def test_edits_on_the_server_score_like_local_edits(remote, tiny_model, number):
     run, log = RUNS[number], remote[1][1 + number]
     assert log.startswith(" ".join(run))
     buffers = re.findall(r"(\S+) KV buffer size", log)
@@ -166,7 +166,7 @@ def test_edits_of_cells_on_the_server_score_like_edits_here(remote, tiny_model, 
 
 
 @pytest.mark.parametrize("number", range(len(N_GPU_LAYERS)), ids=[f"{n} layers" for n in N_GPU_LAYERS])
-def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
+def test_signals_on_the_server_equal_local_signals(remote, tiny_model, number):
     for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
         recent, important = map(np.array, ours)
         np.testing.assert_allclose(theirs[0], recent, atol=1e-5)

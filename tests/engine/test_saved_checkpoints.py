@@ -48,7 +48,7 @@ def held(engine):
 
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
-def test_a_later_process_has_the_checkpoints(tiny_model, path, name):
+def test_checkpoints_are_saved_and_restored(tiny_model, path, name):
     with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(200))
         save(path, engine)
@@ -108,7 +108,7 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
 
 @pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
-def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
+def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, path, name, harm):
     with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(100))
         save(path, engine)
@@ -117,7 +117,7 @@ def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
         if harm == "damaged":
             data[-1] ^= 1
         else:
-            # a digit of the archive's id
+            # change a digit of the archive's id
             data[20] = ord("0" if data[20] != ord("0") else "1")
         place.unlink() if harm == "missing" else place.write_bytes(data)
         if name == "recall":
@@ -142,7 +142,7 @@ def test_only_an_archive_of_tokens_is_needed(tiny_model, path, name, harm):
         assert {k: v.tobytes() for k, v in engine.save()} == {k: v.tobytes() for k, v in other.save()}
 
 
-def test_a_session_that_does_not_fit_leaves_the_checkpoints(tiny_model):
+def test_failed_restore_keeps_the_checkpoints(tiny_model):
     with opened(tiny_model, "full") as engine:
         engine.read(text(150))
         before = held(engine)
@@ -164,7 +164,7 @@ def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
         assert path.read_bytes().startswith(b"kvtool session 3 ")
 
 
-def test_checkpoints_of_other_sizes_are_left_out(tiny_model, path):
+def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
     with opened(tiny_model, "full") as engine, opened(tiny_model, "full", checkpoints=10**9) as other:
         engine.read(text(200))
         save(path, engine)
@@ -196,7 +196,7 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
         assert archive_file.size(path) > len(before)
 
 
-def test_a_session_has_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
+def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_MOST_SAVED_BYTES", 0)
     with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
         for n in range(12):
@@ -218,7 +218,7 @@ def test_a_session_has_few_copies_of_a_large_cache(tiny_model, path, monkeypatch
             assert {k: v.tobytes() for k, v in other.save()} == {k: v.tobytes() for k, v in engine.save()}
 
 
-def test_a_session_has_all_copies_of_a_small_cache(tiny_model, path):
+def test_session_stores_all_copies_of_a_small_cache(tiny_model, path):
     with opened(tiny_model, "h2o") as engine:
         for _ in range(7):
             engine.read(text(50))

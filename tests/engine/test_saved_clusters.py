@@ -32,7 +32,7 @@ def in_memory(engine):
 def clusters(engine):
     """Return {(begin, is_far): the stored clusters, as bytes} for all blocks."""
     archive = engine.context.archive
-    n = archive.n_token
+    n = archive.n_block
     return {
         each: archive.read_clusters(each[0], each[0] + n, each[1]).tobytes() for each in archive.clustered
     }
@@ -50,14 +50,14 @@ def write(path, engine, store):
         session.write(path, {}, [*engine.save(archived=False), *listed])
 
 
-def is_the_same(one, other, seed):
+def assert_engines_equal(one, other, seed):
     """Assert that two engines score the next tokens bit for bit the same, and have the same clusters."""
     tokens = text(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)
 
 
-def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
+def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
     path, tokens = tiny_model(**MODEL), text(1750)
     with opened(path) as engine:
         engine.read(tokens[:1650])
@@ -91,7 +91,7 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_it_says_how_far_it_is(tiny_model, n_threads):
+def test_restore_reports_the_progress_of_clustering(tiny_model, n_threads):
     path = tiny_model(**MODEL)
     with opened(path) as engine:
         engine.read(text(900))
@@ -99,13 +99,13 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
-        # each thread clusters two of the four rows. Progress is reported if rows are left: with one thread,
-        # after the first two rows; with three threads, never
+        # each call clusters up to two rows per thread, and progress is reported if rows are left. One thread
+        # needs two calls for the four rows, three threads need one
         assert reports == ([(2, 4)] if n_threads == 1 else [])
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_shows_how_far_it_is(tiny_model, monkeypatch, capsys, is_terminal):
+def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, capsys, is_terminal):
     monkeypatch.setattr(progress, "_SOON_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -120,7 +120,7 @@ def test_a_terminal_shows_how_far_it_is(tiny_model, monkeypatch, capsys, is_term
 
 
 @pytest.mark.parametrize("limit", [100_000, 1200], ids=["all", "forgetting"])
-def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_model, tmp_path, limit):
+def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tmp_path, limit):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     rng = np.random.default_rng(1)
     with opened(path, limit) as engine, opened(path, limit) as other, closing(ArchiveFile(file)) as store:
@@ -131,8 +131,6 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
                 if turn % 5 == 4 and limit > 1200:
                     # cut tokens that the last turn has saved
                     assert each.rewind(each.n_past - 450)
-                if turn == 18:
-                    each.context.archive.keep(700)
             write(file, engine, store)
             size = archive_path(file).stat().st_size if engine.n_archived else 0
             engine.reset()
@@ -145,17 +143,14 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
                 write(file, engine, store)
                 assert archive_path(file).stat().st_size == size
         assert engine.n_archived > 500
-        is_the_same(engine, other, seed=3)
+        assert_engines_equal(engine, other, seed=3)
         if limit > 1200:
             for each in (engine, other):
                 assert each.rewind(each.n_past - 600)
-            is_the_same(engine, other, seed=4)
-        for each in (engine, other):
-            each.context.archive.keep(600)
-        is_the_same(engine, other, seed=5)
+            assert_engines_equal(engine, other, seed=4)
 
 
-def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_path):
+def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     with opened(path) as engine, opened(path) as other:
         for each in (engine, other):
@@ -175,10 +170,10 @@ def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_p
             store.adopt(saved)
             write(file, engine, store)
         assert {each.is_far for each in listed(session.read(file)[1], Clusters)} == {True, False}
-        is_the_same(engine, other, seed=2)
+        assert_engines_equal(engine, other, seed=2)
 
 
-def test_another_stream_is_saved_with_clusters_of_its_own(tiny_model, tmp_path):
+def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     with opened(path) as engine, opened(path) as other, closing(ArchiveFile(file)) as store:
         for seed in (1, 2):
@@ -186,10 +181,10 @@ def test_another_stream_is_saved_with_clusters_of_its_own(tiny_model, tmp_path):
             engine.read(text(900, seed=seed))
             write(file, engine, store)
         other.restore(session.read(file)[1])
-        is_the_same(engine, other, seed=3)
+        assert_engines_equal(engine, other, seed=3)
 
 
-def test_a_smaller_archive_takes_the_clusters_of_its_blocks(tiny_model):
+def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
     path = tiny_model(**MODEL)
     with opened(path, 5000) as engine:
         engine.read(text(1650))
@@ -207,7 +202,7 @@ def test_a_smaller_archive_takes_the_clusters_of_its_blocks(tiny_model):
     ("at", "value"),
     [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
 )
-def test_a_listing_that_cannot_be_is_refused(tiny_model, at, value):
+def test_invalid_cluster_tables_are_refused(tiny_model, at, value):
     path = tiny_model(**MODEL)
     with opened(path) as engine:
         engine.read(text(1650))

@@ -31,7 +31,7 @@ class Archive:
     stream: seed of the tokens' bytes.
     """
 
-    n_token, block_bytes = 8, 3
+    n_block, membership_bytes = 8, 3
 
     is_clustered = False
     """True if all complete blocks have clusters. Blocks before the last 20 tokens count as far away."""
@@ -55,15 +55,15 @@ class Archive:
 
     @property
     def clustered(self):
-        begin = self.begin // self.n_token * self.n_token if self.is_clustered else self.end
-        blocks = range(begin, self.end - self.n_token + 1, self.n_token)
-        return [(at, at + self.n_token <= self.end - 20) for at in blocks]
+        begin = self.begin // self.n_block * self.n_block if self.is_clustered else self.end
+        blocks = range(begin, self.end - self.n_block + 1, self.n_block)
+        return [(at, at + self.n_block <= self.end - 20) for at in blocks]
 
     def read_clusters(self, begin, end, is_far):
-        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_token))
+        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_block))
         rng = np.random.default_rng([self.stream, 9, is_far])
-        data = rng.integers(0, 256, (200, self.block_bytes), np.uint8)
-        return data[begin // self.n_token : end // self.n_token].reshape(-1)
+        data = rng.integers(0, 256, (200, self.membership_bytes), np.uint8)
+        return data[begin // self.n_block : end // self.n_block].reshape(-1)
 
     def restore(self, saved):
         self.segments = list(listed(saved, Segment))
@@ -91,9 +91,9 @@ def holds(path, archive):
     """Return True if the session at `path` has exactly the bytes of this archive."""
     saved = load(path)
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
-    listed, n = {}, archive.n_token
+    listed, n = {}, archive.n_block
     for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
-        blocks = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
+        blocks = saved[clusters_name(i)].reshape(-1, archive.membership_bytes)
         listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), blocks, strict=True)}
     assert all(
         (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
@@ -132,7 +132,7 @@ def both(request, monkeypatch):
 with_clusters = pytest.mark.usefixtures("both")
 
 
-def test_a_turn_appends_what_it_has_archived(path, store):
+def test_turn_appends_only_its_newly_archived_tokens(path, store):
     archive = Archive(1, 0)
     save(path, archive, store)
     assert os.listdir(path.parent) == ["talk.kv"]
@@ -150,10 +150,10 @@ def test_a_turn_appends_what_it_has_archived(path, store):
     assert session.size(path) == len(before) + path.stat().st_size
 
 
-def test_another_process_goes_on_where_one_has_ended(path):
+def test_another_process_continues_the_archive_file(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # append 500 bytes, as a process does that is killed while it writes
+    # append 500 bytes, like a process that was killed while it was writing
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
@@ -164,7 +164,7 @@ def test_another_process_goes_on_where_one_has_ended(path):
     assert holds(path, archive)
 
 
-def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far(path, store, monkeypatch):
+def test_turn_appends_clusters_of_new_and_newly_far_blocks(path, store, monkeypatch):
     monkeypatch.setattr(Archive, "is_clustered", True)
     archive, written = Archive(1, 0), set()
     for end in (30, 31, 32, 44, 300):
@@ -172,16 +172,16 @@ def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far
         save(path, archive, store)
         assert holds(path, archive)
         written |= set(archive.clustered)
-        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.block_bytes
+        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.membership_bytes
         assert archive_path(path).stat().st_size == size
         # data that no block needs any more is not listed
         current = dict(archive.clustered)
         for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
-            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
+            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_block))
 
 
 @with_clusters
-def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
+def test_segments_can_lose_their_oldest_tokens(path, store):
     archive = Archive(1, 60)
     save(path, archive, store)
     for begin, end in ((5, 61), (11, 62), (12, 63), (35, 64)):
@@ -208,7 +208,7 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
         assert holds(path, archive)
 
 
-def test_segments_are_read_where_they_lie(path, store):
+def test_segments_are_read_without_copying(path, store):
     for end in (40, 90):
         save(path, Archive(0, end), store)
     saved = load(path)
@@ -223,7 +223,7 @@ def test_segments_are_read_where_they_lie(path, store):
         assert [len(part) // LAYERS[layer] for part in parts] == np.diff((*begins, 100)).tolist()
 
 
-def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
+def test_unused_data_takes_no_more_than_about_half_of_the_file(path, store):
     archive = Archive(1, 0)
     sizes = []
     for end in range(10, 900, 10):
@@ -236,7 +236,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 
 @with_clusters
-def test_a_copy_outlives_what_comes_after_it(path, store):
+def test_open_files_of_a_session_survive_later_turns(path, store):
     # keep both files of the first session open, as /undo does. Later turns store other tokens at the same
     # positions, but the open files must not change
     archive = Archive(1, 40)
@@ -276,7 +276,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
 
 
 @with_clusters
-def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
+def test_older_copy_of_a_chat_does_not_damage_the_newer_one(path, store):
     save(path, Archive(1, 50), store)
     older = path.read_bytes()
     save(path, Archive(1, 100).restore(load(path)), store)
@@ -293,7 +293,7 @@ def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
     assert holds(aside, Archive(1, 100))
 
 
-def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
+def test_session_without_archived_tokens_has_no_archive_file(path, store):
     for archive in (Archive(1, 0), None):
         save(path, Archive(1, 30), store)
         assert archive_path(path).exists()
@@ -308,7 +308,7 @@ def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
 
 @with_clusters
 @pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5)], ids=["appended", "anew"])
-def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, stream, end):
+def test_failed_save_leaves_the_previous_session(path, store, stream, end):
     archive = Archive(1, 30)
     save(path, archive, store)
     before = path.read_bytes(), archive_path(path).read_bytes()
@@ -324,7 +324,7 @@ def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, 
 
 @with_clusters
 @pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5), (2, 0)], ids=["appended", "anew", "none"])
-def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, store, stream, end):
+def test_interrupt_right_after_replacing_the_session_loses_nothing(path, store, stream, end):
     save(path, Archive(1, 30), store)
     later = Archive(stream, end)
     table = np.array([0, end, 0], np.int64)
@@ -343,7 +343,7 @@ def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, 
 
 @with_clusters
 @pytest.mark.parametrize("end", [31, 100])
-def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, end):
+def test_full_disk_during_an_append_leaves_both_files_unchanged(path, store, end):
     archive = Archive(1, 30)
     save(path, archive, store)
     before = path.read_bytes(), archive_path(path).read_bytes()
@@ -356,14 +356,14 @@ def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, 
     assert holds(path, archive)
 
 
-def test_a_full_disk_where_an_archive_begins_leaves_nothing(path, store):
+def test_full_disk_at_the_first_save_leaves_no_files(path, store):
     with full_after(20), pytest.raises(OSError, match="File too large"):
         save(path, Archive(1, 30), store)
     assert os.listdir(path.parent) == []
 
 
 @with_clusters
-def test_every_bit_counts(path):
+def test_damaged_and_truncated_archive_files_are_refused(path):
     save(path, Archive(1, 7))
     save(path, Archive(1, 20).restore(load(path)))
     whole = archive_path(path).read_bytes()
@@ -385,7 +385,7 @@ def test_every_bit_counts(path):
     assert session.read_meta(path) == {"n": 20}
 
 
-def test_an_archive_of_another_session_and_none_are_told(path, tmp_path):
+def test_foreign_and_missing_archive_files_are_refused(path, tmp_path):
     save(path, Archive(1, 20))
     save(tmp_path / "other.kv", Archive(1, 20))
     shutil.copy(tmp_path / "other.kv.archive", archive_path(path))
@@ -398,7 +398,7 @@ def test_an_archive_of_another_session_and_none_are_told(path, tmp_path):
     assert "`kvtool session export" in str(error.value)
 
 
-def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
+def test_save_and_load_hold_no_second_copy_in_memory(path, monkeypatch):
     class Large(Archive):
         def read(self, begin, end):
             return np.zeros((end - begin) * sum(self.layer_bytes), np.uint8)
@@ -420,7 +420,7 @@ def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
 
 
 @with_clusters
-def test_an_archive_that_was_removed_is_written_again(path, store):
+def test_removed_archive_file_is_written_again(path, store):
     archive = Archive(1, 30)
     save(path, archive, store)
     archive_path(path).unlink()
@@ -440,7 +440,7 @@ def test_a_file_that_is_not_an_archive_is_neither_replaced_nor_removed(path):
 
 @pytest.mark.parametrize("left", ["nothing", "an empty file", "a chat without an archive"])
 @pytest.mark.parametrize("end", [0, 50], ids=["archives nothing", "archives"])
-def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, left, end):
+def test_archive_file_without_its_session_is_moved_and_not_deleted(path, left, end):
     save(path, Archive(1, 30))
     before = archive_path(path).read_bytes()
     path.with_name("talk.kv.1").write_text("mine")
@@ -467,7 +467,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
     assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
 
 
-def test_an_archive_goes_with_the_session_that_is_replaced(path):
+def test_replacing_a_session_replaces_its_archive_file(path):
     save(path, Archive(1, 30))
     with closing(ArchiveFile(path, session.archive_id(path))) as store:
         save(path, Archive(2, 50), store)
@@ -479,7 +479,7 @@ def test_an_archive_goes_with_the_session_that_is_replaced(path):
     assert session.archive_id(path) is None
 
 
-def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link(path, tmp_path):
+def test_archive_file_has_the_mode_and_folder_of_its_session(path, tmp_path):
     save(path, Archive(1, 0))
     path.chmod(0o600)
     (tmp_path / "link.kv").symlink_to(path)
@@ -560,7 +560,7 @@ def other_chat(path, archive):
         (other_chat, (1, 70), (2, 0)),
     ],
 )
-def test_a_process_that_is_killed_at_any_step_leaves_a_whole_session(tmp_path, change, before, after):
+def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, before, after):
     for n in range(1000):
         path = tmp_path / str(n) / "talk.kv"
         path.parent.mkdir()

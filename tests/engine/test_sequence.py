@@ -44,7 +44,7 @@ class Alike(Random):
 # calls that reach llama.cpp
 
 
-def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():
+def test_runs_and_shifts_bring_kept_tokens_to_their_positions():
     rng = np.random.default_rng(5)
     for _ in range(300):
         n = int(rng.integers(1, 40))
@@ -65,7 +65,7 @@ def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():
         assert [table[pos] for pos in to.tolist()] == kept.tolist()
 
 
-def test_tokens_that_go_together_are_one_call():
+def test_neighbouring_tokens_share_one_call():
     at = np.array([7, 3, 4, 5, 20, 6], np.int32)
     assert list(runs(at, np.array([1, 2, 5]))) == [(3, 5), (6, 7)]
     assert list(runs(at, np.array([], int))) == []
@@ -81,7 +81,9 @@ def test_tokens_that_go_together_are_one_call():
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["random", "streamingllm", "local"])
-def test_the_same_plan_gives_the_same_logits(tiny_model, unpatch, name, positions, evict_every):
+def test_plans_give_the_same_nll_with_and_without_the_patch(
+    tiny_model, unpatch, name, positions, evict_every
+):
     path = tiny_model(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 300)
     policy = policies.fit(name, 48, evict_every)
@@ -100,7 +102,7 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, unpatch, name, position
     assert np.abs(got - want).max() < 1e-4
 
 
-def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
+def test_full_runs_without_the_patch(tiny_model, unpatched):
     with open_engine(tiny_model(n_ctx_train=256), policies.fit("full", 200)) as plain:
         assert isinstance(plain.context, SequenceContext)
         assert np.isfinite(perplexity.stream(plain, text(150))).all()
@@ -108,7 +110,7 @@ def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 @pytest.mark.parametrize("name", ["full", "streamingllm"])
-def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
+def test_sliding_and_recurrent_models_need_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
     policy = policies.fit(name, 64, 8 if name == "streamingllm" else None)
     why = "without kvtool's patch, which models with sliding or recurrent layers need; build .*make setup$"
     with pytest.raises(LibraryError, match=why), open_engine(tiny_model(arch=arch), policy):
@@ -116,7 +118,7 @@ def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpa
 
 
 @pytest.mark.parametrize("positions", ["in-cache", "auto"])
-def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched, positions):
+def test_restored_stream_continues_like_the_saved_one(tiny_model, unpatched, positions):
     path, tokens = tiny_model(n_ctx_train=130), text(260)
     policy = policies.fit("streamingllm", 48, 8)
 
@@ -139,7 +141,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
                 assert np.abs(step(restored, tokens[i : i + 1]) - want[i]).max() < 1e-4
 
 
-def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
+def test_policies_and_settings_that_need_the_patch_are_refused(tiny_model, unpatched):
     cases = [
         (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
         (tiny_model(), "corm", {}, "which the policy CORM needs"),
@@ -161,7 +163,7 @@ class Whole(Local):
     prefill = "whole"
 
 
-def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_read(tiny_model, unpatched):
+def test_policy_that_reads_prompts_whole_is_refused_before_reading(tiny_model, unpatched):
     with (
         pytest.raises(LibraryError, match="which reading a prompt whole, .* needs; build") as caught,
         open_engine(tiny_model(), Whole(64, 8)),
@@ -216,6 +218,12 @@ def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     assert first.stdout + second.stdout == whole.stdout
 
 
+def test_eval_runs_without_the_patch_and_says_so(chat_model):
+    passkey = "passkey", "--set", "lengths=300", "--limit", 1
+    done = kvtool("eval", *passkey, "-m", chat_model, "-t", 1, "--policy", "streamingllm", "--budget", 96)
+    assert (done.returncode, done.stderr) == (0, NOTE)
+
+
 def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_path):
     (tmp_path / "text").write_text("some words " * 40)
     for command in (
@@ -230,7 +238,7 @@ def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_p
         )
 
 
-def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
+def test_perplexity_is_the_same_without_the_patch(smol, tmp_path):
     (tmp_path / "text").write_text("The tide comes in twice a day, and twice a day it goes. " * 12)
     command = ["perplexity", tmp_path / "text", "-m", smol, "--policy", "streamingllm", "--budget", 32]
     plain, patched = (

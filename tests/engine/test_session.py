@@ -48,7 +48,7 @@ ENGINES = [
 
 @pytest.mark.parametrize(("name", "options", "settings"), ENGINES)
 @pytest.mark.parametrize("n_read", [0, 30, 101])
-def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, options, settings, n_read):
+def test_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, name, options, settings, n_read):
     settings = dict(settings)
     path = tiny_model(arch=settings.pop("arch", "llama"))
     tokens = text(160)
@@ -72,7 +72,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         np.testing.assert_array_equal(engine.rows.live, live)
 
 
-def test_a_file_that_is_not_whole_is_refused(tmp_path):
+def test_damaged_and_truncated_files_are_refused(tmp_path):
     path = tmp_path / "chat"
     session.write(path, {"messages": ["kept"]}, [("a", np.arange(90, dtype=np.int32).reshape(9, 10))])
     whole = path.read_bytes()
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
             session.read(path)
 
 
-def test_another_format_is_named(tmp_path):
+def test_refusal_of_another_format_names_its_number(tmp_path):
     path = tmp_path / "chat"
     session.write(path, {}, [])
     path.write_bytes(path.read_bytes().replace(b"session 1", b"session 9"))
@@ -103,7 +103,7 @@ def test_another_format_is_named(tmp_path):
         session.read(path)
 
 
-def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
+def test_arrays_that_do_not_fit_leave_the_engine_unchanged(tiny_model):
     path = tiny_model(n_head=4, n_head_kv=2)
     tokens = text(60)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
@@ -118,7 +118,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
             of_another_type = saved | {name: saved[name].astype(kind)}
             for wrong in (broken, shorter, of_another_type):
                 if name == "engine" and wrong is of_another_type:
-                    # the array "engine" has counters, which may have another type
+                    # the counters in the array "engine" may have another type
                     continue
                 with pytest.raises(SessionError, match="does not fit"):
                     engine.restore(wrong)
@@ -128,7 +128,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
-def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
+def test_invalid_counters_and_positions_are_refused(tiny_model, arch):
     path, tokens = tiny_model(arch=arch, n_ctx_train=256), text(60)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens)
@@ -158,7 +158,7 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
         assert engine.n_past == 60
 
 
-def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_model):
+def test_session_with_summed_recent_attention_is_restored(tiny_model):
     path, tokens = tiny_model(), text(60)
     with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
         engine.read(tokens[:48])
@@ -191,7 +191,7 @@ def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
         np.testing.assert_array_equal(engine.signals.read()["important"], seen)
 
 
-def test_what_is_saved_over_the_budget_after_a_failed_plan_is_taken_back(tiny_model):
+def test_session_saved_over_the_budget_is_restored(tiny_model):
     path, tokens = tiny_model(), text(90)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.cache.check = lambda view, plan: (_ for _ in ()).throw(PlanError("not today"))

@@ -12,7 +12,7 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-# largest share of cells with other hits: rounding may move attention across the threshold 1 / t
+# largest accepted share of cells with wrong hits: rounding may move attention across the threshold 1 / t
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (
@@ -117,7 +117,7 @@ SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 @pytest.mark.parametrize("group", REDUCE)
-def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, restores, flash, tolerance, edge):
+def test_signals_match_the_definition(tiny_model, group, n_head_kv, restores, flash, tolerance, edge):
     policy = Recorder(48, 16, group)
     want = run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores, flash=flash)
     for view, (rows, since, end) in zip(policy.views, want, strict=True):
@@ -146,7 +146,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
 @pytest.mark.share(2, "size")
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 @pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
-def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):
+def test_recent_attention_covers_exactly_the_last_queries(tiny_model, size, n_query, group):
     # between two plans there are fewer than 90 queries, so some came before the last plan. With small
     # batches, some came even before the second last plan
     policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
@@ -163,7 +163,7 @@ def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, 
 
 
 @pytest.mark.parametrize("t", ["stream", "cells"])
-def test_t_counts_what_the_policy_says(tiny_model, t):
+def test_t_counts_stream_tokens_or_cells_as_requested(tiny_model, t):
     policy = Recorder(48, 16, t=t)
     for view, (rows, since, _) in zip(policy.views, run(tiny_model(), policy, [48, 16, 16, 16]), strict=True):
         hits = np.zeros(view.pos.shape)
@@ -175,7 +175,7 @@ def test_t_counts_what_the_policy_says(tiny_model, t):
 
 
 @pytest.mark.parametrize("flash", ["off", "on"])
-def test_keys_are_those_before_rope_of_the_new_cells(tiny_model, flash):
+def test_keys_are_those_of_new_cells_before_rope(tiny_model, flash):
     policy = Recorder(48, 16)
     exact = {"type_k": "f32", "type_v": "f32"} if flash == "off" else {"type_k": "f16", "type_v": "f16"}
     for view, (rows, since, end) in zip(
@@ -208,7 +208,7 @@ def check_future(views, want):
             assert not view.future_mean[number, n_head:].any()
             got = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
             np.testing.assert_allclose(got.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
-            norms = [token["length"] for token in row]
+            norms = [token["value_norm"] for token in row]
             np.testing.assert_allclose(view.value_norms[number, cells], norms, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -216,9 +216,7 @@ def check_future(views, want):
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 @pytest.mark.parametrize(("n_query", "n_future", "n_skip"), [(5, 7, 0), (40, 16, 3), (90, 1, 200)])
-def test_future_logits_are_those_of_the_last_queries_at_later_positions(
-    tiny_model, n_query, n_future, n_skip, n_head_kv, restores
-):
+def test_future_logits_match_the_definition(tiny_model, n_query, n_future, n_skip, n_head_kv, restores):
     ahead = {"n_query": n_query, "n_future": n_future, "n_skip": n_skip}
     policy = Recorder(48, 16, reads=FUTURE, **ahead)
     check_future(policy.views, run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores))
@@ -227,12 +225,12 @@ def test_future_logits_are_those_of_the_last_queries_at_later_positions(
 @pytest.mark.parametrize(
     "arch", ["smollm3", "maincoder", "qwen2vl", "gpt_oss", "lfm2", "deepseek2", "gemma4", "refact", "gpt2"]
 )
-def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
+def test_future_logits_match_the_definition_in_any_kind_of_model(tiny_model, arch):
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9, n_skip=2)
     check_future(policy.views, run(tiny_model(arch), policy, SIZES))
 
 
-def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
+def test_future_logits_nearly_match_the_definition_with_8_bit_keys(tiny_model):
     # stored keys (but not values) are multiplied by an orthogonal matrix, which must not change the logits
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
     settings = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
@@ -243,11 +241,11 @@ def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
             future = np.array([token["future"] for token in row])
             got = view.future_mean[number][:, order].T
             assert np.abs(got - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
-            lengths = np.array([token["length"] for token in row])
-            np.testing.assert_allclose(view.value_norms[number, order], lengths, rtol=0.05)
+            norms = np.array([token["value_norm"] for token in row])
+            np.testing.assert_allclose(view.value_norms[number, order], norms, rtol=0.05)
 
 
-def test_signals_are_the_same_beside_flash_attention(tiny_model):
+def test_signals_are_the_same_with_flash_attention(tiny_model):
     views = []
     for flash in ("off", "on"):
         policy = Recorder(48, 16)
@@ -258,7 +256,7 @@ def test_signals_are_the_same_beside_flash_attention(tiny_model):
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-2)
 
 
-def test_signals_of_several_steps_computed_at_once_are_those_of_each_step(tiny_model, monkeypatch):
+def test_signals_computed_for_several_steps_at_once_are_the_same(tiny_model, monkeypatch):
     views = []
     for n_defer in (0, 3, 32):
         monkeypatch.setattr(sizes, "_N_DEFER", n_defer)

@@ -44,7 +44,7 @@ def assert_scored_alike(off, name):
     assert off.max() < TOLERANCE or (name in TIED and np.median(off) < TOLERANCE / 2)
 
 
-def test_nothing_evicted_scores_like_the_definition(gemma3):
+def test_text_without_evictions_scores_like_the_definition(gemma3):
     path, tokens = gemma3(), text(200)
     want = transformer.run(transformer.Llama(path), tokens)
     with open_engine(path, policies.fit("full", 256)) as engine:
@@ -66,7 +66,7 @@ def test_evictions_score_like_the_definition(gemma3, name, positions, evict_ever
 
 
 @pytest.mark.parametrize("positions", ["original", "auto"])
-def test_a_window_longer_than_the_budget(tiny_model, positions):
+def test_window_longer_than_the_budget_scores_like_the_definition(tiny_model, positions):
     path = tiny_model(arch="gemma3", window=80, n_ctx_train=200)
     tokens = text(190 if positions == "original" else 500)
     policy = policies.fit("h2o", 32, 16)
@@ -86,14 +86,14 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
     ],
     ids=str,
 )
-def test_what_policies_read_and_write_is_of_the_other_layers(gemma3, name, options):
+def test_other_policies_score_like_the_definition(gemma3, name, options):
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     off = score_errors(gemma3(n_ctx_train=130), distinct(160), policy, name, positions="auto")
     assert_scored_alike(off, name)
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
-def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
+def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
@@ -103,7 +103,7 @@ def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
 
 
 @pytest.mark.parametrize("name", ["full", "h2o"])
-def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name):
+def test_logits_without_evictions_equal_llama_cpp_bit_for_bit(gemma3, name):
     path, tokens = gemma3(), text(200)
     batches = np.split(tokens, range(16, len(tokens), 16))
     want = plain_logits(path, 256, batches, n_batch=16)
@@ -139,7 +139,7 @@ def test_the_same_text_after_a_reset_scores_the_same(gemma3, positions):
 
 
 @pytest.mark.parametrize("type_k", ["f16", "q8_0"])
-def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
+def test_cache_bytes_are_those_of_full_and_sliding_layers(tiny_model, type_k):
     path = tiny_model(arch="gemma3", window=300, n_layer=6, pattern=3)
     assert unsupported(read(path)) is None
     unloaded = Model(path, no_weights=True)
@@ -174,7 +174,7 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         model.close()
 
 
-def test_a_context_without_a_window_is_made_as_it_was(tiny_model):
+def test_model_without_sliding_layers_gets_the_requested_cells(tiny_model):
     model = Model(tiny_model())
     assert model.layers.n_swa == 0
     context = Context(model, 256, 512)

@@ -1,7 +1,7 @@
-"""Spares: two additional handles of each device of a worker, on which edits of the cache are computed.
+"""Spares: for each device of a worker, two additional handles that compute edits of the cache.
 
-For each handle, a worker keeps only the last graph. Because edits use the spares, the worker keeps the graph
-of decoding, so this graph is not sent again for every token.
+A worker keeps only the last graph of each handle. Edits use the spares, so the worker keeps the graph of
+decoding, which therefore is not sent again for every token.
 
 The tests run this file as a module in another process, because devices are registered for a whole process.
 """
@@ -126,7 +126,7 @@ each_run = pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map
 
 
 @each_run
-def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
+def test_edits_on_a_spare_score_like_local_edits(remote, path, number):
     name, flash, kind, _ = RUNS[number]
     here, *_ = run(path, name, flash, kind, 0)
     off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
@@ -137,13 +137,13 @@ def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
 
 
 @pytest.mark.parametrize("number", [i for i, run in enumerate(RUNS) if run[0] == "h2o"])
-def test_with_a_worker_each_step_computes_its_signals_so_no_queries_are_stored(remote, number):
-    # one float for each cell of two KV heads in each layer
+def test_no_queries_are_stored_for_signals_with_a_worker(remote, number):
+    # each layer has two KV heads with 256 cells, and each of these cells has one float
     assert remote[0]["results"][number][2] == 4 * N_LAYER * 2 * 256
 
 
 @each_run
-def test_a_worker_is_told_of_a_graph_once(remote, number):
+def test_each_graph_is_sent_to_the_worker_once(remote, number):
     name, *_ = RUNS[number]
     if name == "corm":
         pytest.skip("its cache changes its size, and all graphs with it")
@@ -153,22 +153,22 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     # one graph per token and one per plan, for its edit; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
-    # a merge of more values than any earlier merge needs another graph, which has to be sent
+    # if a merge has more values than all earlier merges, it needs a new graph, which has to be sent
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
 
 
-def test_spares_are_no_devices_of_the_client(remote):
+def test_spares_are_not_listed_as_devices(remote):
     (worker,) = [device for device in remote[0]["devices"] if device["name"].startswith("RPC")]
     assert worker["name"] == "RPC0"
     assert worker["memory_total"] > 2**30
 
 
-def test_another_context_takes_no_graph_away(remote):
+def test_another_context_on_the_worker_does_not_change_the_logits(remote):
     assert remote[0]["two"]
 
 
-def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
+def test_stock_llama_cpp_puts_no_layers_on_spares(remote, path):
     printed, log = from_worker(path, "as stock")
     spares = [device for device in printed["devices"] if device["name"].startswith("RPC")]
     assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 2
@@ -181,7 +181,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert printed["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 
-def test_a_device_that_is_none_has_no_spare():
+def test_null_device_has_no_spare():
     # in a new process, because `bind` replaces the declaration of llama_kvtool_spare for the whole process
     code = (
         "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"

@@ -39,7 +39,7 @@ def generate(model):
 # names of the parts
 
 
-def test_each_part_is_named():
+def test_part_names_lists_all_parts():
     assert part_names("a-00002-of-00003.gguf") == [f"a-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 
@@ -50,14 +50,14 @@ def test_each_part_is_named():
         *("a-1-of-3.gguf", "a.gguf"),
     ],
 )
-def test_a_name_that_is_not_of_several_parts_stands_alone(name):
+def test_part_names_of_a_single_file_lists_only_itself(name):
     assert part_names(name) == [name]
 
 
 # headers of the parts
 
 
-def test_the_header_is_that_of_the_whole(parts, chat_model):
+def test_header_of_parts_equals_that_of_the_single_file(parts, chat_model):
     whole, info = read(chat_model), read(parts[0])
     assert (info.n_part, whole.n_part) == (3, 1)
     assert info.size == sum(path.stat().st_size for path in parts)
@@ -68,7 +68,7 @@ def test_the_header_is_that_of_the_whole(parts, chat_model):
     assert dict(chain.from_iterable(read_file(path).tensors.items() for path in parts)) == whole
 
 
-def test_any_part_stands_for_the_model(parts):
+def test_any_part_resolves_to_the_first_part(parts):
     for path in parts:
         assert resolve(str(path)) == parts[0]
 
@@ -125,7 +125,7 @@ def change(path, name, value):
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_one_line(parts, spoil, says):
+def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, says):
     spoil(*parts)
     path = parts[0] if parts[0].exists() else parts[0].with_name("chat.gguf")
     with pytest.raises(ModelError) as error:
@@ -134,26 +134,26 @@ def test_parts_that_do_not_fit_are_one_line(parts, spoil, says):
     assert "\n" not in str(error.value)
 
 
-def test_the_first_part_is_named_where_another_is_read(parts):
+def test_reading_another_part_names_the_first_part(parts):
     with pytest.raises(
         ModelError, match=r"not the first part of its model; name the first, chat-F32-00001-of"
     ):
         read(parts[1])
 
 
-def test_the_first_part_alone_is_missing(parts):
+def test_missing_first_part_is_named(parts):
     parts[0].unlink()
     with pytest.raises(ModelError, match=r"00001-of-00003\.gguf"):
         read(resolve(str(parts[2])))
 
 
-def test_a_plain_file_may_be_named_as_a_part(tmp_path, chat_model):
+def test_single_file_may_have_the_name_of_a_part(tmp_path, chat_model):
     path = shutil.copy(chat_model, tmp_path / "a-00001-of-00002.gguf")
     assert read(path).n_part == 1
     assert sha256(path) == sha256(chat_model)
 
 
-def test_show_says_how_many_files(parts):
+def test_models_show_says_how_many_files(parts):
     result = called("models", "show", parts[1])
     assert " in 3 files" in result.stdout
     assert result.stderr.endswith(": chat-F32-00001-of-00003.gguf\n")
@@ -164,7 +164,7 @@ def test_show_says_how_many_files(parts):
 # texts and chats of a model in parts
 
 
-def test_it_writes_what_the_whole_writes(parts, chat_model):
+def test_split_model_generates_the_text_of_the_single_file(parts, chat_model):
     whole = generate(chat_model)
     assert (whole.returncode, whole.stderr) == (0, "")
     assert len(whole.stdout) > 10
@@ -176,7 +176,7 @@ def test_a_missing_part_ends_with_one_line(parts):
     one_line(generate(parts[0]), 3, "is missing")
 
 
-def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
+def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
     """A chat downloads the parts. The next chat continues the session after the server has stopped."""
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "KVTOOL_CACHE": str(tmp_path / "cache")}
 

@@ -74,7 +74,7 @@ def assert_leaves_the_same(model, name, whole):
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_rows_that_share_go_on_from_it_too(model, whole, name):
+def test_rows_that_share_a_budget_start_from_the_cached_prompt(model, whole, name):
     # each layer has 320 cells for the 300 tokens, so 20 cells are empty
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
     # n counts the tokens of the prompt and of a reconstruction pass
@@ -83,7 +83,7 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 
 
 @pytest.mark.parametrize("name", [*NONE, *LAST, "scissorhands"])
-def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
+def test_policies_keep_the_same_tokens_from_a_cached_prompt(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
     # sums of attention are cached with the prompt, so policies in NONE decode no token again. Policies in
@@ -104,7 +104,7 @@ def test_a_reconstruction_pass_is_done_once(model):
     assert together[1][3] == 0
 
 
-def test_a_reconstruction_in_other_chunks_is_another(model):
+def test_reconstruction_in_other_chunks_is_not_reused(model):
     whole = Shared(model, SETTINGS).whole(TOKENS)
     alone = left(model, "kvzip", n_ctx=512)
     left(model, "kvzip", whole)
@@ -112,7 +112,7 @@ def test_a_reconstruction_in_other_chunks_is_another(model):
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "kvzip"])
-def test_other_tokens_are_read(model, name):
+def test_prompt_with_other_tokens_is_decoded(model, name):
     other = TOKENS.copy()
     other[7] += 1
     whole = Shared(model, SETTINGS).whole(TOKENS)
@@ -127,27 +127,27 @@ def test_other_tokens_are_read(model, name):
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16"])
-def test_cells_of_another_type_are_read(model, whole, type_k):
+def test_other_cache_types_decode_the_prompt_again(model, whole, type_k):
     alone, after = left(model, "h2o", type_k=type_k), left(model, "h2o", whole, type_k=type_k)
     assert np.array_equal(alone[2], after[2])
     assert after[3] == len(TOKENS)
 
 
-def test_cells_of_another_model_are_read(tiny_model, whole):
+def test_other_models_decode_the_prompt_again(tiny_model, whole):
     with closing(Model(tiny_model(n_layer=3))) as other:
         alone, after = left(other, "h2o"), left(other, "h2o", whole)
         assert np.array_equal(alone[2], after[2])
         assert after[3] == len(TOKENS)
 
 
-def test_what_no_context_holds_is_not_read_for_all(model):
+def test_empty_and_too_long_prompts_are_not_cached(model):
     shared = Shared(model, replace(SETTINGS, n_ctx=300))
     assert shared.whole(TOKENS) is None
     assert shared.whole(TOKENS[:0]) is None
     assert len(shared.whole(TOKENS[:299]).tokens) == 299
 
 
-def test_a_model_that_keeps_more_than_cells_reads_itself(tiny_model):
+def test_models_with_sliding_layers_use_no_cached_prompt(tiny_model):
     with closing(Model(tiny_model(arch="gemma3"))) as model:
         whole = Shared(model, SETTINGS).whole(TOKENS)
         alone, after = left(model, "h2o"), left(model, "h2o", whole)
@@ -155,7 +155,7 @@ def test_a_model_that_keeps_more_than_cells_reads_itself(tiny_model):
         assert after[3] == len(TOKENS)
 
 
-def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeypatch):
+def test_longer_prompt_continues_from_the_last_one(model, whole, monkeypatch):
     shared = Shared(model, SETTINGS)
     n_read = []
     read = Engine.read
@@ -174,18 +174,18 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
     assert n_read == [250, 50, 250]
 
 
-def test_signals_are_known_only_if_they_are_the_same():
+def test_cached_signals_are_used_only_for_the_same_request():
     def known(**asked):
         request = SignalRequest(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
         return CachedPrompt(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), request, {}).has(
             SignalRequest(**asked)
         )
 
-    for signals in (Signal.ATTENTION, Signal.ATTENTION | Signal.KEYS, Signal.HITS):
-        assert known(signals=signals)
-    assert known(signals=Signal.NONE, group="max")
-    assert known(signals=Signal.RECENT, n_query=8)
-    assert not known(signals=Signal.SQUARES)
-    assert not known(signals=Signal.ATTENTION, group="max")
-    assert not known(signals=Signal.RECENT, n_query=9)
-    assert not known(signals=Signal.HITS, t="cells")
+    for reads in (Signal.ATTENTION, Signal.ATTENTION | Signal.KEYS, Signal.HITS):
+        assert known(reads=reads)
+    assert known(reads=Signal.NONE, group="max")
+    assert known(reads=Signal.RECENT, n_query=8)
+    assert not known(reads=Signal.SQUARES)
+    assert not known(reads=Signal.ATTENTION, group="max")
+    assert not known(reads=Signal.RECENT, n_query=9)
+    assert not known(reads=Signal.HITS, t="cells")

@@ -64,7 +64,7 @@ def hello(major, minor):
     return struct.pack("<Q4B24x", 28, major, minor, 0, 0)
 
 
-def test_a_worker_that_greets_is_reached():
+def test_worker_with_the_same_protocol_is_accepted():
     with answering(hello(*endpoints.PROTOCOL)) as endpoint, endpoints.reached([endpoint]) as addresses:
         assert addresses == [endpoint]
 
@@ -80,7 +80,7 @@ def test_a_worker_that_greets_is_reached():
         (None, "is not a worker, or its llama.cpp has another version"),
     ],
 )
-def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
+def test_servers_that_are_no_usable_worker_are_refused(answer, words, monkeypatch):
     # only the tests of silent workers have a short time limit. Other workers may be slow to answer
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
@@ -89,7 +89,7 @@ def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
         assert endpoint in str(raised.value)
 
 
-def test_where_nobody_listens_it_says_how_to_start_one():
+def test_unused_port_error_says_how_to_start_a_worker():
     with reserved_port() as port:
         words = f"kvtool worker --host 127.0.0.1 --port {port}"
         with pytest.raises(LibraryError, match=words), endpoints.reached([f"127.0.0.1:{port}"]):
@@ -111,12 +111,12 @@ def test_where_nobody_listens_it_says_how_to_start_one():
         ("::1:50052", "IPv4 only"),
     ],
 )
-def test_what_is_no_endpoint_is_refused(text, words):
+def test_invalid_endpoints_are_refused(text, words):
     with pytest.raises(UsageError, match=words):
         endpoints.parse(text)
 
 
-def test_endpoints_come_with_commas():
+def test_endpoints_are_separated_by_commas():
     assert endpoints.parse("a:1, 10.0.0.2:50052,") == ["a:1", "10.0.0.2:50052"]
 
 
@@ -128,7 +128,7 @@ def test_endpoints_come_with_commas():
         (["no-such-host.invalid:1"], "no-such-host.invalid cannot be resolved"),
     ],
 )
-def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
+def test_duplicate_and_unknown_hosts_are_refused_before_connecting(named, words):
     with pytest.raises(UsageError, match=words), endpoints.reached(named):
         pass
 
@@ -141,7 +141,7 @@ def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
         (["compare", "TEXT", "--rpc", "here:1", "--jobs", "2"], "leave out --jobs or --rpc"),
     ],
 )
-def test_options_that_cannot_go_together_are_refused(arguments, words, tmp_path):
+def test_invalid_rpc_options_are_refused(arguments, words, tmp_path):
     (tmp_path / "text").write_text(TEXT)
     arguments = [tmp_path / "text" if each == "TEXT" else each for each in arguments]
     one_line(called(*arguments), 2, words)
@@ -152,7 +152,7 @@ def test_every_command_that_runs_a_model_takes_workers(command):
     assert "--rpc HOST:PORT,..." in called(command, "--help").stdout
 
 
-def test_help_says_that_nobody_is_asked_who_they_are():
+def test_worker_help_warns_that_there_is_no_authentication():
     help_text = called("worker", "--help").stdout
     assert "no authentication" in " ".join(help_text.split())
 
@@ -209,7 +209,7 @@ def workers():
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         started = [Worker(port, "--mem", "64MiB") for port in ports]
-        # a test replaces an element of `started`, so this reads the list only when the tests have ended
+        # a test replaces an element of `started`, so the lambda reads the list only after the tests
         stack.callback(lambda: [worker.end() for worker in started])
         for worker in started:
             worker.serves()
@@ -228,20 +228,20 @@ def rpc_of(workers):
     return ["--rpc", ",".join(worker.endpoint for worker in workers)]
 
 
-def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
+def test_worker_prints_its_device_and_address(workers):
     (line,) = workers[0].said
     assert re.fullmatch(
         rf"kvtool: serving CPU \(.+, 64\.0 MiB\) on {workers[0].endpoint}, .* Ctrl-C ends it", line
     )
 
 
-def test_the_protocol_is_the_librarys(workers):
+def test_worker_speaks_the_protocol_of_the_library(workers):
     host, port = workers[0].endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
-def test_mem_is_what_the_worker_tells_its_clients(workers):
+def test_worker_reports_the_memory_set_by_mem(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
@@ -251,7 +251,7 @@ def test_mem_is_what_the_worker_tells_its_clients(workers):
     assert (size, free, total) == (16, 64 * 2**20, 64 * 2**20)
 
 
-def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
+def test_busy_worker_is_reported_after_the_time_limit(workers, monkeypatch):
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
     named = [workers[0].endpoint]
     with socket.create_connection(named[0].split(":"), timeout=PATIENCE_S) as connection:
@@ -260,7 +260,7 @@ def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
             pass
 
 
-def test_a_port_that_is_taken_is_one_line(workers):
+def test_used_port_is_refused_with_one_line(workers):
     done = kvtool("worker", "--port", workers[0].port)
     message = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
     assert (done.returncode, done.stdout) == (2, "")
@@ -276,13 +276,13 @@ def test_a_port_that_is_taken_is_one_line(workers):
         (["--mem", "0"], "must be above 0"),
     ],
 )
-def test_what_a_worker_cannot_do_is_one_line(options, words):
+def test_invalid_worker_options_are_refused_with_one_line(options, words):
     one_line(called("worker", *options), 2, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
+def test_public_worker_warns_and_ends_on_a_signal(number, code):
     with reserved_port() as port:
         worker = Worker(port, host="0.0.0.0").serves()
         exit_code, out, stderr = worker.end(number)
@@ -307,7 +307,7 @@ def kept(path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers, model, tmp_path, policy):
+def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, policy):
     long = ["-n", "200"]
     here, there = tmp_path / "here.kvs", tmp_path / "there.kvs"
     whole = chat(model, here, TURNS, policy, *long)
@@ -355,7 +355,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
 
 
-def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
+def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_path):
     (tmp_path / "tide.txt").write_text(TEXT)
     options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
     results = []
@@ -374,7 +374,7 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
 # what goes over the wire
 
 
-def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
+def test_signals_are_sent_once_per_plan(model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
     command = ["-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model, "--json", tmp_path / "wire.json"]
     command += ["--budget", 256, "--tokens", 32, "--policies", "streamingllm,h2o,roco"]

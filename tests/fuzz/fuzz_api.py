@@ -104,9 +104,10 @@ class Fuzz:
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
-        calls += [self.future, self.future, self.queries, self.lengths]
+        calls += [self.future, self.future, self.queries, self.value_norms]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
-        archive = [self.push] * 4 + [self.base, self.keep, self.rewind] + [self.copy, self.copy]
+        archive = [self.push] * 4 + [self.base, self.rewind] + [self.copy, self.copy]
+        archive += [self.forget_tokens if self.maybe(0.2) else self.push]
         archive += [self.table, self.table, self.clusters, self.clusters, self.seal, self.seal]
         archive += [self.file, self.trace, self.attended]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
@@ -118,7 +119,7 @@ class Fuzz:
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
-        params.log_n, params.ragged = self.maybe(0.2), ragged
+        params.logn, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
@@ -193,8 +194,9 @@ class Fuzz:
             ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
             ("apply", lib.llama_kvtool_apply(self.pointer, None)),
             ("read_future", lib.llama_kvtool_read_future(self.pointer, 1, 0, None, None, N_ROW, N_GROUP, 1)),
-            ("read_lengths", lib.llama_kvtool_read_lengths(self.pointer, None, N_ROW, 1)),
+            ("read_value_norms", lib.llama_kvtool_read_value_norms(self.pointer, None, N_ROW, 1)),
             ("get_queries", lib.llama_kvtool_get_queries(None, None, None)),
+            ("forget", lib.llama_kvtool_forget(None)),
         ):
             self.expect(name, status, False)
 
@@ -318,14 +320,14 @@ class Fuzz:
         np.testing.assert_array_equal(again, values)
         np.testing.assert_array_equal(again_pos, pos)
 
-    def lengths(self):
+    def value_norms(self):
         most = max(self.cells)
         n_cell = self.one_of(0, 1, 30, most, most + 1, -1)
         n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
         ok = n_row == N_ROW and 0 < n_cell <= most
         out = np.empty((N_ROW, max(n_cell, 0)), np.float32)
-        status = lib.llama_kvtool_read_lengths(self.pointer, out.ctypes.data, n_row, n_cell)
-        self.expect("read_lengths", status, ok)
+        status = lib.llama_kvtool_read_value_norms(self.pointer, out.ctypes.data, n_row, n_cell)
+        self.expect("read_value_norms", status, ok)
         assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
 
     def decode(self):
@@ -482,20 +484,14 @@ class Fuzz:
         ok = 0 <= base < MOST and self.n_recall > 0
         self.expect("base", lib.llama_kvtool_base(self.pointer, base), ok)
 
-    def keep(self):
-        n = self.one_of(0, 1, 16, 100, 300, 1000, 2**62, -1, -(2**62))
-        ok = n >= 0 and self.n_recall > 0
-        self.expect("forget", lib.llama_kvtool_forget(self.pointer, n), ok)
-        forgets = ok and 0 < n < self.size
-        if ok and not n:
+    def forget_tokens(self):
+        ok = self.n_recall > 0
+        self.expect("forget", lib.llama_kvtool_forget(self.pointer), ok)
+        if ok:
             has_file = self.has_file
             self.forget_archive()
             self.has_file = has_file
-        elif forgets:
-            begin = self.spans[0][1] - n
-            self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
-            self.whole()
-        self.check_archive(trims=forgets)
+        self.check_archive()
 
     def rewind(self):
         (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall

@@ -17,7 +17,7 @@ from kvtool.llama.model import Model
 from kvtool.models.download import sha256
 from tests import tiny
 from tests.engine.running import LOGITS, text
-from tests.engine.test_joint import Counting, lives
+from tests.engine.test_joint import Counting, run_streams
 
 SCALES = 1.0, -0.5
 
@@ -52,7 +52,7 @@ def test_several_adapters_add_their_scaled_weights(merged):
 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])
-def test_every_slot_and_the_joint_steps_use_them(merged, name):
+def test_all_streams_and_joint_steps_use_the_adapters(merged, name):
     model, adapters, path = merged
     policy, tokens, n_steps = policies.fit(name, 48), [text(120, seed=i) for i in range(2)], (40, 40)
     batchers = []
@@ -62,8 +62,8 @@ def test_every_slot_and_the_joint_steps_use_them(merged, name):
         return batchers[0]
 
     with closing(Model(model, adapters=adapters)) as adapted, closing(Model(path)) as whole:
-        together = lives(adapted, policy, tokens, n_steps, make_batcher=joint)
-        alone = lives(whole, policy, tokens, n_steps)
+        together = run_streams(adapted, policy, tokens, n_steps, make_batcher=joint)
+        alone = run_streams(whole, policy, tokens, n_steps)
     assert batchers[0].sizes == [2] * 40
     for one, other in zip(together, alone, strict=True):
         assert np.array_equal(one.pos, other.pos)
@@ -97,7 +97,7 @@ def only_half(path, model):
     ],
     ids=["missing", "text", "empty", "model", "architecture", "cut", "half"],
 )
-def test_what_is_no_adapter_for_the_model_is_refused_in_one_line(tiny_model, tmp_path, write, words):
+def test_invalid_adapters_are_refused_with_one_line(tiny_model, tmp_path, write, words):
     model, path = tiny_model(n_ctx_train=400), tmp_path / "bad.gguf"
     write(path, model)
     with pytest.raises(ModelError) as caught:
@@ -114,7 +114,7 @@ def test_an_adapter_of_another_size_is_refused(merged, tiny_model):
         Model(other, adapters=adapters)
 
 
-def test_an_adapter_that_waits_for_tokens_is_refused(tiny_model, tmp_path, monkeypatch):
+def test_adapter_that_needs_invocation_tokens_is_refused(tiny_model, tmp_path, monkeypatch):
     def add(writer, key, value):
         writer.add_array(gguf.Keys.Adapter.ALORA_INVOCATION_TOKENS, [1, 2])
 
@@ -145,12 +145,12 @@ def test_a_number_after_the_last_colon_is_the_scale(typed, path, scale):
 
 
 @pytest.mark.parametrize("typed", ["", "a.gguf:nan", "a.gguf:inf"])
-def test_a_scale_that_is_no_finite_number_is_refused(typed):
+def test_missing_files_and_non_finite_scales_are_refused(typed):
     with pytest.raises(UsageError, match="--lora takes a file, or FILE:SCALE with a number, got "):
         adapter_texts([typed], "--lora")
 
 
-def test_a_record_names_files_digests_and_scales(merged):
+def test_adapter_records_have_file_digest_and_scale(merged):
     _, adapters, _ = merged
     assert identities(()) is None
     assert identities(adapters[1:]) == [{"file": "1.gguf", "sha256": sha256(adapters[1].path), "scale": -0.5}]

@@ -15,7 +15,7 @@ from kvtool.llama import bindings
 def packages(monkeypatch, **found):
     """Pretend that only the packages in `found` are installed. Return a list that collects attempted imports.
 
-    found: for each package, its bindings or the error that is raised when it is imported.
+    found: {package: its bindings, or the error that its import raises}.
     """
     attempted = []
 
@@ -32,7 +32,7 @@ def packages(monkeypatch, **found):
     return attempted
 
 
-def test_ours_comes_before_a_stock_one(monkeypatch):
+def test_kvtool_llama_is_preferred_to_a_stock_llama_cpp(monkeypatch):
     attempted = packages(monkeypatch, kvtool_llama="ours", llama_cpp="stock")
     assert bindings._load() == "ours"
     assert attempted == ["kvtool_llama"]
@@ -40,7 +40,7 @@ def test_ours_comes_before_a_stock_one(monkeypatch):
     assert bindings._load() == "stock"
 
 
-def test_without_any_one_line_says_how_to_build_it(monkeypatch):
+def test_missing_library_error_says_how_to_build_it(monkeypatch):
     packages(monkeypatch)
     with pytest.raises(LibraryError, match=r"^there is no llama\.cpp yet; build it: "):
         bindings._load()
@@ -55,13 +55,13 @@ def test_without_any_one_line_says_how_to_build_it(monkeypatch):
         (ImportError("no such symbol"), bindings.build_command()),
     ],
 )
-def test_one_that_does_not_load_is_an_error_though_there_is_a_stock_one(monkeypatch, error, how):
+def test_broken_kvtool_llama_is_an_error_despite_a_stock_llama_cpp(monkeypatch, error, how):
     packages(monkeypatch, kvtool_llama=error, llama_cpp="stock")
     with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {how}")):
         bindings._load()
 
 
-def test_on_windows_a_function_is_looked_for_in_each_library():
+def test_functions_are_looked_up_in_each_library_on_windows():
     llama = SimpleNamespace(_name="llama.dll", decode=lambda: "llama's")
     ggml = SimpleNamespace(_name="ggml.dll", decode=lambda: "ggml's", count=lambda: 3)
     parts = bindings.Parts(llama, ggml)
@@ -72,7 +72,8 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
 def library(monkeypatch, *, there, loads):
     """Fake a library.
 
-    there: True if it includes the CPU part. loads: True if load_all loads the CPU part.
+    there: True if it includes the CPU part.
+    loads: True if load_all loads the CPU part.
     """
     state = SimpleNamespace(there=there, folders=[])
 
@@ -92,7 +93,7 @@ def library(monkeypatch, *, there, loads):
     return state
 
 
-def test_parts_are_loaded_from_beside_the_library_if_they_are_not_in_it(monkeypatch):
+def test_missing_cpu_parts_are_loaded_from_the_folder_of_the_library(monkeypatch):
     state = library(monkeypatch, there=True, loads=True)
     bindings.load_parts()
     assert state.folders == []
@@ -102,13 +103,13 @@ def test_parts_are_loaded_from_beside_the_library_if_they_are_not_in_it(monkeypa
     assert state.folders == [os.fsencode("/site/kvtool_llama/lib")]
 
 
-def test_a_cpu_that_no_part_is_for_is_one_line(monkeypatch):
+def test_cpu_that_no_part_supports_is_an_error(monkeypatch):
     library(monkeypatch, there=False, loads=False)
     with pytest.raises(LibraryError, match=r"no part of llama\.cpp in /site/kvtool_llama/lib runs here"):
         bindings.load_parts()
 
 
-def test_the_version_is_that_of_the_sources(monkeypatch):
+def test_upstream_version_is_that_of_the_loaded_library(monkeypatch):
     monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="kvtool_llama.llama_cpp"))
     packages(monkeypatch, kvtool_llama=SimpleNamespace(UPSTREAM="0.3.36"))
     monkeypatch.setattr(bindings, "version", lambda name: {"llama-cpp-python": "0.2.0"}[name])

@@ -115,7 +115,7 @@ def test_greedy_takes_the_likeliest_token_that_fits(engine):
     assert written(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")') == want
 
 
-def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
+def test_sampled_text_that_fits_is_the_same_without_a_grammar(engine):
     logits = np.full(engine.model.n_vocab, -90, np.float32)
     logits[[3 + ord(letter) for letter in "abcd"]] = [1, 2, 3, 4]
     settings = {"temp": 2, "presence_penalty": 0.5, "typical": 0.99}
@@ -125,7 +125,7 @@ def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
 
 
 @pytest.mark.parametrize("settings", [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 1}, {"top_k": 1}])
-def test_what_is_drawn_fits_with_every_sampler(engine, settings):
+def test_sampled_text_fits_with_every_sampler(engine, settings):
     # the only likely token, q, does not fit the grammar
     logits = np.zeros(engine.model.n_vocab, np.float32)
     logits[3 + ord("q")] = 20
@@ -133,13 +133,13 @@ def test_what_is_drawn_fits_with_every_sampler(engine, settings):
     assert re.fullmatch("[0-9]{20}", text)
 
 
-def test_a_character_that_fits_may_come_in_bytes(engine):
+def test_characters_may_be_sampled_byte_by_byte(engine):
     logits = np.zeros(engine.model.n_vocab, np.float32)
     text = written(engine, logits, temp=1, grammar="root ::= [\u00e9\u2014]{9}")
     assert re.fullmatch("[\u00e9\u2014]{9}", text)
 
 
-def test_a_grammar_that_nothing_continues_is_an_error_and_not_a_crash(engine):
+def test_grammar_that_no_token_can_continue_raises_usage_error(engine):
     banned = ((3 + ord("a"), -np.inf),)
     sampler = Sampler(engine.model, Sampling(grammar='root ::= "xa"', logit_bias=banned))
     assert sampler.sample(engine.context) == 3 + ord("x")
@@ -148,7 +148,7 @@ def test_a_grammar_that_nothing_continues_is_an_error_and_not_a_crash(engine):
     sampler.close()
 
 
-def test_each_text_begins_the_grammar_anew(engine):
+def test_each_text_starts_at_the_root_of_the_grammar(engine):
     sampler = Sampler(engine.model, Sampling(temp=1, grammar='root ::= "ab"'), seed=1)
     for n in range(3):
         sampler.start(n)
@@ -195,7 +195,7 @@ def test_a_grammar_that_does_not_parse_says_why(grammar, words):
         ("root ::= [a]" + " " * MOST, "the grammar has 262,156 characters; at most 262,144 are taken"),
     ],
 )
-def test_what_is_no_grammar_is_one_line(grammar, words):
+def test_unusable_grammars_are_refused_with_one_line(grammar, words):
     with pytest.raises(UsageError) as caught:
         rules_of(grammar)
     assert str(caught.value) == words
@@ -250,7 +250,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= ""', [""], ["a"]),
     ],
 )
-def test_a_grammar_takes_the_texts_that_fit(engine, grammar, fits, fails):
+def test_grammar_accepts_exactly_the_texts_that_fit(engine, grammar, fits, fails):
     matcher, vocabulary = Matcher(Vocabulary.of(engine.model), rules_of(grammar)), Vocabulary.of(engine.model)
     for text in (*fits, *fails):
         matcher.restart()
@@ -288,7 +288,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
+def test_difficult_grammars_need_bounded_time_and_memory(engine, what):
     model, rng = engine.model, np.random.default_rng(1)
     with bounded():
         matcher = Matcher(Vocabulary.of(model), rules_of(ENDLESS[what]))
@@ -308,7 +308,7 @@ def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
         ({"type": "array", "items": {}}, '[1, "a"]', "[1"),
     ],
 )
-def test_what_a_schema_says_beside_its_types_is_held(engine, schema, fits, fails):
+def test_schema_keywords_next_to_types_are_enforced(engine, schema, fits, fails):
     whole = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
     for text, is_whole in ((fits, True), (fails, False)):
         matcher = Matcher(Vocabulary.of(engine.model), enforced(whole).rules)
@@ -320,7 +320,7 @@ def test_what_a_schema_says_beside_its_types_is_held(engine, schema, fits, fails
     "value",
     ["plain", 'a "quoted" \\ word', "two\nlines\tand more", "caf\u00e9 \U0001f600", [1, {"a\\b": None}]],
 )
-def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
+def test_schema_text_is_json_without_unicode_escapes(engine, value):
     key = 'the "key"\n'
     schema = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
     logits = np.zeros(engine.model.n_vocab, np.float32)
@@ -333,7 +333,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
 
 
 @pytest.mark.parametrize("likely", ["\n", "\t", "\0", "\\", '"', "\x7f"])
-def test_no_string_has_what_json_does_not_allow(engine, likely):
+def test_schema_strings_contain_no_invalid_json_characters(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
     logits[3 + ord(likely)] += 6
     # exclude the bytes from 0x80 on, because each of them is only a part of a character
@@ -343,7 +343,7 @@ def test_no_string_has_what_json_does_not_allow(engine, likely):
     assert 8 <= len(json.loads(text)) <= 9
 
 
-def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
+def test_definition_is_not_confused_with_a_property_of_its_name(engine):
     schema = {
         "properties": {
             "pet": {"enum": ["cat"]},
@@ -379,7 +379,7 @@ def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
     assert are_lists == {True, False}
 
 
-def test_what_cannot_be_enforced_is_named():
+def test_keywords_that_cannot_be_enforced_are_listed():
     schema = {
         **{"$schema": "x", "title": "t", "type": "object", "minProperties": 1, "additionalProperties": True},
         "properties": {
@@ -439,7 +439,7 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
         ["--json-schema", f'{{"minimum": {"9" * 5000}}}'],
     ],
 )
-def test_a_command_says_why_before_it_reads(chat_model, typed):
+def test_generate_refuses_invalid_grammars_and_schemas(chat_model, typed):
     done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
     one_line(done, 2, "kvtool: the ")
 

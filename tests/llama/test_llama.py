@@ -1,4 +1,4 @@
-"""Tests of the patched library through `Context`: edits and signals give the results that are defined."""
+"""The patched library, used through `Context`: edits and signals match their definitions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def values_by_row(state):
 
 @every_cache
 @either_path
-def test_a_permutation_and_its_inverse_leave_every_byte(tiny_model, type_k, type_v, flash, force_graph):
+def test_permutation_and_its_inverse_restore_every_byte(tiny_model, type_k, type_v, flash, force_graph):
     n = 37
     with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
         fill(context, n)
@@ -145,7 +145,7 @@ def assert_before_the_next(pos, n, next_pos):
 
 
 @every_cache
-def test_the_short_cut_through_host_memory_leaves_the_bytes_of_the_graph(tiny_model, type_k, type_v, flash):
+def test_edits_in_host_memory_leave_the_same_bytes_as_the_graph(tiny_model, type_k, type_v, flash):
     n, n_keep = 60, 41
     rng = np.random.default_rng(3)
     keep = np.sort(rng.random((N_ROW, n)).argsort(axis=1)[:, :n_keep], axis=1)
@@ -278,7 +278,7 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
     [("f32", "off", 1e-5), ("f32", "on", 1e-5), ("f16", "off", 1e-3), ("f16", "on", 1e-3)]
     + [("q8_0", "off", 0.02), ("q8_0", "on", 0.02)],
 )
-def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_k, flash, tolerance):
+def test_rotated_key_equals_the_key_at_the_shifted_position(tiny_model, rope, type_k, flash, tolerance):
     n, start, shifts = 40, 100, [0, 1, -7, 300, -100]
     rng = np.random.default_rng(2)
     choice = rng.integers(0, len(shifts), (N_ROW, n))
@@ -304,7 +304,7 @@ def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_
 
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize("yarn", [None, 4.0])
-def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
+def test_rotated_key_matches_the_shift_of_llama_cpp(tiny_model, rope, yarn):
     shape = SHAPE | ({"yarn": yarn} if yarn else {})
     n, start, delta = 40, 100, 37
     with opened(tiny_model(rope=rope, **shape)) as context:
@@ -344,7 +344,7 @@ AT_THE_EDGE = 0.02
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 @pytest.mark.parametrize("flash", ["off", "on"])
 @pytest.mark.parametrize("batches", [[1], [2], [3, 1], [7, 64, 1, 1], [64] * 6], ids=str)
-def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, batches):
+def test_attention_sums_to_one_per_query_and_head(tiny_model, n_head_kv, flash, batches):
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
     with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
         at, text = 0, tokens(sum(batches))
@@ -364,7 +364,7 @@ def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, b
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize("flash", ["off", "on"])
 @pytest.mark.parametrize("kind", ["f32", "f16"])
-def test_the_signals_are_those_of_the_definition_after_each_step(tiny_model, rope, flash, kind):
+def test_signals_match_the_definition_after_each_step(tiny_model, rope, flash, kind):
     path = tiny_model(rope=rope, **SHAPE)
     stream = transformer.Stream(transformer.Llama(path))
     with opened(path, signals=BOTH, flash=flash, type_k=kind, type_v=kind) as context:
@@ -393,9 +393,7 @@ def test_an_edit_clears_the_signals(tiny_model, n_keep):
 
 
 @pytest.mark.parametrize("read_before", [True, False])
-def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attention_stay(
-    tiny_model, read_before
-):
+def test_clear_signals_keeps_cells_and_recent_attention(tiny_model, read_before):
     every = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
     values = []
     for clear in (lambda c: c.clear_signals(), lambda c: c.apply(NO_MOVES, 40, 0)):
@@ -450,7 +448,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
                 assert not context.read(Signal.IMPORTANT, 256).any()
 
 
-def test_important_goes_on_from_what_was_written(tiny_model):
+def test_important_continues_from_written_values(tiny_model):
     # written values are at least 100. Fewer than 100 queries are decoded below, so a value of 100 or more
     # comes from the write
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
@@ -496,7 +494,7 @@ def last_queries(context, n_query, n):
 
 @pytest.mark.parametrize("batches", [[40], [33, 7], [39, 1], [3] * 13 + [1]])
 @pytest.mark.parametrize("flash", ["off", "on"])
-def test_recent_attention_is_kept_query_by_query(tiny_model, batches, flash):
+def test_recent_attention_is_stored_per_query(tiny_model, batches, flash):
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
         at = 0
         for n in batches:
@@ -511,7 +509,7 @@ def test_recent_attention_is_kept_query_by_query(tiny_model, batches, flash):
 
 @either_path
 @pytest.mark.parametrize("ragged", [False, True])
-def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, ragged, force_graph):
+def test_edit_moves_recent_attention_with_its_cells(tiny_model, ragged, force_graph):
     n, n_keep = 30, np.array([11, 11, 11, 11] if not ragged else [11, 3, 0, 8])
     rows = n_keep if ragged else None
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7, ragged=ragged) as context:
@@ -547,7 +545,7 @@ def test_hidden_cells_leave_recent_attention_empty(tiny_model):
         assert context.read(Signal.RECENT, 33)[:, 30:].sum(axis=1) == pytest.approx(3 * 2, abs=TOLERANCE)
 
 
-def test_recent_attention_goes_on_from_what_was_written(tiny_model):
+def test_recent_attention_continues_from_written_values(tiny_model):
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         fill(context, 30)
         cells = [context.cells(layer, 30) for layer in range(2)]
@@ -577,7 +575,7 @@ def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
         context.history(Signal.RECENT, 5)
 
 
-def test_a_signal_that_was_not_asked_for_is_refused(tiny_model):
+def test_reading_a_signal_that_is_not_enabled_is_refused(tiny_model):
     with opened(tiny_model(**SHAPE), signals=Signal.LAST) as context:
         fill(context, 5)
         assert context.read(Signal.LAST, 5).any()
@@ -649,7 +647,7 @@ def filled(tiny_model):
 
 @pytest.mark.parametrize("moves", BAD_MOVES.values(), ids=BAD_MOVES.keys())
 @either_path
-def test_a_move_that_cannot_be_is_refused(filled, moves, force_graph):
+def test_invalid_moves_are_refused(filled, moves, force_graph):
     moves = np.array(moves, np.int64).astype(np.int32)
     with refused(filled):
         filled.apply(moves, 20, 0, force_graph=force_graph)
@@ -657,13 +655,13 @@ def test_a_move_that_cannot_be_is_refused(filled, moves, force_graph):
 
 @pytest.mark.parametrize("terms", BAD_TERMS.values(), ids=BAD_TERMS.keys())
 @either_path
-def test_a_merge_that_cannot_be_is_refused(filled, terms, force_graph):
+def test_invalid_merges_are_refused(filled, terms, force_graph):
     with refused(filled):
         filled.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
 
 
 @pytest.mark.parametrize(("n_keep", "pos_0"), BAD_RANGES.values(), ids=BAD_RANGES.keys())
-def test_a_number_of_cells_or_a_position_that_cannot_be_is_refused(filled, n_keep, pos_0):
+def test_invalid_cell_counts_and_positions_are_refused(filled, n_keep, pos_0):
     with refused(filled):
         filled.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
 
@@ -684,7 +682,7 @@ def test_reading_more_cells_than_there_are_is_refused(filled):
 
 
 @every_cache
-def test_a_cache_that_grows_and_shrinks_keeps_every_byte_and_the_logits(tiny_model, type_k, type_v, flash):
+def test_resizing_the_cache_keeps_every_byte_and_the_logits(tiny_model, type_k, type_v, flash):
     caches = {"type_k": type_k, "type_v": type_v, "flash": flash}
     every = {"signals": BOTH | Signal.RECENT, "n_query": 7}
     with opened(tiny_model(**SHAPE), **every, **caches) as context:
@@ -708,7 +706,7 @@ def test_a_cache_that_grows_and_shrinks_keeps_every_byte_and_the_logits(tiny_mod
         assert context.state() == after[1]
 
 
-def test_an_error_that_another_thread_logs_does_not_disturb_the_search_for_reasons(monkeypatch):
+def test_no_memory_tolerates_lines_logged_by_another_thread(monkeypatch):
     class Line(str):
         def __contains__(self, word):
             log.log_tail.append("another error")
@@ -728,7 +726,7 @@ def test_a_larger_cache_holds_more_tokens(tiny_model):
         assert len(look(context).pos) == 512
 
 
-def test_a_step_without_memory_advises_a_smaller_cache(tiny_model, monkeypatch):
+def test_step_without_memory_suggests_a_smaller_budget(tiny_model, monkeypatch):
     def decode(*_):
         log.log_tail.append("ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 8")
         return -2
@@ -751,7 +749,7 @@ def test_a_step_without_memory_advises_a_smaller_cache(tiny_model, monkeypatch):
         ([256, 512], "only ragged rows may differ"),
     ],
 )
-def test_a_size_that_cannot_be_is_refused(filled, n_cell, complaint):
+def test_invalid_cache_sizes_are_refused(filled, n_cell, complaint):
     before = filled.state()
     with pytest.raises(LibraryError, match=complaint):
         filled.resize(np.array(n_cell))
@@ -759,7 +757,7 @@ def test_a_size_that_cannot_be_is_refused(filled, n_cell, complaint):
     assert filled.n_cell == 256
 
 
-def test_hidden_cells_stay_and_are_not_seen(tiny_model):
+def test_hidden_cells_stay_and_get_no_attention(tiny_model):
     with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
         fill(context, 30)
         before = values_by_row(look(context))
@@ -779,7 +777,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
         fill(context, 30)
         context.hide(30)
         context.resize(np.full(2, 512))
-        # the new tokens may have the same positions, because no query sees the hidden cells
+        # new tokens may have the positions of hidden cells, because no query sees hidden cells
         fill(context, 9, seed=1)
         context.resize(np.full(2, 1024))
         context.decode(tokens(1), 9, 1)
@@ -787,7 +785,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
         assert look(context).pos.tolist() == list(range(10))
 
 
-def test_a_cache_that_cannot_grow_stays_as_it_was(tiny_model):
+def test_failed_resize_leaves_the_cache_unchanged(tiny_model):
     with opened(tiny_model(**SHAPE), ragged=True, signals=Signal.ATTENTION) as context:
         fill(context, 12)
         n_bytes = context.cache_bytes
@@ -829,7 +827,7 @@ def failing_caches(*fails):
 in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host memory")
 
 
-def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(tiny_model, monkeypatch):
+def test_model_without_memory_suggests_a_smaller_model(tiny_model, monkeypatch):
     monkeypatch.setattr(api, "llama_model_load_from_file", lambda path, params: None)
     monkeypatch.setattr(llama_model, "no_memory", lambda: True)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: False)
@@ -848,7 +846,7 @@ def test_weights_without_memory_ask_for_a_smaller_model_not_for_a_smaller_cache(
     # buffers again
     [(Signal.NONE, 0), (Signal.NONE, 1), (Signal.NONE, 2), (Signal.RECENT, 2), (Signal.RECENT, 3)],
 )
-def test_a_cache_that_cannot_be_made_is_a_lack_of_memory(tiny_model, signals, before):
+def test_failed_allocation_of_a_cache_raises_out_of_memory(tiny_model, signals, before):
     path = tiny_model(**SHAPE)
     with failing_caches(*[False] * before, True, True) as unused:
         refusal = pytest.raises(
@@ -884,7 +882,7 @@ def test_a_resize_without_memory_is_undone(tiny_model, signals, fails):
 @in_host_memory
 @pytest.mark.parametrize("n_cell", [(512, 1024), (512, 256)], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("flash", ["off", "on"])
-def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny_model, flash, n_cell):
+def test_failed_undo_of_a_resize_makes_the_context_unusable(tiny_model, flash, n_cell):
     with opened(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
         fill(context, 12)
         message = "no memory to resize the cache, nor to undo it; close this context and open a new one"
@@ -903,7 +901,7 @@ def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny
                 use()
 
 
-def test_ragged_rows_without_room_are_an_error_and_nothing_is_written(tiny_model):
+def test_decode_without_room_in_ragged_rows_changes_nothing(tiny_model):
     with opened(tiny_model(**SHAPE), ragged=True) as context:
         fill(context, 12)
         context.resize(np.array([16, 14]))
@@ -913,7 +911,7 @@ def test_ragged_rows_without_room_are_an_error_and_nothing_is_written(tiny_model
         assert np.isfinite(context.logits()).all()
 
 
-def test_keys_of_cells_that_are_not_there_are_refused(filled):
+def test_reading_keys_of_missing_cells_is_refused(filled):
     with pytest.raises(LibraryError, match="row 2 has 256 cells, of which cells 255..257 were asked for"):
         filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
     with pytest.raises(LibraryError, match="row 0 has 256 cells, of which cells -1..1 were"):
@@ -924,7 +922,7 @@ def test_keys_of_cells_that_are_not_there_are_refused(filled):
 
 
 @pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
-def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type_k):
+def test_read_keys_returns_stored_keys_with_the_requested_rotation(tiny_model, type_k):
     with opened(tiny_model(**SHAPE), type_k=type_k, type_v="f16") as context:
         fill(context, 12)
         first = np.array([0, 3, 5, 1])
@@ -941,7 +939,7 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
 
 
 @pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
-def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, flash):
+def test_ragged_rows_are_edited_and_resized_independently(tiny_model, type_v, flash):
     if type_v == "q8_0" and has_gpu():
         pytest.skip("refused there")
     counts = np.array([3, 9, 1, 5])
@@ -970,9 +968,7 @@ def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, 
         (9, [3, 9, -1, 5], "row 2: n_keep must be in 0..9, got -1"),
     ],
 )
-def test_numbers_of_cells_of_ragged_rows_that_cannot_be_are_refused(
-    tiny_model, n_keep, n_keep_row, complaint
-):
+def test_invalid_cell_counts_of_ragged_rows_are_refused(tiny_model, n_keep, n_keep_row, complaint):
     with opened(tiny_model(**SHAPE), ragged=True) as context:
         fill(context, 12)
         rows = None if n_keep_row is None else np.array(n_keep_row)
@@ -982,12 +978,12 @@ def test_numbers_of_cells_of_ragged_rows_that_cannot_be_are_refused(
             context.state()
 
 
-def test_numbers_of_each_row_are_for_ragged_rows_only(filled):
+def test_cell_counts_per_row_are_refused_without_ragged_rows(filled):
     with refused(filled):
         filled.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
 
 
-def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
+def test_random_edits_are_applied_completely_or_not_at_all(tiny_model):
     n_refused = 0
     with opened(tiny_model(**SHAPE), type_k="f16", type_v="f16") as context:
         fill(context, 100)
@@ -1025,13 +1021,13 @@ def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
 
 
 @pytest.mark.parametrize("token", [-1, 320, 10**6])
-def test_a_token_that_there_is_not_has_no_text(tiny_model, token):
+def test_piece_of_an_unknown_token_is_refused(tiny_model, token):
     message = rf"token {token} is not in the vocabulary, which is 0\.\.319"
     with closing(Model(tiny_model(**SHAPE))) as model, pytest.raises(UsageError, match=message):
         model.piece(token)
 
 
-def test_half_a_character_is_refused(tiny_model):
+def test_text_with_half_a_surrogate_pair_is_refused(tiny_model):
     message = "the text is not Unicode: character 3 is half of a pair"
     with closing(Model(tiny_model(**SHAPE))) as model, pytest.raises(InputError, match=message):
         model.tokenize("caf\udce9")
@@ -1040,7 +1036,7 @@ def test_half_a_character_is_refused(tiny_model):
 # unusable libraries and settings
 
 
-def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):
+def test_library_of_another_abi_is_refused_with_build_advice(monkeypatch):
     monkeypatch.setattr(library, "ABI", ABI + 1)
     with pytest.raises(LibraryError) as caught:
         check_library()
@@ -1051,7 +1047,7 @@ def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(
     assert "make setup" in message
 
 
-def test_the_library_that_is_loaded_is_the_right_one():
+def test_loaded_library_is_patched_and_has_the_right_abi():
     check_library()
     info = library_info()
     assert info["patched"]

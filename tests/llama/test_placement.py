@@ -63,7 +63,7 @@ WRONG = {
 
 
 def all_mib(path, mtp=False):
-    """Return the MiB of the weights that can be on a GPU, and of the caches in F16."""
+    """Return the size in MiB of the F16 caches and of all weights that can be on a GPU."""
     info = read(Path(path))
     weights = info.weights if mtp else info.weights.without_mtp()
     cell_bytes = info.plain_layers.cell_bytes()
@@ -133,7 +133,7 @@ def placed(path, path_mtp):
 
 
 def moved(log):
-    """Return the names of the tensors that an override moved, by their buffers."""
+    """Return {buffer: names of the tensors that an override moved to it}."""
     by_buffer = {}
     for name, buffer in re.findall(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)", log):
         by_buffer.setdefault(buffer, []).append(name)
@@ -181,7 +181,7 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 
 
 @pytest.mark.parametrize("run", LIMITED)
-def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
+def test_device_with_little_memory_gets_the_layers_that_fit(placed, path, run):
     _, on_gpu, results, logs = placed
     held, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
     # less room is left than a layer takes. Otherwise the devices would get another layer
@@ -191,7 +191,7 @@ def test_a_device_with_little_memory_gets_what_fits(placed, path, run):
 
 
 @pytest.mark.parametrize("run", MTP)
-def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, run):
+def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placed, path_mtp, run):
     _, on_gpu, results, logs = placed
     is_loaded, share = MTP[run]
     held, room = device_mib(logs[run], on_gpu), share * all_mib(path_mtp, is_loaded)
@@ -212,7 +212,7 @@ def test_a_device_gets_what_fits_of_a_model_with_an_mtp_layer(placed, path_mtp, 
         ("split-mode none", [1] * 5),
     ],
 )
-def test_layers_are_shared_as_asked(placed, run, of_layers):
+def test_layers_are_divided_by_tensor_split_and_split_mode(placed, run, of_layers):
     names, _, results, logs = placed
     assert len(names) == 2
     assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
@@ -232,7 +232,7 @@ def test_a_draft_model_stays_on_this_machine(placed):
     assert assigned == ["CPU"] * (N_LAYER + 1)
 
 
-def test_what_does_not_exist_is_refused_with_what_does(placed):
+def test_invalid_placements_are_refused_with_the_available_devices(placed):
     names, on_gpu, results, _ = placed
     listed = f"{', '.join(names)} ({len(names)})"
     assert results["buffer"].startswith("--override-tensor: there is no buffer 'CUDA7'; there are: ")
@@ -266,7 +266,7 @@ def test_without_a_gpu_everything_stays_in_host_memory(path):
         ("[[:alpha:]]=CPU", [("[[:alpha:]]", "CPU")]),
     ],
 )
-def test_overrides_are_pairs_with_commas_between(typed, pairs):
+def test_override_pairs_are_separated_by_commas(typed, pairs):
     assert parse_overrides(typed) == pairs
 
 
@@ -300,17 +300,17 @@ def test_overrides_are_pairs_with_commas_between(typed, pairs):
         ({"split_mode": "tensor"}, "--split-mode must be none, layer or row, got 'tensor'"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_a_model_is_looked_for(options, words):
+def test_invalid_placement_options_are_refused_without_a_model(options, words):
     with pytest.raises(UsageError) as caught:
         RunOptions(**options)
     assert words in str(caught.value)
 
 
-def test_shares_stand_between_commas_or_slashes():
+def test_shares_are_separated_by_commas_or_slashes():
     assert parse_shares("3,1") == parse_shares("3/1") == (3, 1)
 
 
-def test_a_pattern_that_only_python_knows_ends_in_one_line(path):
+def test_pattern_that_only_python_supports_raises_model_error(path):
     # RunOptions refuses patterns that only Python supports. It does not know the patterns that a later Python
     # may add, so such a pattern would reach Placement
     with pytest.raises(ModelError, match="cannot load .*regular expression"):

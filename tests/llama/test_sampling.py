@@ -85,7 +85,7 @@ def many(engine, logits, n=400, **settings):
         {"presence_penalty": 3, "repeat_last_n": 0},
     ],
 )
-def test_penalties_are_those_of_the_definition(engine, settings):
+def test_penalties_match_the_definition(engine, settings):
     rng = np.random.default_rng(1)
     base = rng.normal(0, 1, engine.model.n_vocab).astype(np.float32)
     sampling = Sampling(**settings)
@@ -104,7 +104,7 @@ def test_penalties_are_those_of_the_definition(engine, settings):
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
-def test_dry_is_that_of_the_definition(engine, allowed):
+def test_dry_matches_the_definition(engine, allowed):
     rng = random.Random(allowed)
     sampling = Sampling(dry_multiplier=0.8, dry_allowed_length=allowed, dry_sequence_breaker=())
     sampler = Sampler(engine.model, sampling)
@@ -134,7 +134,7 @@ def test_dry_is_that_of_the_definition(engine, allowed):
     assert n_changed > 5
 
 
-def test_no_sequence_of_dry_goes_across_a_breaker(engine):
+def test_dry_sequences_end_at_a_breaker(engine):
     for breaker, expected in (((), D), ((":",), C)):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
@@ -146,7 +146,7 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler.close()
 
 
-def test_a_bias_is_added_and_bans(engine):
+def test_logit_bias_is_added_and_can_ban_tokens(engine):
     logits = logits_of(engine, a=5, b=4, c=3)
     for bias, expected in ((((B, 1.5),), B), (((A, -math.inf), (B, -1.5)), C)):
         for settings in ({}, {"mirostat": 2}):
@@ -183,7 +183,7 @@ def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine, version):
+def test_mirostat_reaches_its_target_and_ignores_other_samplers(engine, version):
     n = engine.model.n_vocab
     logits = -1.1 * np.log(np.arange(1, n + 1)).astype(np.float32)
     bits = -np.log2(np.exp(logits) / np.exp(logits).sum())
@@ -208,7 +208,7 @@ def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine
         {"temp": 1.0, "min_p": 0.2, "repeat_penalty": 1.1},
     ],
 )
-def test_the_first_options_draw_as_a_chain_made_by_hand(engine, settings):
+def test_sampler_draws_like_a_llama_cpp_chain(engine, settings):
     sampling = Sampling(**settings)
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
     links = [
@@ -232,7 +232,7 @@ def test_the_first_options_draw_as_a_chain_made_by_hand(engine, settings):
     sampler.close()
 
 
-def test_other_settings_keep_what_was_written_and_the_seed(engine):
+def test_changed_settings_keep_recent_tokens_and_seed(engine):
     logits = logits_of(engine, a=5, b=4.5, c=1)
     sampler = Sampler(engine.model, Sampling(repeat_last_n=200), seed=9)
     assert drawn(engine, sampler, logits, 90) == [A] * 90
@@ -249,7 +249,7 @@ def test_other_settings_keep_what_was_written_and_the_seed(engine):
 
 
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"dry_multiplier": 2.0}])
-def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
+def test_penalties_look_back_across_texts(engine, penalty):
     reach = {
         "dry_penalty_last_n" if "dry_multiplier" in penalty else "repeat_last_n": 150,
         "dry_sequence_breaker": (),
@@ -290,7 +290,7 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         ({"stop": ("",)}, "the text of --stop and --dry-sequence-breaker must not be empty"),
     ],
 )
-def test_a_setting_out_of_its_range_is_one_line(wrong, words):
+def test_settings_out_of_range_are_refused_with_one_line(wrong, words):
     with pytest.raises(UsageError) as caught:
         Sampling(**wrong)
     assert str(caught.value) == words
@@ -327,7 +327,7 @@ def test_chat_and_generate_and_python_have_the_same_settings():
         assert {*defaults, *named} == set(declared(GenerationOptions))
 
 
-def test_python_refuses_a_setting_that_there_is_not(engine):
+def test_python_refuses_an_unknown_setting(engine):
     with pytest.raises(UsageError, match=r"^there is no setting top_kk\. Did you mean top_k"):
         next(kvtool_api.generate(engine, "Hello", top_kk=1))
 
@@ -354,13 +354,13 @@ def test_options_are_read_as_llama_cpp_reads_them():
         assert GenerationOptions().resumed(json.loads(json.dumps(each.session_values()))) == each
 
 
-def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
+def test_typed_grammar_replaces_the_schema_of_a_session():
     typed = GenerationOptions.from_values({"grammar": "root ::= [a]"}, typed=["grammar"])
     mixed = typed.resumed({"json_schema": "{}", "temp": 0.5})
     assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
 
 
-def test_one_setting_is_changed_by_its_name(engine, tmp_path):
+def test_settings_are_changed_by_name(engine, tmp_path):
     sampler = Sampler(engine.model, GenerationOptions().sampling())
     chat = SimpleNamespace(
         writer=SimpleNamespace(sampler=sampler), kept=None, effort=None, thought_budget=None
@@ -401,7 +401,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
 # stop strings
 
 
-def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
+def test_text_ends_before_its_first_stop_string_in_any_pieces():
     rng = random.Random(3)
     n_found = 0
     for _ in range(3000):
@@ -410,8 +410,8 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # (end, begin) of each stop string that is in the text. The writer has to stop at the stop string with
-        # the first end
+        # (end, begin) of each stop string that is in the text. The writer has to stop at the one that ends
+        # first
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
@@ -443,7 +443,7 @@ def scripted(engine, monkeypatch):
     return make
 
 
-def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
+def test_stop_strings_and_characters_may_span_several_tokens(scripted):
     # each byte is a token: a dash has three, a letter with an accent two
     writer = scripted("na\u00efve \u2014 caf\u00e9\u2014\u00e9nd", "\u2014\u00e9", "never")
     pieces = list(writer.write())
@@ -454,13 +454,13 @@ def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
     assert writer.n_written == len("na\u00efve \u2014 caf\u00e9\u2014\u00e9".encode())
 
 
-def test_what_was_kept_back_is_shown_where_the_text_ends(scripted):
+def test_withheld_text_is_shown_when_the_text_ends(scripted):
     writer = scripted("one\nUse", "\nUser:")
     assert "".join(writer.write(5)) == "one\nU"
     assert writer.n_written == 5
 
 
-def test_what_was_kept_back_is_shown_before_an_error(scripted, monkeypatch):
+def test_withheld_text_is_shown_before_an_error(scripted, monkeypatch):
     writer = scripted("one\nUse", "\nUser:")
     read, n_read = writer.engine.read, itertools.count(1)
 
@@ -476,7 +476,7 @@ def test_what_was_kept_back_is_shown_before_an_error(scripted, monkeypatch):
     assert shown == ["o", "n", "e", "\n"]
 
 
-def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
+def test_chat_keeps_the_tokens_but_not_the_text_of_a_stop_string(scripted):
     writer = scripted("yes.##no", "##")
     conversation = Conversation(writer, template_of(writer.engine.model))
     assert "".join(conversation.reply("Well?")) == "yes."
@@ -497,7 +497,7 @@ def test_generate_ends_before_a_stop_string(smollm2):
 # log-probabilities
 
 
-def test_logprobs_are_the_models_own(engine, smollm2):
+def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
     text = "One, two, three,"
     done = called(
         *("generate", "--raw", "-p", text, "-n", 6, "--seed", 1, "--temp", 2, "-t", 1, "-m", smollm2),
@@ -558,7 +558,7 @@ def test_a_session_keeps_the_settings(talk, tmp_path, more):  # noqa: F811
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
 
 
-def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path):  # noqa: F811
+def test_session_with_fewer_settings_continues_with_defaults(talk, tmp_path):  # noqa: F811
     path = tmp_path / "chat.kvs"
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
     meta, arrays = sessions.read(path)
@@ -580,7 +580,7 @@ def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path): 
         ("json_schema", "[1]", "a JSON schema, which begins with {"),
     ],
 )
-def test_a_text_that_is_no_grammar_is_not_taken_for_a_file(name, text, kind, tmp_path, monkeypatch):
+def test_text_that_is_neither_grammar_nor_file_is_refused(name, text, kind, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as error:
         GenerationOptions.from_values({name: text})
     flag = f"--{name.replace('_', '-')}"

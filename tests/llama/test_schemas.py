@@ -37,7 +37,7 @@ def fits(value, schema):
 
 
 class Schemas:
-    """Draws schemas."""
+    """Generator of random schemas."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ class Schemas:
         return choices[self.rng.integers(len(choices))]()
 
 
-def test_a_complement_has_no_value_of_its_schema():
+def test_complement_accepts_no_value_of_its_schema():
     schemas, n_others, n_empty = Schemas(1), 0, 0
     for _ in range(400):
         schema = schemas.draw()
@@ -122,7 +122,7 @@ def test_a_complement_has_no_value_of_its_schema():
             assert common == [], (schema, other)
         rest = [value for value in VALUES if not fits(value, schema)]
         n_empty += bool(rest and not others)
-    # few complements are empty if VALUES has a value that does not fit the schema
+    # if some value of VALUES does not fit a schema, the schema's complement is rarely empty
     assert n_others > 800
     assert n_empty < 60
 
@@ -131,7 +131,7 @@ def _defs(schema):
     return {"$defs": schema["$defs"]} if "$defs" in schema else {}
 
 
-def test_schemas_that_are_apart_have_no_value_in_common():
+def test_schemas_that_are_apart_share_no_value():
     schemas, n_apart = Schemas(2), 0
     for _ in range(1500):
         one, other = schemas.draw(), schemas.draw(1)
@@ -141,7 +141,7 @@ def test_schemas_that_are_apart_have_no_value_in_common():
     assert n_apart > 200
 
 
-def test_values_that_each_option_lists_tell_many_options_apart():
+def test_constant_values_show_which_options_are_apart():
     kinds = [
         {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(400)
     ]
@@ -159,7 +159,7 @@ def test_values_that_each_option_lists_tell_many_options_apart():
 @pytest.mark.parametrize(
     "texts", [["a"], ["", "ab"], ["a", "ab", "b"], ["aa", "ab", "ba", "bb"], [".", "a.*"], ["\n"]]
 )
-def test_another_text_is_any_but_these(texts):
+def test_other_than_matches_all_texts_but_the_given(texts):
     pattern = other_than(texts)
     for n in range(4):
         for text in map("".join, itertools.product("ab.\n", repeat=n)):
@@ -183,7 +183,7 @@ def test_another_text_is_any_but_these(texts):
         ("(", None),
     ],
 )
-def test_patterns_are_put_in_llguidances_terms(pattern, parts):
+def test_patterns_are_rewritten_for_llguidance(pattern, parts):
     assert parts_of(pattern) == parts
 
 
@@ -208,7 +208,7 @@ CLOSED = OPEN | {"additionalProperties": False}
         ({"type": "array", "uniqueItems": False}, {"type": "array"}),
     ],
 )
-def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(schema, result):
+def test_objects_are_closed_and_integers_bounded_by_default(schema, result):
     # minProperties is left out of the rewritten schema, because llguidance counts only properties that the
     # schema does not name
     actual, left_out = rewritten(schema)
@@ -217,7 +217,7 @@ def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(sche
     }
 
 
-def test_a_definition_is_closed_only_where_each_reference_is_all_that_is_said():
+def test_definition_is_closed_only_if_all_its_references_stand_alone():
     alone = {"properties": {"x": {"$ref": "#/$defs/o"}}, "$defs": {"o": OPEN}}
     assert rewritten(alone)[0]["$defs"]["o"] == CLOSED
     with_more = {
@@ -238,7 +238,7 @@ def test_a_definition_is_closed_only_where_each_reference_is_all_that_is_said():
         ("draft/2020-12/schema", True),
     ],
 )
-def test_keywords_of_a_later_draft_say_nothing(draft, is_held):
+def test_keywords_of_later_drafts_are_ignored(draft, is_held):
     schema = {
         "$schema": f"http://json-schema.org/{draft}",
         "if": {"const": 1},
@@ -276,7 +276,7 @@ def drawn(vocabulary, schema, rng, n=300):
     return None
 
 
-def test_texts_of_drawn_schemas_validate(vocabulary):
+def test_texts_of_random_schemas_are_valid(vocabulary):
     schemas, rng = Schemas(3), np.random.default_rng(3)
     n_texts, n_left_out, refused = 0, 0, []
     for _ in range(250):
@@ -292,7 +292,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # few schemas are refused, and each of them because no value fits it
+    # few schemas are refused, and only because no value fits them
     assert len(refused) < 40
     assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40
@@ -339,6 +339,6 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_no_schema_takes_long_or_much_or_ends_the_process(vocabulary, what):
+def test_difficult_schemas_need_bounded_time_and_memory(vocabulary, what):
     with bounded():
         drawn(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)

@@ -66,9 +66,7 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
         (range(8), [], None, 8),
     ],
 )
-def test_a_thread_runs_on_each_core_that_the_process_may_use(
-    tmp_path, monkeypatch, allowed, siblings, smt, n
-):
+def test_default_threads_is_the_number_of_usable_cores(tmp_path, monkeypatch, allowed, siblings, smt, n):
     monkeypatch.setattr(cpu, "_CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
     if smt:
@@ -81,19 +79,19 @@ def test_a_thread_runs_on_each_core_that_the_process_may_use(
     assert cpu.default_threads() == n
 
 
-def test_an_idle_machine_gives_all_its_cores():
+def test_all_threads_are_used_on_an_idle_machine():
     assert run(Threads(8), idle, 5000)[8] > 0.985
 
 
 @pytest.mark.parametrize(("seconds", "n", "least"), [(busy, 6, 0.95), (full, 1, 0.95)])
-def test_beside_other_programs_fewer_threads_decode(seconds, n, least):
+def test_fewer_threads_are_used_next_to_other_programs(seconds, n, least):
     threads = Threads(8)
     # the first 200 steps include trials and are not measured
     run(threads, seconds, 200)
     assert run(threads, seconds, 2000)[n] > least
 
 
-def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idle_soon():
+def test_changes_between_busy_and_idle_are_noticed_soon():
     threads = Threads(2)
     run(threads, idle, 5000)
     # six slow steps start a trial of three steps
@@ -120,7 +118,7 @@ def test_steps_of_other_lengths_are_not_compared():
     assert run(threads, lambda n: 0.01, 20, n_tokens=256) == {2: 1.0}
 
 
-def test_a_trial_that_the_text_ends_changes_nothing():
+def test_unfinished_trial_changes_nothing():
     threads = Threads(2)
     run(threads, idle, 8)
     assert threads.n == 1
@@ -144,7 +142,7 @@ class Alternating:
 
 
 @pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
-def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
+def test_nll_does_not_depend_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
     how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
     how["flash"] = "on" if types == "q8_0" else "off"
     nll = []

@@ -57,7 +57,7 @@ def records(view, row):
 @pytest.mark.parametrize("phi", ["log", "power"])
 @pytest.mark.parametrize("mixture", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("n_value", [4, 1, 400])
-def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
+def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
     for n, n_keep in ((1, 1), (9, 1), (9, 8), (30, 11), (47, 20)):
         policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)
         view, rows = prompt(n, seed=n, n_row=3, n_value=n_value)
@@ -67,16 +67,16 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
 
 @pytest.mark.parametrize("cosine", ["shifted", "absolute"])
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
-def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
+def test_summary_uses_the_requested_similarity(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
+    # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
 
 
 @pytest.mark.parametrize("cosine", ["relu", "shifted", "absolute"])
-def test_a_similarity_is_what_it_is_called(cosine):
+def test_similarities_match_their_formulas(cosine):
     angles = np.array([0, 50, 90, 140, 180])
     keys = np.stack([np.cos(np.radians(angles)), np.sin(np.radians(angles))], axis=1)
     cosines = np.cos(np.radians(angles))
@@ -92,7 +92,7 @@ def test_a_similarity_is_what_it_is_called(cosine):
     np.testing.assert_array_equal(state[4][0], pairs)
 
 
-def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_until_the_budget_is_full():
+def test_growing_summary_is_logarithmic_up_to_the_budget():
     policy = BumbleBee.fit(64, 8, window=6, grow=4.5)
     sizes = []
     for n in (70, 200, 900, 9000, 10**6):
@@ -110,12 +110,12 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
 
 @pytest.mark.parametrize("pinned", [0, 5])
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
-def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy, pinned):
+def test_summary_starts_with_sinks_pinned_and_newest_tokens(greedy, pinned):
     policy = fit(17, 3, sinks=2, window=4, greedy=greedy)
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # for so small a summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
+    # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
@@ -123,7 +123,7 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
-def test_the_window_of_a_summary_gives_way_to_pinned_tokens():
+def test_pinned_tokens_shorten_the_window_of_a_summary():
     policy = fit(17, 3, sinks=2, window=12)
     view, _ = prompt(40, seed=3, n_row=4)
     view = View(view.pos, view.layer, view.next, 9, attn=view.attn, keys=view.keys)
@@ -131,7 +131,7 @@ def test_the_window_of_a_summary_gives_way_to_pinned_tokens():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_just_the_pinned_tokens_stay_where_they_are_too_many(mode):
+def test_only_pinned_tokens_stay_if_there_are_too_many(mode):
     policy = fit(17, 3, window=4, similarity=mode)
     view, _ = prompt(40, seed=3, n_row=2)
     view = View(view.pos, view.layer, view.next, 20, attn=view.attn, keys=view.keys)
@@ -147,7 +147,7 @@ def test_a_prompt_that_fits_is_kept_whole():
         assert fit(14, 2).compress(view).keep.all()
 
 
-def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
+def test_greedy_reaches_63_percent_of_the_best_summary():
     shares = []
     for n in (3, 7, 10, 12):
         for seed, mixture in enumerate((0.0, 0.3, 0.8, 1.0)):
@@ -211,7 +211,7 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
 
 @pytest.mark.large
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
-def test_the_order_of_cells_means_nothing_to_a_summary(greedy):
+def test_summary_does_not_depend_on_the_order_of_cells(greedy):
     policy = fit(41, 1, greedy=greedy)
     view, _ = prompt(80, seed=5, n_row=3)
     in_order = picked(view, np.argsort(view.pos, axis=1))
@@ -219,7 +219,7 @@ def test_the_order_of_cells_means_nothing_to_a_summary(greedy):
 
 
 @pytest.mark.parametrize("x", [0, 1e-9, 1e-3, 0.3, 1, 1.04, 7, 1e3, 1e7, 1e10])
-def test_both_phis_are_what_they_are_called(x):
+def test_phi_functions_and_their_slopes_match_the_formulas(x):
     assert _phi(x, False) == pytest.approx(math.log(1 + x), rel=1e-6)
     y = _phi(x, True)
     assert 0.04 * y**25 + y == pytest.approx(x, rel=1e-12)
@@ -259,13 +259,13 @@ def stream(mode, seed=4, n_plan=14, **params):
 
 @pytest.mark.large
 @pytest.mark.parametrize("params", [{}, {"mixture": 0.9, "phi": "power"}], ids=str)
-def test_every_way_to_hold_similarities_gives_the_same_plans(params):
+def test_every_similarity_format_gives_the_same_plans(params):
     plans = {mode: [kept(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
     assert plans["f16"] == plans["recompute"] == plans["f32"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_state_stays_what_one_made_anew_would_be(mode):
+def test_state_matches_one_computed_from_scratch(mode):
     n_known = n_bound = 0
     for cache, view, plan in stream(mode, mixture=0.9, window=2, sinks=0):
         units, mass, near, nearest, *rest = cache.state
@@ -299,7 +299,7 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
 
 @pytest.mark.large
 @pytest.mark.parametrize("mode", MODES)
-def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
+def test_similarities_are_cosines_of_keys_rounded_once(mode):
     rng = np.random.default_rng(2)
     n, n_dim = 300, 33
     keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
@@ -331,7 +331,7 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_moves_any_cell_anywhere(mode):
+def test_move_reorders_all_arrays_of_the_state(mode):
     policy = fit(20, 4, similarity=mode)
     cache = Cache(1, 3, 30, policy, seed=0)
     cache.grow(20)
@@ -354,7 +354,7 @@ def test_moves_any_cell_anywhere(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
+def test_stream_continues_after_a_prompt_read_whole(mode):
     policy = policies.fit("bumblebee", 24, 4, [f"similarity={mode}"])
     cache = CornerCache(1, 3, 80, policy, seed=8, n_value=64, n_dim=8)
     cache.grow(60)
@@ -381,7 +381,7 @@ def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
 @pytest.mark.large
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("phi", ["log", "power"])
-def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_attention(mode, phi):
+def test_evicts_the_tokens_of_the_definition_if_few_have_most_attention(mode, phi):
     rng = np.random.default_rng(6)
     n, n_dim = 150, 16
     policy = BumbleBee.fit(n, 40, similarity=mode, phi=phi, window=5)

@@ -36,7 +36,7 @@ def adopted(policy, view):
     return state[0][0, : view.n_kv].tolist(), sorted(view.pos[0][state[1][0, : view.n_kv] == 1].tolist())
 
 
-def test_what_a_compressed_prompt_leaves_in_the_middle_is_old():
+def test_kept_middle_tokens_of_a_prompt_are_marked_old():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
     prompt = positions(range(46), 46)
     kept = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
@@ -50,19 +50,19 @@ def test_what_a_compressed_prompt_leaves_in_the_middle_is_old():
         assert old == [4, 28]
 
 
-def test_pinned_tokens_are_not_of_the_middle_and_the_window_gives_way_to_them():
+def test_pinned_tokens_are_not_marked_old_and_shorten_the_window():
     policy = BUZZ(10, 1, window=4, threshold=3, sinks=2, stride=3)
     assert adopted(policy, positions([0, 1, 2, 3, 4, 30, 44, 45], 46, pinned=7))[1] == [30]
 
 
-def test_a_prompt_that_fits_leaves_nothing_old():
+def test_prompt_that_fits_marks_no_token_old():
     policy = policies.fit("buzz", 40)
     view = positions(range(39), 39)
     assert policy.compress(view).keep.all()
     assert adopted(policy, view)[1] == []
 
 
-def test_compressing_and_adopting_is_a_plan_of_the_stream():
+def test_compress_and_adopt_equal_observe_and_plan():
     policy = policies.fit("buzz", 40)
     rng = np.random.default_rng(0)
     pos = rng.permutation(90).astype(np.int32)[None]
@@ -101,7 +101,7 @@ def held_after(policy, n_plan, batch=1):
 
 @pytest.mark.parametrize("options", KEPT, ids=str)
 @pytest.mark.parametrize("budget", [20, 61, 200])
-def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
+def test_kept_option_leaves_the_requested_number_of_cells(budget, options):
     policy = policies.fit("buzz", budget, None, options)
     assert policy.n_asked == policy.n_keep == budget < policy.budget
     held = list(held_after(policy, 12))
@@ -115,7 +115,7 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
 
 
 @pytest.mark.parametrize("options", KEPT, ids=str)
-def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
+def test_kept_option_leaves_the_requested_number_of_prompt_tokens(options):
     policy = policies.fit("buzz", 60, None, options)
     around = policy.sinks + policy.window
     stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
@@ -127,14 +127,14 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     assert policy.compress(positions(range(60), 60)).keep.all()
 
 
-def test_with_kept_the_middle_is_thinned_from_its_oldest_token_as_far_as_needed():
+def test_kept_option_thins_the_middle_from_its_oldest_token():
     policy = policies.fit("buzz", 8, None, ["kept=true", "sinks=1", "window=2", "stride=3"])
     # one sampling leaves 10 of the 30 tokens in the middle. Then every second of the 10 is evicted
     keep = policy.compress(positions(range(33), 33)).keep[0]
     assert np.flatnonzero(keep).tolist() == [0, 1, 7, 13, 19, 25, 31, 32]
 
 
-def test_with_kept_window_and_middle_share_what_stays_by_the_parameter_theorem():
+def test_kept_option_divides_the_budget_by_the_parameter_theorem():
     for stride in (3, 4, 5, 8):
         policy = policies.fit("buzz", 404, None, ["kept=true", f"stride={stride}"])
         assert policy.window == 200
@@ -142,7 +142,7 @@ def test_with_kept_window_and_middle_share_what_stays_by_the_parameter_theorem()
         assert policy.threshold / policy.window == pytest.approx(plain.threshold / plain.window, rel=0.02)
 
 
-def test_with_kept_a_threshold_says_how_long_the_middle_is():
+def test_kept_option_derives_the_window_from_the_threshold():
     for threshold in range(2, 60):
         policy = policies.fit("buzz", 90, None, ["kept=true", f"threshold={threshold}"])
         n_middle = twin.steady(threshold, 5, 3)
@@ -160,7 +160,7 @@ def test_with_kept_a_threshold_says_how_long_the_middle_is():
         (20, ["stride=2"], "stride must be 3 or more .*, got 2$"),
     ],
 )
-def test_with_kept_what_cannot_be_is_refused_with_a_budget_that_works(budget, options, words):
+def test_kept_option_refuses_impossible_parameters(budget, options, words):
     with pytest.raises(UsageError, match=words) as refused:
         policies.fit("buzz", budget, None, ["kept=true", *options])
     assert "\n" not in str(refused.value)

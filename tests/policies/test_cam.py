@@ -29,23 +29,23 @@ def test_adds_an_equal_part_to_each_of_the_next_tokens():
     assert terms(result.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
 
 
-def test_each_target_gets_its_part_where_fewer_follow():
+def test_part_per_target_stays_the_same_if_fewer_tokens_follow():
     result = plan([[0, 9, 1]], CaM(3, 1, sinks=1))
     assert terms(result.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 1 / 32)]
 
 
-def test_keeps_all_of_much_less_than_the_budget():
+def test_keeps_all_tokens_far_below_the_budget():
     result = plan([[1] * 6], CaM(12, 1))
     assert result.keep.all()
     assert terms(result.merge) == []
 
 
-def test_tokens_that_go_together_are_no_targets_of_each_other():
+def test_evicted_tokens_are_not_merged_into_each_other():
     result = plan([[9, 9, 9, 1, 1]], CaM(5, 3, sinks=0, merge=1))
     assert terms(result.merge) == [(0, 3, 3, 1.0), (0, 3, 0, 1.0), (0, 3, 1, 1.0), (0, 3, 2, 1.0)]
 
 
-def test_where_the_newest_token_goes_there_is_nothing_to_add_to():
+def test_evicted_newest_token_is_not_merged():
     # more tokens are pinned than may stay. The engine never makes such a view
     result = plan([[1, 1, 1, 1]], CaM(4, 2, sinks=0), pinned=3)
     assert result.keep.tolist() == [[True, True, True, False]]
@@ -53,7 +53,7 @@ def test_where_the_newest_token_goes_there_is_nothing_to_add_to():
 
 
 @pytest.mark.parametrize(("attention", "others", "share"), [(1, 4, 0.25), (3, 4, 0.75), (0, 0, 0), (1, 0, 1)])
-def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attention, others, share):
+def test_merge_probability_is_attention_over_the_mean_of_later_tokens(attention, others, share):
     n_row = 4000
     result = plan([[9, attention, 0, 2 * others]] * n_row, CaM(4, 1, sinks=1, merge=1))
     n_drawn = len(set(result.merge.row.tolist()))
@@ -61,7 +61,7 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
     assert abs(n_drawn - share * n_row) <= 5 * np.sqrt(share * (1 - share) * n_row)
 
 
-def test_may_compare_with_the_tokens_that_the_value_is_added_to():
+def test_denominator_targets_uses_the_mean_of_the_targets():
     n_row = 4000
     # token 1 has an attention of 1. Its two targets have a mean attention of 4, so token 1 is merged with
     # probability 1/4. If the mean of all later tokens were used, which is 3, the probability would be 1/3
@@ -71,7 +71,7 @@ def test_may_compare_with_the_tokens_that_the_value_is_added_to():
     assert abs(n_drawn - n_row / 4) <= 5 * np.sqrt(n_row * 3 / 16)
 
 
-def test_may_compare_with_the_largest_of_all_that_stay():
+def test_denominator_max_uses_the_largest_attention_of_kept_tokens():
     n_row = 4000
     policy = CaM(4, 1, sinks=1, merge=1, denominator="max")
     for last in ([8, 2, 0, 1], [0, 2, 1, 8]):
@@ -79,7 +79,7 @@ def test_may_compare_with_the_largest_of_all_that_stay():
         assert abs(n_drawn - n_row / 4) <= 5 * np.sqrt(n_row * 3 / 16)
 
 
-def test_draws_afresh_at_every_step_and_for_every_seed():
+def test_draws_change_with_step_and_seed():
     draws = {
         tuple(plan([[0, 1, 2, 2]] * 64, CaM(4, 1, sinks=1, merge=1, seed=seed), n).merge.row.tolist())
         for seed in (0, 1, -1)
@@ -88,7 +88,7 @@ def test_draws_afresh_at_every_step_and_for_every_seed():
     assert len(draws) == 9
 
 
-def test_keeps_what_streamingllm_keeps():
+def test_keeps_the_same_tokens_as_streamingllm():
     _, cam = make("cam", [], 40, 7, seed=0)
     _, streaming = make("streamingllm", [], 40, 7, seed=0)
     for cache in (cam, streaming):

@@ -35,7 +35,7 @@ def random_keep(rng, n_row, n, n_keep):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_holes_take_the_kept_cells_of_the_tail_in_order(seed):
+def test_holes_are_filled_with_kept_cells_of_the_tail_in_order(seed):
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 60))
     keep = random_keep(rng, 5, n, int(rng.integers(1, n + 1)))
@@ -54,12 +54,12 @@ def test_holes_take_the_kept_cells_of_the_tail_in_order(seed):
     ],
     ids=["nothing is evicted", "the tail", "the front", "all but the last", "all but the first"],
 )
-def test_holes_at_the_ends(keep, source):
+def test_holes_at_both_ends_are_filled(keep, source):
     assert filled(np.array([[cell == "1" for cell in keep]] * 2)).tolist() == [source] * 2
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rows_that_keep_different_numbers_have_themselves_behind_their_own(seed):
+def test_dead_cells_of_ragged_rows_are_their_own_source(seed):
     rng = np.random.default_rng(300 + seed)
     keep = rng.random((5, 30)) < rng.random((5, 1))
     keep[:, 0] = True
@@ -82,7 +82,7 @@ def test_new_tokens_come_to_the_end_of_every_row():
     assert rows.live.tolist() == [3, 5]
 
 
-def test_what_is_written_ahead_is_what_comes_after_an_edit_a_new_start_and_a_resize():
+def test_append_continues_after_move_resize_and_rotate_from():
     rows = Rows(np.zeros(2, np.int32), 6, ragged=False)
     rows.append(3)
     rows.move(np.array([[0, 0, 2, 5], [1, 1, 2, 0]], np.int32), np.array([2, 2], np.int32), next_rot=20)
@@ -97,7 +97,7 @@ def test_what_is_written_ahead_is_what_comes_after_an_edit_a_new_start_and_a_res
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
+def test_append_is_the_same_for_equal_and_ragged_rows(n):
     tables = []
     for ragged in (False, True):
         rows = Rows(np.zeros(3, np.int32), 8, ragged=ragged)
@@ -110,7 +110,7 @@ def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_without_gaps_a_key_is_at_the_number_of_older_tokens_in_the_row(seed):
+def test_closing_gaps_puts_keys_at_the_number_of_older_tokens(seed):
     rng = np.random.default_rng(200 + seed)
     n = int(rng.integers(1, 50))
     pos, rot = (np.stack([rng.permutation(1000)[:n] for _ in range(4)]).astype(np.int32) for _ in range(2))

@@ -44,7 +44,7 @@ def plans(name, budget, pinned=0, n_plan=5, held=0):
 
 @every_budget
 @every_evicting_policy
-def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row_unless_ragged(name, budget):
+def test_keeps_fewer_than_the_budget_and_equally_many_per_row(name, budget):
     for policy, _, view, plan in plans(name, budget):
         assert plan.keep.dtype == np.bool_
         assert plan.keep.shape == view.pos.shape
@@ -54,7 +54,7 @@ def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row_unless_rag
 
 
 @every_policy
-def test_keeps_all_that_fits(name):
+def test_keeps_all_tokens_that_fit(name):
     policy, cache = make(name, 40)
     cache.grow(policy.n_keep)
     assert cache.plan()[1].keep.all()
@@ -62,7 +62,7 @@ def test_keeps_all_that_fits(name):
 
 def test_full_keeps_all_even_at_the_budget():
     policy, cache = make("full", 40)
-    # a slack of 0 tells the engine that an eviction will never free a cell
+    assert not policy.evicts
     assert policy.slack == 0
     for n_token in (40, 1):
         cache.grow(n_token)
@@ -85,7 +85,7 @@ def test_keeps_the_sinks(name, budget):
 
 @every_budget
 @every_evicting_policy
-def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
+def test_keeps_pinned_and_newest_tokens_if_both_fit(name, budget):
     n_keep = policies.fit(name, budget).n_keep
     for pinned in (1, min(7, n_keep - 1), n_keep - 2, n_keep - 1):
         for policy, cache, view, plan in plans(name, budget, pinned):
@@ -97,7 +97,7 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
 
 @every_budget
 @every_evicting_policy
-def test_keeps_held_tokens_beside_pinned_ones(name, budget):
+def test_keeps_held_and_pinned_tokens(name, budget):
     n_keep = policies.fit(name, budget).n_keep
     sinks = policies.fit(name, budget).exempt[0]
     for pinned, held in ((0, min(6, n_keep - 4)), (0, n_keep - max(sinks, 1)), (5, n_keep - 5)):
@@ -120,7 +120,7 @@ def test_plans_the_same_for_the_same_input(name):
 
 
 @every_policy
-def test_leaves_the_view_as_it_is(name):
+def test_does_not_change_the_view(name):
     policy, cache = make(name, 40)
     cache.grow(50)
     view = cache.view()
@@ -141,7 +141,7 @@ def test_writes_to_the_state_of_live_cells_only(name):
 
 
 @every_policy
-def test_the_order_of_cells_means_nothing(name):
+def test_plan_does_not_depend_on_the_order_of_cells(name):
     policy, cache = make(name, 40)
     for n_token in (50, 30):
         cache.grow(n_token)
@@ -156,7 +156,7 @@ def test_the_order_of_cells_means_nothing(name):
 
 
 @every_policy_with_state
-def test_its_state_is_zeroed_arrays_of_an_entry_a_cell(name):
+def test_initial_state_is_zero_and_has_an_entry_per_cell(name):
     for array in policies.fit(name, 40).start(6, 70, 8):
         assert array.shape[:2] == (6, 70)
         assert array.flags.c_contiguous
@@ -164,7 +164,7 @@ def test_its_state_is_zeroed_arrays_of_an_entry_a_cell(name):
 
 
 @every_policy
-def test_its_parameters_are_listed_explained_and_settable(name):
+def test_parameters_are_listed_explained_and_settable(name):
     policy = policies.load(name)
     listed = policies.params(policy)
     assert list(listed) == [field.name for field in fields(policy)][2:]
@@ -267,7 +267,7 @@ def test_refuses_parameters_that_cannot_work(name, params, message):
 
 
 @every_evicting_policy
-def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
+def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
     fit = partial(policies.fit, name)
     with pytest.raises(UsageError) as refused:
         fit(1)
@@ -316,14 +316,14 @@ def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
         ),
     ],
 )
-def test_a_budget_that_does_not_fit_is_told_in_the_words_of_who_typed_it(policy, how, said):
+def test_refusal_names_the_options_that_the_user_typed(policy, how, said):
     with pytest.raises(UsageError) as refused:
         policies.fit(*policy, *how)
     assert str(refused.value) == said
 
 
 @every_evicting_policy
-def test_keeps_its_promises_at_the_smallest_budget(name):
+def test_smallest_budget_keeps_sinks_and_newest_token(name):
     budget = policies.spec(name).smallest_budget()
     for policy, cache, view, plan in plans(name, budget):
         for row in kept(view, plan):
@@ -331,13 +331,13 @@ def test_keeps_its_promises_at_the_smallest_budget(name):
             assert len(row) < budget
 
 
-def test_an_unknown_policy_is_told_with_names_that_are_like_it():
+def test_unknown_policy_error_suggests_similar_names():
     with pytest.raises(UsageError) as refused:
         policies.load("h20")
     assert str(refused.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
 
 
-def test_evictions_that_are_further_apart_than_the_budget_are_refused_by_the_option_typed():
+def test_evict_every_above_the_budget_is_refused():
     with pytest.raises(UsageError) as refused:
         policies.fit("h2o", 512, 900)
     assert str(refused.value) == "--evict-every must be less than the budget (512), got 900"

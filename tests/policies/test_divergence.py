@@ -69,7 +69,7 @@ def scored(p, q, target, tmp_path):
 
 
 @pytest.mark.parametrize("n_top", [1, 5, 64, 299, 300, 1000])
-def test_divergence_is_that_of_the_definition(n_top, tmp_path, monkeypatch):
+def test_divergence_matches_the_definition(n_top, tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "N_TOP", n_top)
     p, q, target = draw(n_top)
     _, reader, p_nll, nll = scored(p, q, target, tmp_path)
@@ -84,7 +84,7 @@ def test_divergence_is_that_of_the_definition(n_top, tmp_path, monkeypatch):
     assert 0 < reader.same.mean() < 1
 
 
-def test_equal_predictions_have_no_divergence_at_all(tmp_path, monkeypatch):
+def test_equal_predictions_have_zero_divergence(tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "N_TOP", 50)
     p, _, target = draw(3)
     writer, reader, p_nll, nll = scored(p, p, target, tmp_path)
@@ -95,7 +95,7 @@ def test_equal_predictions_have_no_divergence_at_all(tmp_path, monkeypatch):
     assert (p_nll == perplexity.nll_of(p, target)).all()
 
 
-def test_more_tokens_tell_more(tmp_path, monkeypatch):
+def test_divergence_grows_with_the_number_of_compared_tokens(tmp_path, monkeypatch):
     p, q, target = draw(4)
     kl = []
     for n_top in (2, 20, 200):
@@ -106,7 +106,7 @@ def test_more_tokens_tell_more(tmp_path, monkeypatch):
     assert (kl[0] < kl[2]).any()
 
 
-def test_among_equally_likely_tokens_the_lowest_counts(tmp_path):
+def test_ties_for_the_likeliest_token_go_to_the_lowest_id(tmp_path):
     p = np.zeros((4, 300), np.float32)
     p[0, [7, 9]] = p[1, [7, 9]] = p[2, 9] = p[3, 7] = 5
     q = np.zeros_like(p)
@@ -117,7 +117,7 @@ def test_among_equally_likely_tokens_the_lowest_counts(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="a vocabulary of 49,152")
-def test_little_is_missing_of_a_real_model(smollm2, tmp_path, share_of):
+def test_divergence_of_a_real_model_is_close_to_the_exact_one(smollm2, tmp_path, share_of):
     kept, settings = {}, {"n_ctx": 256, "flash": "on"}
     for kind in ("f16", "q8_0"):
         logits = kept[kind] = []
@@ -147,7 +147,7 @@ def write(path, n=9, n_vocab=300):
     return scores
 
 
-def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
+def test_scoring_one_token_at_a_time_gives_the_same_result(tmp_path):
     p, q, target = draw(0, 8)
     path = tmp_path / "reference"
     whole = write(path)
@@ -158,7 +158,7 @@ def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
     assert np.array_equal(reader.kl, whole.kl)
 
 
-def test_a_second_writer_reads(tmp_path):
+def test_second_writer_of_a_reference_gets_a_reader(tmp_path):
     path = divergence.path_of({"model": "m"})
     assert isinstance(write(path), divergence.ReferenceWriter)
     assert isinstance(write(path), divergence.ReferenceReader)
@@ -166,7 +166,7 @@ def test_a_second_writer_reads(tmp_path):
     assert divergence.path_of({"model": "n"}) != path
 
 
-def test_half_a_reference_is_none(tmp_path):
+def test_incomplete_references_are_not_used(tmp_path):
     path = divergence.path_of({})
 
     def stop():
@@ -192,7 +192,7 @@ def _hold(path, entered, is_asked):
 
 
 @pytest.mark.large
-def test_who_wants_the_same_waits():
+def test_second_process_waits_for_the_same_reference():
     path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
     entered, is_asked = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(path, entered, is_asked))
@@ -204,7 +204,7 @@ def test_who_wants_the_same_waits():
     process.join()
 
 
-def test_the_least_lately_used_go_first(monkeypatch):
+def test_least_recently_used_references_are_deleted_first(monkeypatch):
     paths = [divergence.path_of({"i": i}) for i in range(4)]
     for age, path in zip((10, 30, 20), paths, strict=False):
         write(path)
@@ -223,7 +223,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
     assert [path.exists() for path in paths] == [True, False, False, False]
 
 
-def test_too_long_a_text_is_not_kept(monkeypatch):
+def test_references_of_too_long_texts_do_not_fit(monkeypatch):
     monkeypatch.setattr(divergence, "MOST_BYTES", 50 * divergence._row(300).itemsize)
     assert divergence.fits(50, 300)
     assert not divergence.fits(51, 300)

@@ -21,14 +21,14 @@ def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
     return kept_at_first(Expected.fit(n_keep + 1, 1, window=1, **params), view)
 
 
-def test_half_of_the_variance_counts_as_much_as_the_mean():
+def test_half_of_the_variance_is_added_to_the_mean():
     mean, variance = [[0, 3, 1, 1, 0]], [[0, 0, 4.1, 3.9, 0]]
     assert kept(mean, 2, variance, sinks=0) == [2, 4]
     assert kept(mean, 3, variance, sinks=0) == [1, 2, 4]
     assert kept(mean, 2, variance, sinks=0, covariance=False) == [1, 4]
 
 
-def test_each_head_has_as_much_attention_to_give():
+def test_each_head_distributes_the_same_total_attention():
     # four tokens share the attention of the first head, and two tokens share that of the second head
     mean = [[9, 9, 9, 9, -99, -99], [-99, -99, -99, -99, -0.1, 0]]
     assert kept(mean, 2, n_head=2, sinks=0) == [4, 5]
@@ -36,7 +36,7 @@ def test_each_head_has_as_much_attention_to_give():
     assert kept(mean, 2, n_head=1, sinks=0) == [3, 5]
 
 
-def test_keys_of_sinks_take_no_share():
+def test_sinks_take_no_share_of_the_attention():
     # with sinks=0, token 0 takes all attention. The attention of the rest is below epsilon, so the lengths of
     # values decide
     mean, lengths = [[90, 2, 0, 0, 0]], [1, 1, 2, 1, 1]
@@ -55,7 +55,7 @@ def test_shares_are_multiplied_by_the_lengths_of_values():
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [1, 3]
 
 
-def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
+def test_requests_the_given_queries_and_skips_those_of_sinks():
     policy = policies.fit("expected", 512, None, ["queries=20", "ahead=7", "sinks=3"])
     request = policy.request()
     assert (request.n_query, request.n_future, request.n_skip) == (20, 7, 3)
@@ -65,5 +65,5 @@ def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
 
 
 @pytest.mark.parametrize("options", [[], ["heads=adaptive"]], ids=["equal", "adaptive"])
-def test_a_prompt_is_compressed_once(options):
+def test_prompts_are_read_whole_by_default(options):
     assert policies.fit("expected", 512, None, options).prefill == "whole"

@@ -9,7 +9,7 @@ from kvtool.policies.h2o import H2O
 
 
 @pytest.mark.parametrize("options", [[], ["score=mean", "group=max"], ["decay=0.5", "window=3"]])
-def test_one_decision_for_all_rows_is_that_on_their_sum(options):
+def test_per_all_decides_by_the_sum_over_all_rows(options):
     policy = policies.fit("h2o", 20, 3, ["per=all", *options])
     args = policies.chosen(policy)
     cache = Cache(3, 2, 60, policy, seed=0)
@@ -21,25 +21,25 @@ def test_one_decision_for_all_rows_is_that_on_their_sum(options):
 
 
 @pytest.mark.parametrize(("per", "n_distinct"), [("row", 6), ("layer", 3), ("all", 1)])
-def test_rows_that_decide_as_one_keep_the_same_tokens(per, n_distinct):
+def test_per_option_sets_which_rows_keep_the_same_tokens(per, n_distinct):
     options = ["score=mean", "window=1"]
     cache = Cache(3, 2, 60, policies.fit("h2o", 40, 20, [f"per={per}", *options]), seed=0, n_value=4096)
     cache.grow(40)
     assert len({tuple(row) for row in kept(*cache.plan())}) == n_distinct
 
 
-def test_the_mean_over_a_group_is_asked_for_as_the_sum():
+def test_group_mean_equals_group_sum():
     assert policies.fit("h2o", 40, None, ["group=mean"]) == policies.fit("h2o", 40, None, ["group=sum"])
 
 
 @pytest.mark.parametrize(("score", "evicted"), [("sum", 2), ("mean", 0)])
-def test_a_mean_is_over_the_steps_that_a_token_has_lived(score, evicted):
+def test_mean_score_divides_by_the_age_of_the_token(score, evicted):
     # token 0 has the largest sum, but it is also the oldest, so its mean is the lowest outside the window
     stays = kept_at_first(H2O(4, 1, window=1, score=score), view_of(4, attn=[4, 3.5, 3, 0]))
     assert {*range(4)} - {*stays} == {evicted}
 
 
-def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
+def test_sums_decay_with_every_token_and_not_with_plans():
     policy = H2O(8, 1, window=1, decay=0.5)
     state = policy.start(1, 8, 0)
 
@@ -63,7 +63,7 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
         ({"score": "mean"}, 3, [8, 8]),
     ],
 )
-def test_sums_fade_beyond_the_context(params, n_ctx, want):
+def test_decay_beyond_applies_after_the_trained_context(params, n_ctx, want):
     policy = H2O(8, 1, window=1, decay_beyond=0.5, **params)
     state = policy.start(1, 8, 0)
     state[0][0, :2] = 8

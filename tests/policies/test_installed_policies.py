@@ -82,7 +82,7 @@ def kvtool(*args, stdin=""):
     return called(*args, stdin=stdin, env={"COLUMNS": "200"})
 
 
-def test_a_package_s_policy_is_loaded_by_its_name(packages):
+def test_policy_of_a_package_is_loaded_by_name(packages):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"}, version="2.1")
     policy = policies.fit("newest", 64)
     assert type(policy).__name__ == "Newest"
@@ -92,13 +92,13 @@ def test_a_package_s_policy_is_loaded_by_its_name(packages):
     assert "newest" not in policies.names()
 
 
-def test_its_file_is_hashed_as_one_s_own_file_is(packages, tmp_path):
+def test_policy_of_a_package_is_hashed_like_a_user_s_file(packages, tmp_path):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     assert policies.file_sha256("newest") == policies.file_sha256(str(tmp_path / "some_policies.py"))
     assert policies.file_sha256("h2o") is policies.package("h2o") is None
 
 
-def test_it_is_listed_with_the_others_and_its_package(packages):
+def test_policies_are_listed_with_their_package(packages):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"}, version="2.1")
     done = kvtool("policies", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -129,7 +129,7 @@ def test_it_is_listed_with_the_others_and_its_package(packages):
         ("Newest = 3", "some_broken:Newest", "must be a dataclass that derives from kvtool.policy.Policy"),
     ],
 )
-def test_a_broken_one_is_one_line_and_hides_no_other(packages, code, entry, complaint):
+def test_broken_policy_prints_one_line_and_hides_no_other(packages, code, entry, complaint):
     packages("some-broken", code, {"newest": entry})
     done = kvtool("policies", "--json")
     assert done.returncode == 0
@@ -142,7 +142,7 @@ def test_a_broken_one_is_one_line_and_hides_no_other(packages, code, entry, comp
     assert kvtool("policies", "h2o").stderr == ""
 
 
-def test_kvtool_s_own_policy_goes_before_one_of_the_same_name(packages):
+def test_policy_of_kvtool_wins_over_one_of_the_same_name(packages):
     packages("some-policies", NEWEST, {"h2o": "some_policies:Newest"})
     assert policies.load("h2o").__module__ == "kvtool.policies.h2o"
     assert policies.package("h2o") is None
@@ -154,7 +154,7 @@ def test_kvtool_s_own_policy_goes_before_one_of_the_same_name(packages):
     assert kvtool("policies", "h2o").stderr == ""
 
 
-def test_a_name_that_two_packages_have_is_refused_with_both(packages):
+def test_policy_name_in_two_packages_is_refused(packages):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     packages("some-others", NEWEST, {"newest": "some_others:Newest"}, version="3")
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_a_name_that_two_packages_have_is_refused_with_both(packages):
     assert {"some-policies 1.0", "some-others 3"} <= set(str(refused.value).replace(";", ",").split(", "))
 
 
-def test_a_start_does_not_look_for_them():
+def test_start_does_not_search_for_installed_policies():
     code = (
         "import sys, kvtool.cli\n"
         "from kvtool import policies\n"
@@ -174,7 +174,7 @@ def test_a_start_does_not_look_for_them():
     assert forked.run_python("-c", code).returncode == 0
 
 
-def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, tiny_model, tmp_path):
+def test_installed_policies_run_and_non_evicting_ones_act_like_full(packages, tiny_model, tmp_path):
     entries = {"newest": "some_policies:Newest", "all": "some_policies:All"}
     packages("some-policies", NEWEST, entries)
     path = tmp_path / "text.txt"
@@ -195,7 +195,7 @@ def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, ti
     )
 
 
-def test_a_session_records_the_package_and_goes_on_with_no_other(packages, tiny_model, tmp_path):
+def test_session_continues_only_with_the_same_package(packages, tiny_model, tmp_path):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     path = tmp_path / "chat.kv"
     model = tiny_model(chat_template=CHATML)

@@ -37,7 +37,7 @@ def test_every_module_with_a_kernel_is_found():
 
 
 @pytest.mark.parametrize("module", modules())
-def test_each_kernel_is_in_it(module):
+def test_library_contains_each_kernel(module):
     """Kernels that return two values are left out: only other kernels call them."""
     for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
@@ -68,7 +68,7 @@ def ranked(n_row=90, n=512, n_keep=496):
 @pytest.mark.parametrize(
     "case", ["keep", "holes", "merges", "one of two types", "the other", "sums in float64", "nothing"]
 )
-def test_the_bytes_are_numbas(case):
+def test_library_gives_the_same_bytes_as_numba(case):
     pos, score, keep, n_keep = ranked()
     n_row = len(pos)
     rng = np.random.default_rng(8)
@@ -100,7 +100,7 @@ def test_the_bytes_are_numbas(case):
 
 
 @pytest.mark.parametrize("wrong", ["type", "dimensions", "order", "read-only", "number"])
-def test_other_arguments_are_refused(wrong):
+def test_wrong_arguments_are_refused(wrong):
     """Kernels do not check their arguments. With wrong arguments they would access foreign memory."""
     pos, score, keep, n_keep = ranked(2, 8, 6)
     call = load.find(keep_highest.name, keep_highest.signatures)
@@ -118,12 +118,12 @@ def test_other_arguments_are_refused(wrong):
         call(*arguments)
 
 
-def test_a_kernel_that_is_not_in_it_is_numbas():
+def test_kernel_missing_from_the_library_runs_with_numba():
     assert load.find(not_in_it.name, not_in_it.signatures) is None
     assert not_in_it(np.full((1, 1), 3, np.int32), 4.0) == 7
 
 
-def test_without_it_all_are_numbas(monkeypatch, tmp_path):
+def test_missing_or_damaged_library_provides_no_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(load, "LIBRARY", tmp_path / "kernels.so")
     monkeypatch.setattr(load, "_opened", load._opened.__wrapped__)
     assert load.find(keep_highest.name, keep_highest.signatures) is None
@@ -131,7 +131,7 @@ def test_without_it_all_are_numbas(monkeypatch, tmp_path):
     assert load.find(keep_highest.name, keep_highest.signatures) is None
 
 
-def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
+def test_library_is_not_built_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(LibraryError, match="no C\\+\\+ compiler no-such-compiler"):
         link([keep_highest], tmp_path / "kernels.so")
@@ -142,7 +142,7 @@ def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "weightedkv", "bumblebee", "corm"])
-def test_a_stream_is_without_numba(policy, tiny_model):
+def test_stream_does_not_import_numba(policy, tiny_model):
     code = (
         "import sys, numpy as np\n"
         "from kvtool import Engine, load_model, load_policy\n"

@@ -21,7 +21,7 @@ def state_and_plan(policy, keys, batches):
 
 
 @pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
-def test_the_longest_key_goes(batches):
+def test_longest_key_is_evicted(batches):
     keys = [[9, 9], [3, 4], [0, -6], [1, 1], [7, 0]]
     state, kept = state_and_plan(Knorm(5, 2, sinks=1), keys, batches)
     assert kept == [0, 3, 4]
@@ -29,7 +29,7 @@ def test_the_longest_key_goes(batches):
 
 
 @pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
-def test_the_key_most_like_the_average_goes_whatever_its_length(batches):
+def test_key_most_similar_to_the_average_is_evicted(batches):
     keys = [[1, 0], [100, 1], [0, 0.1], [-1, -1], [2, 0.5]]
     # the average points to about (2.3, 0.5). The last key is nearest, but the window keeps it. The second key
     # is next
@@ -41,7 +41,7 @@ def test_the_key_most_like_the_average_goes_whatever_its_length(batches):
     np.testing.assert_allclose(lengths, 127, atol=1)
 
 
-def test_scores_are_those_of_the_cosine():
+def test_keydiff_keeps_the_keys_with_the_lowest_cosine():
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 16))
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
@@ -52,11 +52,11 @@ def test_scores_are_those_of_the_cosine():
     assert set(kept) == different | {39}
 
 
-def test_a_key_of_zeros_is_like_no_other():
+def test_key_of_zeros_is_similar_to_no_key():
     state, kept = state_and_plan(KeyDiff(4, 1, sinks=0), [[0, 0], [1, 0], [1, 0], [1, 0]], [4])
     assert not state[0][0, 0].any()
     assert kept == [0, 2, 3]
 
 
-def test_keys_take_half_the_bytes_that_they_take_in_the_cache():
+def test_stored_keys_take_one_byte_per_dimension():
     assert KeyDiff(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64

@@ -59,7 +59,7 @@ def scores_of(path, tokens, presses, folder):
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
-def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
+def test_prompt_keeps_the_same_tokens_as_kvpress(tmp_path, tiny_model, n_head_kv):
     path, tokens = tiny_model(rope="neox", n_head_kv=n_head_kv), distinct(N)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)
     # unlike kvpress, kvtool's policies always keep the newest token
@@ -74,7 +74,7 @@ def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_
 
 
 @pytest.mark.parametrize("n_head_kv", [2, 4])
-def test_rows_that_share_a_budget_keep_what_ada_kv_keeps(tmp_path, tiny_model, n_head_kv):
+def test_rows_that_share_a_budget_keep_the_same_tokens_as_ada_kv(tmp_path, tiny_model, n_head_kv):
     path, tokens = tiny_model(rope="neox", n_head_kv=n_head_kv), distinct(N, seed=2)
     presses = [
         (press, params | {"keep": 70, "alpha_safeguard": floor}) for _, _, press, params, floor in SHARED

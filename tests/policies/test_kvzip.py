@@ -23,7 +23,7 @@ from tests.reference import transformer
 PLAIN = {"sinks": 0, "window": 1}
 
 
-def test_the_prompt_keeps_what_was_attended_to_most():
+def test_prompt_keeps_the_most_attended_tokens():
     view = view_of(7, highest=[1, 5, 2, 9, 2, 0, 0])
     # on ties the newer token stays
     assert kept(view, KVzip.fit(5, 1, **PLAIN).compress(view)) == [[1, 3, 4, 6]]
@@ -31,7 +31,7 @@ def test_the_prompt_keeps_what_was_attended_to_most():
     assert kept(view, KVzip.fit(5, 1, sinks=0, window=0).compress(view)) == [[1, 2, 3, 4]]
 
 
-def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
+def test_later_tokens_stay_until_the_prompt_is_evicted():
     policy = KVzip.fit(5, 2, **PLAIN)
     state = policy.start(1, 6, 4)
     # token 3 got no attention. Its score must not be 0, because 0 marks a token without a score. Therefore
@@ -44,7 +44,7 @@ def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
     assert kept(view, policy.plan(view, state)) == [[3, 4, 5]]
 
 
-def test_pinned_and_held_tokens_count_as_what_comes_later():
+def test_pinned_and_held_tokens_get_no_score():
     policy = KVzip.fit(6, 1, **PLAIN)
     state = policy.start(1, 6, 4)
     policy.adopt(view_of(6, highest=[0, 0, 5, 0, 0, 0], pinned=1, held=2), state)
@@ -103,7 +103,7 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("chunk", [2048, 100, 7])
 @pytest.mark.parametrize(("n_pinned", "n_held"), [(0, 0), (11, 6)])
-def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk, n_pinned, n_held):
+def test_prompt_keeps_the_tokens_of_the_definition(tiny_model, positions, chunk, n_pinned, n_held):
     how = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
     check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **how)
 
@@ -112,7 +112,7 @@ def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk
 @pytest.mark.parametrize("chunk", [2048, 100])
 @pytest.mark.parametrize("n_batch", [512, 64])
 @pytest.mark.parametrize("floor", [0, 0.5])
-def test_rows_that_share_a_budget_leave_what_the_definition_leaves(tiny_model, chunk, n_batch, floor):
+def test_rows_that_share_a_budget_keep_the_tokens_of_the_definition(tiny_model, chunk, n_batch, floor):
     options = [f"chunk={chunk}", "heads=adaptive", f"floor={floor}"]
     check_prompt(tiny_model(n_head_kv=2), options, n_pinned=11, n_held=6, n_batch=n_batch)
 
@@ -141,7 +141,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])
 @pytest.mark.parametrize("chunk", [2048, 30])
-def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
+def test_reconstruction_leaves_the_cache_unchanged(tiny_model, arch, chunk):
     path, tokens = tiny_model(arch=arch), text(150)
     policy = policies.fit("kvzip", 300, 8, [f"chunk={chunk}"])
     logits = []
@@ -165,7 +165,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
     assert np.array_equal(logits[0], logits[2])
 
 
-def test_signals_are_of_reconstructions_alone(tiny_model):
+def test_signals_are_recorded_only_during_a_reconstruction(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 300, 8)) as engine:
         engine.read(text(60))
         assert not engine.signals.read()["highest"].any()
@@ -175,7 +175,7 @@ def test_signals_are_of_reconstructions_alone(tiny_model):
 
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
-def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model, heads):
+def test_prompt_stopped_during_its_repetition_can_be_read_again(tiny_model, heads):
     tokens, lengths = text(300), []
     policy, path = policies.fit("kvzip", 48, 8, [f"heads={heads}"]), tiny_model(n_head_kv=2)
 
@@ -195,7 +195,7 @@ def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model,
         assert live(engine) == again[1]
 
 
-def test_a_text_that_fits_is_read_once(tiny_model):
+def test_text_that_fits_is_not_repeated(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
         engine.read(text(48))
         assert not engine.state[0].any()
@@ -210,7 +210,7 @@ def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
         assert engine.whole_reader.n_cells(500) == -(-(500 + 100 + n_before) // 256) * 256
 
 
-def test_what_cannot_be_read_twice_is_refused(tiny_model):
+def test_prompts_that_cannot_be_read_twice_are_refused(tiny_model):
     policy = policies.fit("kvzip", 48, 8)
     with (
         pytest.raises(UsageError, match="KVzip reads a prompt twice; choose --prefill whole"),
@@ -243,7 +243,7 @@ def test_what_cannot_be_read_twice_is_refused(tiny_model):
     [["perplexity", "--policy", "kvzip"], ["compare", "--policies", "kvzip", "--budgets", "48"]],
     ids=lambda command: command[0],
 )
-def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
+def test_perplexity_and_compare_refuse_kvzip(tiny_model, tmp_path, command):
     file = tmp_path / "a.txt"
     file.write_text("abc" * 100)
     done = called(command[0], file, *command[1:], "-m", tiny_model())
@@ -252,7 +252,7 @@ def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
     assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {reason}\n"
 
 
-def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
+def test_saved_prompt_can_be_restored_for_several_questions(tiny_model):
     path, tokens, policy = tiny_model(), text(240), policies.fit("kvzip", 48, 8)
     questions = tokens[200:220], tokens[220:]
     logits = []
@@ -270,7 +270,7 @@ def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
     assert np.array_equal(*logits)
 
 
-def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
+def test_scores_and_kept_tokens_equal_those_of_kvpress(tiny_model, tmp_path):
     python = os.environ.get("KVPRESS_PYTHON")
     if not python:
         pytest.skip("KVPRESS_PYTHON names no Python that has kvpress")

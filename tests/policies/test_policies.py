@@ -75,20 +75,20 @@ def test_keeps_the_same_tokens_as_the_definition(name, options, budget, evict_ev
 
 @pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_where_hardly_any_scores_are_equal(share_of, name, options):
+def test_keeps_the_same_tokens_with_hardly_any_ties(share_of, name, options):
     stream(name, options, 30, 4, seed=1, n_value=4096, n_plan=share_of(5, 7))
 
 
 @pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_where_all_scores_are_equal(share_of, name, options):
+def test_keeps_the_same_tokens_if_all_scores_tie(share_of, name, options):
     stream(name, options, 30, 4, seed=2, n_value=1, n_plan=share_of(5, 7))
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("pinned", [3, 9, 10, 11, 12])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_around_pinned_ones(share_of, name, options, pinned):
+def test_keeps_the_same_tokens_next_to_pinned_ones(share_of, name, options, pinned):
     stream(name, options, 14, 1, seed=pinned, pinned=pinned, n_plan=share_of(5, 7))
 
 
@@ -96,11 +96,11 @@ def test_keeps_the_same_tokens_around_pinned_ones(share_of, name, options, pinne
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4)])
 @pytest.mark.parametrize("name", policies.names())
-def test_keeps_the_same_tokens_whatever_the_number_of_layers_and_heads(name, shape, group):
+def test_keeps_the_same_tokens_with_any_number_of_layers_and_heads(name, shape, group):
     stream(name, [], 20, 3, seed=3, shape=shape, group=group)
 
 
-def test_nth_lowest_is_that_of_a_sort():
+def test_nth_lowest_equals_the_nth_value_of_a_sort():
     rng = np.random.default_rng(0)
     for n in (1, 2, 3, 10, 57):
         up = np.arange(n)
@@ -130,7 +130,7 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
     assert keep[0, [0, 8]].all()
 
 
-def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
+def test_keep_highest_keeps_only_protected_cells_if_there_are_too_many():
     # keep_highest uses the same buffer of scores for all rows. The second row has fewer unprotected tokens
     # than the first, and must not read the first row's scores from this buffer
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
@@ -148,7 +148,7 @@ def test_random_hashes_with_splitmix64():
 
 
 @pytest.mark.large
-def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
+def test_random_keeps_every_token_about_equally_often_across_rows():
     n_row, n = 400, 24
     policy = policies.fit("random", 24, 12, ["window=0"])
     cache = Cache(1, n_row, n, policy, seed=0)
@@ -159,7 +159,7 @@ def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
     assert np.abs(n_kept - n_row / 2).max() < 5 * np.sqrt(n_row / 4)
 
 
-def test_random_draws_afresh_at_every_step_and_for_every_seed():
+def test_random_choice_changes_with_step_and_seed():
     cache = Cache(1, 1, 64, policies.fit("random", 40), seed=0)
     cache.grow(40)
     draws = set()
@@ -182,7 +182,7 @@ def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
     assert distinct(["per=row"]) == [4, 4]
 
 
-def test_names_no_budget_where_none_would_help():
+def test_refusal_names_no_budget_if_none_would_help():
     with pytest.raises(UsageError) as refused:
         policies.fit("tova", 20, None, ["per=head"])
     assert str(refused.value) == "tova: per must be one of layer, row, got 'head'"
@@ -205,7 +205,7 @@ def buzz_plan(mass, old, **params):
     return np.flatnonzero(keep).tolist(), np.flatnonzero(state[1][0]).tolist()
 
 
-def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
+def test_buzz_keeps_the_first_local_maximum_of_each_new_segment():
     # the row has one sink, then segments of 3 tokens with attention 1 5 2 | 7 7 0 | 9, then a window of one
     # token
     kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
@@ -213,7 +213,7 @@ def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equal
     assert old == [2, 4, 7]
 
 
-def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
+def test_buzz_thins_old_tokens_by_half_the_stride():
     # the row has one sink, then old tokens with attention 0 9 9 | 0 9, in segments of 3 tokens (half the
     # stride). Then it has new tokens with attention 1 2 3, and a window of one token
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
@@ -222,7 +222,7 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
     assert {1, 4, 8} <= set(old)
 
 
-def test_buzz_shares_the_budget_by_the_parameter_theorem():
+def test_buzz_divides_the_budget_by_the_parameter_theorem():
     odd, even = BUZZ.fit(500, 16), BUZZ.fit(500, 16, stride=4)
     assert odd.threshold / odd.window == pytest.approx(26 / 6, rel=0.02)
     assert even.threshold / even.window == pytest.approx(3, rel=0.02)
@@ -233,9 +233,8 @@ def test_buzz_shares_the_budget_by_the_parameter_theorem():
 
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
-def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
-    # an eviction must free a cell with one sampling, because a second sampling would thin the old tokens
-    # again
+def test_buzz_frees_a_cell_with_one_sampling_per_eviction(stride):
+    # each eviction may sample only once, because a second sampling would thin the old tokens again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""Number of query heads per KV head, by number of KV heads. The model has 4 query heads."""
+"""{number of KV heads: number of query heads per KV head}. The model has 4 query heads."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ close = {"rtol": 0, "atol": 1e-4}
 
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
-def test_is_the_transformer_of_the_definition(folder, rope):
+def test_logits_equal_plain_loops_over_heads_and_tokens(folder, rope):
     """Compare logits with float64 loops over heads, tokens and past tokens that rotate by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
@@ -150,7 +150,7 @@ def test_evicting_nothing_equals_full(model):
         np.testing.assert_allclose(nll, full.nll, rtol=0, atol=1e-12)
 
 
-def test_an_eviction_shows_in_the_logits(model):
+def test_evictions_change_the_logits(model):
     tokens = text(90)
     full = run(model, tokens, slack=4)
     heavy = run(model, tokens, budget=32, slack=4, keep=keep_heavy)
@@ -158,7 +158,7 @@ def test_an_eviction_shows_in_the_logits(model):
     assert np.abs(heavy.nll - full.nll)[32:].mean() > 0.1
 
 
-def test_moving_all_positions_by_a_constant_changes_nothing(model):
+def test_shifting_all_positions_by_a_constant_changes_nothing(model):
     tokens = text(60)
     for params in ({}, {"budget": 32, "slack": 4, "keep": keep_heavy}):
         here, there = (run(model, tokens, counter=counter, **params) for counter in (0, 1000))
@@ -193,7 +193,7 @@ def test_original_positions_leave_gaps(one_layer):
     np.testing.assert_allclose(oldest_gone.logits[-1], newest.logits[-1], **close)
 
 
-def test_auto_positions_are_original_until_the_trained_context_is_full_and_again_after_it(one_layer):
+def test_auto_positions_close_gaps_only_when_the_context_is_full(one_layer):
     tokens = text(300)
     original, in_cache, auto = (
         run(one_layer, tokens, budget=40, slack=8, keep=keep_ends, positions=positions)
@@ -240,7 +240,7 @@ def test_evicts_whenever_the_budget_is_full(model):
     assert [row.pos.tolist() for row in stream.rows[1]] == [[0, 1, 2, 3, *range(28, 40)]] * model.n_head_kv
 
 
-def test_rows_forget_what_is_evicted_and_nothing_else(model):
+def test_evictions_remove_only_the_evicted_entries(model):
     tokens = text(30)
     kept = [0, 3, *range(10, 30)]
     seen = run(model, tokens).stream
@@ -284,7 +284,7 @@ def test_rows_of_different_lengths_are_refused(folder):
 
 
 @pytest.mark.parametrize(("kept", "match"), [([1, 0], "sorted"), ([1, 1], "sorted"), ([1, 9], "in the row")])
-def test_positions_that_cannot_stay_are_refused(model, kept, match):
+def test_invalid_kept_positions_are_refused(model, kept, match):
     with pytest.raises(ValueError, match=match):
         run(model, text(5), budget=4, slack=2, keep=lambda rows, **_: [kept] * len(rows))
 
@@ -309,7 +309,7 @@ def test_a_merged_value_is_the_weighted_sum_of_values_before_any_merge():
     np.testing.assert_array_equal(row.value, [[0.25, 0.75], [7, 5], [5, 5]])
 
 
-def test_a_merge_takes_the_values_of_what_is_evicted(one_layer):
+def test_merge_uses_the_values_of_evicted_entries(one_layer):
     def keep(rows, **_):
         return [[0, 1, 3]] * len(rows), [{1: [(2, 1.0)]}] * len(rows)
 

@@ -36,7 +36,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
-def test_of_several_like_tokens_the_newest_stays(batches):
+def test_newest_of_several_similar_tokens_stays(batches):
     assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
     # with similar=0 all cosines are used. Token 2 is the most redundant, because its key is between the keys
     # of 0 and 4
@@ -45,13 +45,12 @@ def test_of_several_like_tokens_the_newest_stays(batches):
     assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
 
 
-def test_as_many_like_tokens_are_spared_as_asked_for():
+def test_similar_option_sets_how_many_cosines_are_ignored():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # each token ignores its cosine with the newest token that is similar to it. Tokens 0 and 2 ignore their
-    # cosines with 4, and token 4 ignores its cosine with 2. After that, two high cosines make token 0
-    # redundant, one makes token 2 redundant, and none makes token 4 redundant
+    # each token ignores its cosine with the newest token that is similar to it: tokens 0 and 2 ignore 4, and
+    # token 4 ignores 2. So two high cosines count for token 0, one for token 2, and none for token 4
     assert stay(5) == [1, 2, 3, 4, 5]
     # therefore token 4 is not more redundant than tokens 1 and 3. On ties, the newer token stays
     assert stay(3) == [3, 4, 5]
@@ -71,14 +70,14 @@ def test_the_mixture_weighs_importance_against_redundancy():
     assert kept(KEYS, votes, 2, **only) == [0, 5]
 
 
-def test_importance_is_the_highest_of_the_neighbours_before_the_window():
+def test_importance_is_max_pooled_before_the_window():
     alike = [[1, 0]] * 10
     votes = [0, 0, 0, 5, 0, 0, 0, 0, 9, 9]
     assert kept(alike, votes, 5, window=2, mixture=1, kernel=3) == [2, 3, 4, 8, 9]
     assert kept(alike, votes, 3, window=2, mixture=1, kernel=1) == [3, 8, 9]
 
 
-def test_redundancy_is_that_of_the_published_code():
+def test_redundancy_matches_the_published_code():
     """Compare with the published code.
 
     It sets the diagonal to zero. In each row, it also sets the newest cosine above the threshold to zero.
@@ -97,15 +96,15 @@ def test_redundancy_is_that_of_the_published_code():
     assert set(kept(keys.tolist(), [0] * 40, 20, mixture=0)) == least | set(range(32, 40))
 
 
-def test_the_newest_eight_ask_unless_told():
+def test_default_window_is_the_newest_eight_queries():
     policy = policies.fit("rkv", 512)
     assert policy.n_query == policy.window == 8
     assert policies.fit("rkv", 512, None, ["window=7"]).n_query == 7
     assert policies.fit("rkv", 12, 2).n_query == 5
     assert policy.request().group == "max"
-    # generated tokens are compressed as the prompt is
+    # generated tokens are compressed like the prompt
     assert policy.prefill == "stream"
 
 
-def test_keys_take_half_the_bytes_that_they_take_in_the_cache():
+def test_stored_keys_take_one_byte_per_dimension():
     assert RKV.fit(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64

@@ -23,20 +23,20 @@ def evicted(attention, **params):
 UNSTEADY = [[1, 0, 0, 0], [1, 2, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 
-def test_the_lowest_mean_goes_unless_its_deviation_is_high():
+def test_lowest_mean_is_evicted_unless_its_deviation_is_high():
     assert evicted(UNSTEADY, window=1, keep_std=0) == [1]
     # tokens 0 and 2 have equal means, so the older token is evicted
     assert evicted(UNSTEADY, window=1, keep_std=1) == [0]
 
 
-def test_a_mean_is_over_the_steps_lived():
+def test_mean_divides_by_the_age_of_the_token():
     # the tokens have sums of 4, 3, 3, and have lived for 4, 3, 2 steps. Tokens 0 and 1 have equal means, so
     # the older token is evicted
     attention = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1.5, 0], [1, 1, 1.5, 0]]
     assert evicted(attention, window=1, keep_std=0) == [0]
 
 
-def test_three_tenths_stay_for_deviation_or_age_unless_given():
+def test_window_and_keep_std_are_three_tenths_by_default():
     policy = RoCo.fit(216, 16)
     assert (policy.window, policy.keep_std) == (10, 50)
     assert RoCo.fit(216, 16, window=60).keep_std == 0

@@ -23,7 +23,7 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
     return counts
 
 
-def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
+def test_queries_before_a_token_give_it_no_low_scores():
     # the newest token is in the first cell. Token 0 was important to 2 of 6 queries, token 1 to 1 of 5, and
     # token 2 to 0 of 4, so each of the three has 4 low scores
     policy = Scissorhands(6, 1, window=1)
@@ -35,12 +35,12 @@ def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
     assert policy.plan(view, state).keep.tolist() == [[True, True, True, True, True, False]]
 
 
-def test_every_head_of_the_group_counts_on_its_own():
+def test_each_head_of_the_group_is_counted_separately():
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [1, 1], lambda step: 2, n_head=3) == [2, 4]
 
 
-def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
+def test_low_score_is_forgotten_when_its_part_of_the_history_ends():
     # a history of 16 queries is kept as 8 counts, each for 2 queries. When the 17th query comes, the count of
     # the first 2 queries is dropped
     policy = Scissorhands(100, 1, window=1, history=16)
@@ -56,23 +56,23 @@ def test_remembers_no_less_than_seven_eighths_of_the_history(share_of):
     assert set(ones[n:]) == set(range(7 * n // 8 + 1, n + 1))
 
 
-def test_a_long_batch_forgets_all_before_it():
+def test_long_batch_replaces_the_whole_history():
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [4, 50, 1], lambda step: (4, 9, 1)[step]) == [4, 9, 10]
 
 
-def test_counts_stop_where_their_type_ends():
+def test_counts_saturate_at_65535():
     policy = Scissorhands(100, 1, window=1, history=1_000_000)
     assert counts_after(policy, [60_000, 6_000], lambda step: (60_000, 6_000)[step]) == [60_000, 65_535]
 
 
-def test_a_batch_with_more_scores_than_a_count_holds_is_in_proportion():
+def test_batch_with_too_many_scores_is_scaled_down():
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [40_000], lambda step: 120_000, n_head=3) == [65_535]
     assert counts_after(policy, [40_000], lambda step: 60_000, n_head=3) == [32_767]
 
 
-def test_takes_sixteen_bytes_a_cell_and_less_where_plans_are_rare():
+def test_state_takes_16_bytes_per_cell_and_less_if_plans_are_rare():
     def n_bytes(slack):
         return sum(array.nbytes for array in Scissorhands(1000, slack, window=1).start(1, 1, 64))
 

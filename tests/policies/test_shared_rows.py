@@ -37,12 +37,12 @@ def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, li
 NEEDY = [[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]]
 
 
-def test_a_layer_keeps_its_highest_scores_whichever_row_they_are_of():
+def test_layer_keeps_its_highest_scores_from_any_row():
     assert kept(NEEDY, 2) == [[1, 2, 3, 4], []]
     assert kept(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
 
 
-def test_each_row_keeps_its_floor_and_gives_what_is_above_the_limit():
+def test_each_row_keeps_at_least_its_floor_and_at_most_its_limit():
     assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
     assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
     assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
@@ -58,14 +58,14 @@ def test_protected_tokens_stay_and_count_towards_floor_and_limit():
     assert kept(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
 
 
-def test_layers_share_nothing_and_dead_cells_are_no_tokens():
+def test_layers_share_no_budget_and_dead_cells_are_ignored():
     assert kept([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
     assert kept(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
     assert kept(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
     assert kept(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
 
 
-def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
+def test_ties_keep_the_newer_token_then_the_earlier_row():
     assert kept(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
     assert kept(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
     assert kept([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
@@ -73,10 +73,10 @@ def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
 
 
 @every_sharing_policy
-def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice_its_own(name):
+def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
     policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
-    # becomes True if, after a plan, one row of a layer holds more cells than the other
+    # becomes True when the two rows of a layer hold different numbers of cells
     differ = False
     for _ in range(12):
         cache.grow(8)
@@ -93,7 +93,7 @@ def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice
 
 
 @every_sharing_policy
-def test_the_budget_that_is_asked_for_is_the_mean(name):
+def test_requested_budget_is_the_mean_over_rows(name):
     equal, shared = (
         policies.fit(name, 64, 8, options) for options in ([], [*OWN.get(name, []), "heads=adaptive"])
     )
@@ -107,7 +107,7 @@ def test_the_budget_that_is_asked_for_is_the_mean(name):
 
 
 @every_sharing_policy
-def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name):
+def test_floor_of_one_keeps_the_tokens_of_separate_rows(name):
     runs = []
     for options in ([], ["heads=adaptive", "floor=1"]):
         policy = policies.fit(name, 40, 8, [*OWN.get(name, []), *options])
@@ -131,7 +131,7 @@ def entropy_of(values):
     return -sum(share * math.log(share) for share in shares if share) / math.log(len(values))
 
 
-def test_a_layers_entropy_is_that_of_its_open_tokens_of_all_its_rows():
+def test_layer_entropy_covers_unprotected_tokens_of_all_its_rows():
     score = np.array([[9, 1, 2, 3, 9], [9, 4, 0, 6, 9], [9, 1, 1, 1, 9], [9, 0, 0, 0, 9]], np.float32)
     pos = np.tile(np.arange(5, dtype=np.int32), (4, 1))
     live, layer, entropy = np.array([5, 4, 5, 5], np.int32), np.array([0, 0, 1, 2], np.int32), np.empty(4)
@@ -144,7 +144,7 @@ def test_a_layers_entropy_is_that_of_its_open_tokens_of_all_its_rows():
     assert entropy.tolist()[2:] == [1, 1]
 
 
-def test_what_is_apportioned_follows_the_weights_and_what_one_may_not_have_goes_to_the_others():
+def test_apportion_follows_weights_and_limits():
     share = lambda *args: apportion(*map(np.array, args[:2]), args[2]).tolist()  # noqa: E731
     assert share([1.0, 3.0], [99, 99], 8) == [2, 6]
     assert share([1.0, 3.0], [99, 4], 8) == [4, 4]
@@ -157,7 +157,7 @@ def test_what_is_apportioned_follows_the_weights_and_what_one_may_not_have_goes_
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 @pytest.mark.parametrize("name", LAYERED)
-def test_layers_share_by_the_entropy_of_their_scores(name, heads):
+def test_layers_divide_the_budget_by_the_entropy_of_their_scores(name, heads):
     policy = policies.fit(name, 40, 8, ["layers=adaptive", f"heads={heads}", "window=2", "sinks=1"])
     assert (policy.n_asked, policy.budget, policy.ragged, policy.n_keep) == (40, 80, True, 32)
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
@@ -184,7 +184,7 @@ def test_layers_share_by_the_entropy_of_their_scores(name, heads):
 
 
 @pytest.mark.parametrize("name", LAYERED)
-def test_a_stream_of_layers_that_share_stays_within_the_budget(name):
+def test_stream_with_shared_layers_stays_within_the_budget(name):
     policy = policies.fit(name, 40, 8, ["layers=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
     for _ in range(12):
@@ -197,7 +197,7 @@ def test_a_stream_of_layers_that_share_stays_within_the_budget(name):
     assert len(set(cache.live.tolist())) > 1
 
 
-def test_the_smallest_budget_that_works_is_the_one_to_ask_for():
+def test_suggested_smallest_budget_works():
     with pytest.raises(UsageError, match="use a budget of at least 71"):
         policies.fit("h2o", 64, None, ["heads=adaptive", "window=63"])
     assert policies.fit("h2o", 71, None, ["heads=adaptive", "window=63"]).n_asked == 71

@@ -31,11 +31,11 @@ def written(tmp_path):
     return path
 
 
-def test_the_documents_policy_is_short(written):
+def test_documented_policy_has_at_most_40_lines(written):
     assert len(written.read_text(encoding="utf-8").splitlines()) <= 40
 
 
-def test_the_documents_policy_is_explained(written):
+def test_documented_policy_explains_its_parameters(written):
     (listed,) = json.loads(called("policies", written, "--json").stdout)
     assert listed["explained"] == {
         "window": "newest tokens, never evicted.",
@@ -86,7 +86,7 @@ def test_a_docstring_explains_parameters_in_any_style(doc):
     assert explained == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
 
 
-def test_the_documents_policy_runs(tiny_model, written):
+def test_documented_policy_runs(tiny_model, written):
     policy = policies.fit(str(written), 48, 8, ["window=10"])
     assert (policy.window, policy.sinks) == (10, 4)
     with open_engine(tiny_model(), policy) as engine:
@@ -95,13 +95,13 @@ def test_the_documents_policy_runs(tiny_model, written):
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
 
 
-def test_the_documents_policy_keeps_the_highest_average(written):
+def test_documented_policy_keeps_the_highest_average(written):
     policy = policies.load(str(written))(4, 1, window=1, sinks=0)
     # token 3 is the newest, so it is protected. The averages of tokens 0, 2 and 1 are 1, 1 and 1/3
     assert kept_at_first(policy, view_of([3, 0, 2, 1], attn=[0, 4, 2, 1])) == [0, 2, 3]
 
 
-def test_the_smallest_budget_is_named_for_it_too(written):
+def test_refused_budget_names_the_smallest_for_a_user_s_policy(written):
     with pytest.raises(
         UsageError, match=r"a budget of 20 is too small for .*\.py with --evict-every 2; use at least 38$"
     ):
@@ -130,7 +130,7 @@ class POLICY({}):
         (LACKING.format("Ranked", "budget: int; slack: int"), "POLICY must define the method scores$"),
     ],
 )
-def test_a_file_that_is_no_policy_is_refused_in_one_line(tmp_path, code, complaint):
+def test_file_without_a_valid_policy_is_refused_with_one_line(tmp_path, code, complaint):
     path = tmp_path / "mine.py"
     path.write_text(code)
     with pytest.raises(UsageError, match=complaint) as refused:
@@ -159,7 +159,7 @@ def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
     assert [sys.modules[policy.__module__].__doc__ for policy in loaded] == ["Policy one.", "Policy two."]
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_policy_file_is_named(tmp_path):
     with pytest.raises(UsageError, match="no policy file .*nowhere.py"):
         policies.load(str(tmp_path / "nowhere.py"))
 
@@ -216,7 +216,7 @@ def fill_and_evict(engine):
         ),
     ],
 )
-def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
+def test_invalid_plan_is_refused_and_the_cache_stays_unchanged(tiny_model, written, old, new, complaint):
     refused(tiny_model, written, old, new, complaint)
 
 
@@ -241,7 +241,7 @@ TYPE = "TypeError: the score must be of type float32, got"
         ),
     ],
 )
-def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
+def test_invalid_scores_are_refused_before_kernels_read_them(tiny_model, written, score, complaint):
     new = SCORES.replace("return", "score =") + f"        return {score}\n"
     refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
 
@@ -267,7 +267,7 @@ def test_a_score_may_have_any_layout_in_memory(written, layout):
         ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got 'head'"),
     ],
 )
-def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, written, call, complaint):
+def test_helper_functions_refuse_invalid_arguments_and_name_the_line(tiny_model, written, call, complaint):
     new = planned("score = self.scores(view, state)", f"return Plan({call})")
     refused(tiny_model, written, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)")
 
@@ -280,7 +280,7 @@ def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, wri
         ("return cls(budget, slack, window=9.5)", "window must be a whole number, got 9.5"),
     ],
 )
-def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
+def test_invalid_fit_method_is_refused_with_one_line(written, fit, complaint):
     lines = f"    @classmethod\n    def fit(cls, budget, slack, **params):\n        {fit}\n\n    def start"
     written.write_text(written.read_text(encoding="utf-8").replace("    def start", lines), encoding="utf-8")
     with pytest.raises(UsageError, match=complaint) as error:
@@ -321,7 +321,7 @@ def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command
     code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
     code = code.replace("scores.no_such_attribute", "scores * np.float32(2)")
     code = code.replace(SCORES, SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"))
-    # the kernel tells whether it is compiled when the text begins
+    # print whether the kernel is compiled each time the policy observes; the first time counts
     start = "        print('compiled', _scaled._compiled is not None)\n"
     code = code.replace("def observe(self, view, state):\n", f"def observe(self, view, state):\n{start}")
     written.write_text(code, encoding="utf-8")
@@ -335,7 +335,7 @@ def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command
     assert re.search("^compiled (.*)", done.stdout + done.stderr, re.M)[1] == "True"
 
 
-def test_a_parameter_without_a_default_is_asked_for(written):
+def test_parameter_without_a_default_is_required(written):
     code = written.read_text(encoding="utf-8").replace(
         "    window: int = 32", "    alpha: float\n    window: int = 32"
     )
@@ -358,9 +358,7 @@ def refused(tiny_model, written, old, new, complaint):
 
 
 @pytest.mark.parametrize(("budget", "n"), [("48", 1), ("10%", 1), ("4MiB", 2)])
-def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_model(
-    tiny_model, tmp_path, budget, n
-):
+def test_policy_is_fitted_again_only_for_budgets_in_bytes(tiny_model, tmp_path, budget, n):
     path = tmp_path / "mine.py"
     path.write_text(
         "from kvtool.policies.local import Local\n\n\n"

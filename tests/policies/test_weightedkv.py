@@ -22,13 +22,13 @@ def merged(average, policy, pinned=0):
     return merges_of(view.pos, plan)[0], np.flatnonzero(plan.keep[0]).tolist()
 
 
-def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
+def test_merge_weights_match_figure_3_of_the_paper():
     merges, kept = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
     assert kept == [0, 2, 3, 4]
     assert merges == {2: pytest.approx({1: 1 / 6, 2: 5 / 6})}
 
 
-def test_a_merge_sees_those_before_it():
+def test_merges_include_earlier_merges():
     # token 2 merges into 3, then 3 into 4. Token 1 merges last, into token 4, which is its neighbour by then
     merges, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
     assert kept == [0, 4, 5]
@@ -36,7 +36,7 @@ def test_a_merge_sees_those_before_it():
     assert merges == {4: pytest.approx({1: 3 / 7, **{src: weight * 4 / 7 for src, weight in third.items()}})}
 
 
-def test_values_without_any_attention_count_alike():
+def test_values_without_attention_get_equal_weights():
     merges, _ = merged([1, 0, 0, 1], WeightedKV(4, 1, window=1, sinks=0))
     assert merges == {2: {1: 0.5, 2: 0.5}}
 
@@ -60,25 +60,25 @@ def test_the_weights_of_a_merged_value_add_up_to_one():
 
 
 @pytest.mark.large
-def test_many_that_go_at_once_merge_as_the_definition_has_it(share_of):
+def test_many_merges_at_once_match_the_definition(share_of):
     budget, evict_every, n_plan = share_of((110, 50, 5), (150, 60, 7))
     stream("weightedkv", [], budget, evict_every, seed=1, n_plan=n_plan)
 
 
-def test_evicts_only_where_asked_to():
+def test_merge_false_evicts_without_merging():
     _, cache = make("weightedkv", ["merge=false"], 20, 4, seed=0)
     cache.grow(20)
     assert cache.plan()[1].merge is None
 
 
-def test_the_value_of_a_newest_token_that_goes_is_lost():
+def test_value_of_an_evicted_newest_token_is_lost():
     # more tokens are pinned than may stay. The engine never makes such a view
     merges, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
     assert kept == [0, 1, 2]
     assert merges == {}
 
 
-def test_sinks_and_window_are_half_of_what_is_kept_as_in_the_paper():
+def test_sinks_and_window_are_half_of_the_kept_tokens():
     assert policies.fit("weightedkv", 257, 1).window == 124
     assert policies.fit("weightedkv", 1025, 1).window == 508
     assert policies.fit("weightedkv", 257, 1, ["sinks=8"]).window == 120

@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 
 def news(row):
-    """Return for each token of a row the entries that were added to `seen` since the last call of `news`."""
+    """Return the new entries of `seen` for each token of a row: those added since the last call of `news`."""
     fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
     for token in row:
         token["notes"]["n_seen"] = len(token["seen"])
@@ -66,8 +66,9 @@ def normalised(key):
 class Ends(NamedTuple):
     """Arguments of keep_ranked. Tokens before position `first`, and tokens from `recent` on, always stay.
 
-    n_keep: number of tokens to keep per row; the mean, if is_shared. is_shared: True if the rows of a layer
-    share a budget. n_most, floor: the arguments `most` and `floor` of keep_shared.
+    n_keep: number of tokens to keep per row. If is_shared is True, the mean of the rows.
+    is_shared: True if the rows of a layer share a budget.
+    n_most, floor: the arguments `most` and `floor` of keep_shared.
     """
 
     first: int

@@ -54,8 +54,8 @@ class Clusters:
     def gains(self, of, keys, queries):
         """Return f64[..., m]: for each query and cluster, how much the spread of the keys raises the logit.
 
-        The gain is half of the variance of the keys' logits, if the keys of all clusters vary in the same
-        proportions.
+        The gain is half of the variance of the keys' logits. It is estimated: the keys of all clusters are
+        assumed to vary in the same proportions.
         of: result of `members`, for m clusters. keys f64[n, d]: keys with the rotation that their block had
         when it was clustered. queries f64[m, ..., d]: for each cluster, the queries with the rotation of its
         keys, multiplied by the scale of the logits.

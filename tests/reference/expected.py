@@ -5,7 +5,7 @@ One token is evicted at a time.
 
 import math
 
-# scores are float32, because scores that are equal in the policy must also be equal in the twin
+# scores are float32, like the policy's, so that policy and twin find the same ties
 import numpy as np
 
 from . import ends, keep_ranked
@@ -38,7 +38,7 @@ def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
             shares = [total + weight for total, weight in zip(shares, softmax(logits), strict=True)]
         for token, share in zip(behind, shares, strict=True):
             share /= len(token["future"])
-            score[token["pos"]] = np.float32((share + epsilon) * token["length"] if lengths else share)
+            score[token["pos"]] = np.float32((share + epsilon) * token["value_norm"] if lengths else share)
         scores.append(score)
     return keep_ranked(scores, ends(sinks=sinks, **how))
 

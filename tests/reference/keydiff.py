@@ -3,7 +3,7 @@
 Window and sinks are not evicted. One token is evicted at a time.
 """
 
-# scores are float32, because scores that are equal in the policy must also be equal in the twin
+# scores are float32, like the policy's, so that policy and twin find the same ties
 import numpy as np
 
 from . import ends, keep_ranked, normalised

@@ -1,6 +1,7 @@
-"""KVzip (arXiv:2505.23416): evict the prompt token least attended to during repetition, one at a time.
+"""KVzip (arXiv:2505.23416): evict the prompt token that got the least attention when the prompt was repeated.
 
-The notes of a prompt token hold its score. Tokens without a score are evicted last, the oldest first.
+One token is evicted at a time. The notes of a prompt token hold its score. Tokens without a score are evicted
+last, the oldest first.
 """
 
 import math

@@ -76,7 +76,7 @@ class Llama:
         """Set the architecture's attributes. number(key, default) reads the file's metadata."""
 
     def frequencies(self, number, weights):
-        """Return the attribute `freq`. Tensors that it is computed from are removed from `weights`."""
+        """Return the attribute `freq`. If it is computed from tensors, remove these from `weights`."""
         if number("rope.dimension_count", self.head_dim) != self.head_dim:
             raise ValueError("RoPE over a part of the head is not known here")
         exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
@@ -156,7 +156,7 @@ class Llama:
         return self.scaled((pairs * self._phase[i][rot]).view(np.float64), i)
 
     def scaled(self, keys, i):
-        """Transform keys f64[..., head_dim] after their rotation, in the order of the pairs."""
+        """Scale rotated keys f64[..., head_dim], whose elements are in the order of RoPE's pairs."""
         return keys
 
     def rotate_query(self, pairs, rot, i):
@@ -275,7 +275,7 @@ class Qwen2VL(Llama):
 
 
 class GptOss(Llama):
-    """Each head has a sink: an additional logit in the softmax that has no value. Tokens use all experts."""
+    """Each head has a sink: an additional logit in the softmax, without a value. Tokens use all experts."""
 
     archs = ("gpt-oss",)
     limit = 7.0
@@ -398,8 +398,8 @@ class DeepSeek32(DeepSeek2):
 class Gemma4(Llama):
     """The last layers have no rows. Each of them reads the rows of an earlier layer.
 
-    A sliding layer reads the rows of the last sliding layer that has rows. A layer that does not slide reads
-    the rows of the last layer with rows that does not slide.
+    A sliding layer reads those of the last sliding layer with rows, and a full layer those of the last full
+    layer with rows.
     """
 
     archs = ("gemma4",)

@@ -2,7 +2,7 @@
 
 import math
 
-# scores are float32, because scores that are equal in the policy must also be equal in the twin
+# scores are float32, like the policy's, so that policy and twin find the same ties
 import numpy as np
 
 from . import ends, keep_ranked, normalised

@@ -3,7 +3,7 @@
 Tokens with the highest deviations are not evicted.
 """
 
-# scores are float32, because scores that are equal in the policy must also be equal in the twin
+# scores are float32, like the policy's, so that policy and twin find the same ties
 import numpy as np
 
 CASES = [

@@ -137,7 +137,7 @@ class Stream:
     counter: position by which the next token's query and key are rotated.
     t: "stream" if Batch.t counts tokens of the stream, "cells" if it counts entries of the longest row.
     logn: True to multiply attention logits by log_512(t).
-    observe: a twin's function, or None.
+    observe: function that gets all entries when positions restart, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries, or math.inf.
     n_near: largest distance between a query and evicted entries: half of the trained context.
     far: evicted entries before this position have the distance n_near from the step's first token. An
@@ -145,7 +145,7 @@ class Stream:
     n_block: if set, blocks of n_block tokens become far as a whole. In row i of n rows, a block becomes far
     i * (n_block // 4) // n tokens later.
     exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
-    future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
+    future: (n_query, n_future, n_skip) of a policy that reads `future` and `value_norm` in records, or None.
     """
 
     def __init__(
@@ -245,11 +245,11 @@ class Stream:
         return records
 
     def _look_ahead(self, layer, row, records):
-        """Add `future` and `length` to the records.
+        """Add `future` and `value_norm` to the records.
 
         The logit of a query for an entry is the mean of the logits that the query would have at the stream's
         next n_future positions. future: for each head, the mean and the variance of this logit over the last
-        queries. length: norm of the value, or 1 if values are a part of the keys.
+        queries. value_norm: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
@@ -262,9 +262,9 @@ class Stream:
         # [query, head, entry]
         logits = queries @ keys.mT * model.scale
         future = np.stack((logits.mean(axis=0), logits.var(axis=0)), axis=-1).swapaxes(0, 1)
-        lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
-        for record, moments, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
-            record |= {"future": moments, "length": length}
+        norms = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
+        for record, moments, norm in zip(records, future.tolist(), norms.tolist(), strict=True):
+            record |= {"future": moments, "value_norm": norm}
 
     def attend(self, layer, query, key=None, value=None):
         """Attend with queries c128[n_head, n_tokens, head_dim / 2]. Return f64[n_head, n_tokens, value_dim].
@@ -365,8 +365,8 @@ class Stream:
             of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
             if (of < 0).all():
                 return logits, archive.value
-            # before clustering, far keys are rotated to position 0. The keys of a near block are rotated to
-            # their positions minus the base (pos - rot) of the block's last key
+            # before clustering, all keys of a far block are rotated to position 0. Keys of a near block are
+            # rotated to pos - base, where base is pos - rot of the block's last key
             n = self.n_block
             last = np.searchsorted(archive.pos, archive.pos // n * n + n) - 1
             bases = (archive.pos - archive.rot)[last]

@@ -35,8 +35,8 @@ class Answering:
 
     dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. When no
     text is left, the model writes the reply.
-    prompt, prompt_tokens: everything that the engine had read before the last dictated reply, as text and as
-    tokens.
+    prompt: text of everything that the engine had read before the last dictated reply.
+    prompt_tokens: tokens of this text.
     """
 
     def __init__(self, slot, defaults):

@@ -90,7 +90,7 @@ def pieces_of(text):
 
 
 def events_of(text):
-    """Return the JSON objects in the text of a stream. Check that each has the name of its event as type."""
+    """Return the JSON objects in the text of a stream. Check that the type of each is its event's name."""
     pairs = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
     assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]

@@ -24,8 +24,8 @@ class Dictating:
     target: address of the server.
     replies: answers to the next requests that have tools. An answer is a text, a pair (tool name, input), or
     None to let the model answer.
-    asked: a dict for each POST request: path, headers, body, status and answer. If the client disconnected,
-    the dict also has the key "gone".
+    asked: list with a dict for each POST request. Its keys are path, headers, body, status and answer, and
+    also "gone" if the client disconnected.
     """
 
     def __init__(self, url, target):

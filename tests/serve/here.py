@@ -70,8 +70,9 @@ def send(
 ):
     """Return the answer to one request to a server without a model.
 
-    body, content: the request's body, as an object that becomes JSON, or as bytes.
-    engine: function that answers the job, in a thread of its own. None if no job is expected.
+    body: the request's body as an object, which is sent as JSON.
+    content: the request's body as bytes.
+    engine: function that answers the job in its own thread. None if no job is expected.
     n_waiting: number of jobs for which the queue has room.
     is_loaded: False if the model is still being loaded.
     site: further fields of `Site`.
@@ -93,7 +94,7 @@ def send(
 
 @contextmanager
 def here(model, **options):
-    """Serve a model. It starts in a fraction of a second.
+    """Serve a model in this process. The server starts in a fraction of a second.
 
     Requests without a temperature are answered greedily.
 
@@ -102,7 +103,7 @@ def here(model, **options):
     raw = {"model": str(model), "threads": 1, **options}
     run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), None, 2**32)
+    opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), 2**32)
     ready, pools, failed = threading.Event(), [], []
 
     def work():

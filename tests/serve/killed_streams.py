@@ -64,9 +64,9 @@ class Life:
 
 
 def kill_amid(server, talks, is_time=lambda: False):
-    """Call the functions `talks` at once. Kill the server once is_time() is true or one of them has ended.
+    """Call all `talks` in parallel. Kill the server once is_time() is true or one of the calls has ended.
 
-    Raises the errors of the functions.
+    Raises the error of a call that failed.
     """
     with ThreadPoolExecutor(len(talks)) as pool:
         threads = [pool.submit(talk) for talk in talks]
@@ -83,8 +83,8 @@ class KilledChat:
 
     messages: messages of its finished turns.
     n_token: number of tokens of its finished turns.
-    n_max: token limit of each of its finished answers.
-    n_delta: number of events of the answer that is being streamed.
+    n_max: list of the token limits of its finished answers.
+    n_delta: number of pieces received of the answer that is being streamed.
     n_turn: number of turns that were finished under the present server.
     n_cut: number of turns that were cut by kills.
     """
@@ -136,8 +136,7 @@ class KilledChat:
 def run(model, policy, folder, n_kill, seed=0):
     """Kill n_kill servers amid streams. Return how many streams were cut and how many turns were finished.
 
-    Raises AssertionError if a finished turn is lost, or if its answer differs from the answer that its chat
-    gets alone.
+    Raises AssertionError if a finished turn is lost, or if an answer changes when its chat is replayed alone.
     """
     rng, options = random.Random(seed), options_of(policy)
     chats = [KilledChat(number, seed) for number in range(2)]

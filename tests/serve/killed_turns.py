@@ -1,4 +1,4 @@
-"""Kill a server just before it changes its folder of chats, in a separate run for each changing call.
+"""Kill a server just before a call that changes its folder of chats. Test each such call in a separate run.
 
     python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
 
@@ -86,7 +86,7 @@ class SlotServer:
 
 
 def turns(server):
-    """Take three turns in each of two chats. Then repeat the first chat's last question, and replace it.
+    """Take three turns in each of two chats. In the first chat, repeat the last question, then replace it.
 
     Yield (messages, number of tokens) of the chat after each answer.
     """
@@ -189,7 +189,7 @@ def go_on(model, policy, folder, finished):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a server at every `step`-th call, each in a new run. Return the number of calls without a kill."""
+    """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
     # the first process may also write compiled kernels, so its calls are not counted
     live(model, policy, folder / "first", NEVER)
@@ -214,8 +214,8 @@ def run(model_path, folder, policy, step=1):
         answers = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(answers, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # n_cached exceeds the turn's tokens if the cache has an earlier question with the same first
-            # tokens as the new question, and can be rewound to the end of these tokens
+            # n_cached exceeds the turn's tokens if the new question begins with the same tokens as an earlier
+            # question in the cache, and the cache can be rewound to the end of these tokens
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:

@@ -58,7 +58,8 @@ class Server:
 def serving(model, *options, program=None, **how):
     """Start `kvtool serve -m model ...` on a free port. Yield the Server when it is ready.
 
-    program: Python code that runs kvtool, or None for `python -m kvtool`. how: further arguments of Popen.
+    program: Python code that runs kvtool, or None for `python -m kvtool`.
+    how: further arguments of Popen.
     Raises AssertionError with the text on stderr if the server ends before it is ready.
     """
     kvtool = ["-m", "kvtool"] if program is None else ["-c", program]

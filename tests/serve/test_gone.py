@@ -1,4 +1,4 @@
-"""Clients notice if a killed server cuts an answer, at any byte. `until_killed` raises other errors."""
+"""Clients notice if a killed server cuts an answer at any byte. `until_killed` hides only such errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server():
 
 
 @pytest.mark.parametrize("cut", range(len(STREAM)))
-def test_a_stream_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
+def test_stream_cut_at_any_byte_raises_gone(cut):
     # a stream ends with a chunk of size 0: once this size has arrived, no event can be missing
     if cut > STREAM.rindex(b"0\r\n\r\n"):
         assert list(events(answer(STREAM[:cut]))) == EVENTS
@@ -45,19 +45,19 @@ def test_a_stream_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
         list(events(answer(STREAM[:cut])))
 
 
-def test_whole_answers_are_read():
+def test_complete_answers_are_read():
     assert list(events(answer(STREAM))) == EVENTS
     assert json.loads(answer(WHOLE).read()) == EVENTS
 
 
 @pytest.mark.parametrize("cut", range(len(WHOLE)))
-def test_an_answer_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
+def test_answer_cut_at_any_byte_raises_gone(cut):
     with pytest.raises(GONE):
         answer(WHOLE[:cut]).read()
 
 
 @pytest.mark.parametrize("error", [http.client.IncompleteRead(b""), ConnectionResetError(), TimeoutError()])
-def test_only_a_killed_server_may_break_a_connection(error):
+def test_until_killed_ignores_broken_connections_only_after_a_kill(error):
     killed, alive = server(), server()
     with killed.until_killed():
         killed.kill()
@@ -66,7 +66,7 @@ def test_only_a_killed_server_may_break_a_connection(error):
         raise error
 
 
-def test_a_wrong_answer_of_a_killed_server_is_an_error():
+def test_until_killed_raises_errors_other_than_gone():
     killed = server()
     killed.kill()
     for error in (AssertionError, ValueError, KeyError):

@@ -56,7 +56,7 @@ def ask(client, messages, **more):
     return client.chat.completions.create(messages=messages, **{"model": "any", "max_tokens": 6} | more)
 
 
-def test_a_chat_is_answered_with_its_usage(client):
+def test_chat_answer_has_text_usage_and_stats(client):
     answer = ask(client, [SYSTEM, message("user", "Name a colour.")])
     choice = answer.choices[0]
     assert choice.message.role == "assistant"
@@ -72,7 +72,7 @@ def test_a_chat_is_answered_with_its_usage(client):
     assert extra["kvtool"]["budget"] == 256
 
 
-def test_a_stream_says_the_same(client):
+def test_stream_has_the_text_and_usage_of_the_whole_answer(client):
     messages = [SYSTEM, message("user", "Name an animal.")]
     whole = ask(client, messages, stop=["zebra"])
     pieces, usage = [], None
@@ -87,7 +87,7 @@ def test_a_stream_says_the_same(client):
     assert (usage.completion_tokens, usage.total_tokens) == (6, whole.usage.total_tokens)
 
 
-def test_a_chat_of_another_name_continues_from_what_was_read(client):
+def test_same_chat_under_another_session_name_continues_from_the_cache(client):
     messages = [SYSTEM, message("user", "What is a river?")]
     answer = ask(client, messages, extra_headers={"X-Session-Id": "one"})
     messages += [message("assistant", answer.choices[0].message.content), message("user", "Is it wet?")]
@@ -100,7 +100,7 @@ def test_a_chat_of_another_name_continues_from_what_was_read(client):
         assert again.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
-def test_a_long_chat_stays_in_its_cells_and_says_what_it_forgot(real_client):
+def test_long_chat_stays_within_its_cells_and_reports_forgotten_tokens(real_client):
     messages, cells, forgotten = [SYSTEM], set(), []
     for i in range(6):
         messages.append(message("user", f"{i}: " + "The river is long and the boat is slow. " * 6))
@@ -115,7 +115,7 @@ def test_a_long_chat_stays_in_its_cells_and_says_what_it_forgot(real_client):
     assert answer.usage.total_tokens > 256 + 128
 
 
-def test_seeds_and_log_probabilities(real_server, real_client):
+def test_seed_logprobs_and_logit_bias_work(real_server, real_client):
     messages = [message("user", "Say something.")]
     one, two = (
         ask(real_client, messages, temperature=1.5, seed=7).choices[0].message.content for _ in range(2)
@@ -133,7 +133,7 @@ def test_seeds_and_log_probabilities(real_server, real_client):
     assert other.choices[0].logprobs.content[0].token != listed[0].token
 
 
-def test_texts_are_continued(real_client, smol):
+def test_completions_equal_generate_raw(real_client, smol):
     prompt = "The capital of France is"
     answer = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, logprobs=1)
     written = forked.run(
@@ -147,7 +147,7 @@ def test_texts_are_continued(real_client, smol):
     assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
 
 
-def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
+def test_disconnected_client_stops_its_answer(server, client):
     # the second prompt is long, so the client may disconnect while the server reads it
     for text in ("Tell me a long story.", "It is a long story. " * 2000):
         with pytest.raises(openai.APITimeoutError):
@@ -158,7 +158,7 @@ def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
         until(lambda: "kvtool_requests_running 0\n" in http.get("/metrics").text)
 
 
-def test_models_props_and_tokens(server, client):
+def test_models_props_tokenize_and_metrics_answer(server, client):
     assert [model.id for model in client.models.list()] == ["talker"]
     assert client.models.retrieve("talker").id == "talker"
     ask(client, [message("user", "Hello.")])
@@ -188,7 +188,7 @@ def test_models_props_and_tokens(server, client):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
+def test_server_gives_the_same_replies_as_kvtool_chat(talker, policy, connect):
     turns = [f"{i}: " + "The river is long and the boat is slow. " * 5 + "What is slow?" for i in range(6)]
     options = ("--policy", policy, "--budget", "128", "--temp", "0")
     system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
@@ -207,7 +207,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     assert "".join(f"{reply}\n" for reply in replies) == done.stdout
 
 
-def test_responses_are_chats_in_another_form(client):
+def test_responses_api_gives_the_same_answers_as_chat_completions(client):
     whole = client.responses.create(
         model="any", instructions=SYSTEM["content"], input="Name an animal.", max_output_tokens=20
     )
@@ -238,7 +238,7 @@ def test_responses_are_chats_in_another_form(client):
     assert event.response.usage.input_tokens_details.cached_tokens == same.usage.total_tokens
 
 
-def test_a_tool_is_called_and_its_result_read(real_client):
+def test_tool_is_called_and_its_result_is_read(real_client):
     messages = [SYSTEM, message("user", "How is the weather in Oslo?")]
     city = {"type": "string", "maxLength": 12}
     parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
@@ -267,7 +267,7 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     assert after.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
-def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
+def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
     system = message("system", "You know the river. " * 90)
     with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = connect(f"{server.url}/v1")
@@ -290,7 +290,7 @@ def _n_said(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
 
 
-def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker, connect):
+def test_servers_system_prompt_is_used_for_chats_without_one(talker, connect):
     with serving(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
         client = connect(f"{server.url}/v1")
         question = message("user", "Name an animal.")

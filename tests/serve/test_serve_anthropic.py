@@ -31,7 +31,7 @@ def result(id, content, **more):
     return {"type": "tool_result", "tool_use_id": id, "content": content, **more}
 
 
-def test_a_request_is_a_chat():
+def test_messages_request_is_converted_to_a_chat():
     talk = [
         message("user", [text("One, "), text("two.")]),
         {"role": "system", "content": "New rules."},
@@ -94,7 +94,7 @@ def call(id, arguments):
     return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}}
 
 
-def test_a_header_is_dropped_from_the_system_prompt_alone():
+def test_billing_header_is_dropped_only_from_the_system_prompt():
     header = "x-anthropic-billing-header: cc_version=2; cch=1;"
     for system, rest in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
         chat = [message("system", system), message("user", header)]
@@ -110,7 +110,7 @@ SEARCH = {"name": "search", "input_schema": {"type": "object"}}
 REFERENCE = {"type": "tool_reference", "tool_name": "later"}
 
 
-def test_a_reference_to_a_tool_becomes_its_definition():
+def test_tool_reference_is_replaced_by_the_tools_definition():
     talk = [
         message("user", "Hi."),
         message("assistant", [use("a")]),
@@ -127,7 +127,7 @@ def test_a_reference_to_a_tool_becomes_its_definition():
         anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
 
 
-def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
+def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})[0]["tools"])
     assert "defer_loading" not in later
@@ -214,7 +214,7 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_in_one_line(changes, words):
+def test_invalid_messages_requests_get_one_line(changes, words):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         if path.endswith("count_tokens") and ("max_tokens is" in words or "must not end" in words):
             continue
@@ -226,7 +226,9 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 
 
 def sent(path, body=None, method="POST", **how):
-    """Return (status, body) of the answer to a request. The server has no engine, and its queue no room."""
+    """Return (status, body) of the answer to a request. The server has no engine, and its queue accepts no
+    jobs.
+    """
     answer = send(path, method, body=body, n_waiting=0, **how)
     if answer.status_code != 200:
         ids = [answer.headers[name] for name in ("request-id", "x-request-id")]
@@ -234,7 +236,7 @@ def sent(path, body=None, method="POST", **how):
     return answer.status_code, answer.json()
 
 
-def test_errors_have_anthropics_form_and_status(capsys):
+def test_errors_have_anthropics_format_and_status(capsys):
     count = "/v1/messages/count_tokens"
 
     evil = {"Host": "evil.example"}
@@ -285,11 +287,11 @@ def test_errors_have_anthropics_form_and_status(capsys):
         ('{"a": [1, {}, 2], "b', {"a": [1, {}, 2]}),
     ],
 )
-def test_the_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expected):
+def test_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expected):
     assert anthropic._input(text) == expected
 
 
-def test_a_stream_has_its_events_in_order(monkeypatch):
+def test_stream_sends_its_events_in_order(monkeypatch):
     monkeypatch.setattr(app, "PING_S", 0.05)
     counts = {"n_prompt": 30, "n_cached": 10}
     arguments = {"function": {"arguments": '{"x": 1}'}}

@@ -48,7 +48,7 @@ def talked(url, **more):
     return messages, n_all
 
 
-def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
+def test_edited_request_reads_only_tokens_after_the_first_change(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
     # Each letter is one token. The server reads the changed last letter, and the template's tokens after it.
@@ -62,7 +62,7 @@ def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     assert ask(url, messages[:2]).n_read == 1
 
 
-def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, options):
+def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
     messages, _ = talked(url)
     edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
     reply = ask(url, edited).reply
@@ -71,7 +71,7 @@ def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, opt
         assert ask(fresh.url, edited).reply == reply
 
 
-def test_a_short_chat_is_continued_after_another_chat(url):
+def test_short_chat_continues_after_another_chat(url):
     short, other = [message("user", "Name a river. " * 12)], [message("user", "A title, please.")]
     assert ask(url, short).n_read < 256
     assert ask(url, short).n_read == 1
@@ -80,7 +80,7 @@ def test_a_short_chat_is_continued_after_another_chat(url):
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
-def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options, is_old):
+def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options, is_old):
     arguments = (*options, "--sessions", str(tmp_path))
     with serving(talker, *arguments) as server:
         messages, _ = talked(server.url)
@@ -104,7 +104,7 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
         assert ask(server.url, [*messages, message("user", "And?")]).n_read < 20
 
 
-def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
+def test_stored_chat_can_be_undone_turn_by_turn(talker, tmp_path):
     messages, sizes = [SYSTEM], []
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
@@ -123,7 +123,7 @@ def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
         assert chat.undo() is None
 
 
-def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
+def test_chats_with_different_keys_share_their_first_tokens(url):
     messages, n_all = talked(url)
     answer = ask(url, messages[:2], prompt_cache_key="one")
     assert (answer.reply, answer.n_all, answer.n_read) == (messages[2], n_all[0], 1)
@@ -132,7 +132,7 @@ def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
+def test_changed_system_prompt_is_read_from_the_first_difference(talker, pins):
     with serving(talker, *RECALL, *["--pin"] * pins) as server:
         url = server.url
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
@@ -154,7 +154,7 @@ TOOLS = [
 ]
 
 
-def test_a_tool_more_is_read_from_where_it_begins(url):
+def test_added_tool_is_read_from_its_first_token(url):
     messages = [SYSTEM, message("user", ASKED[0])]
     n_prompt = ask(url, messages, tools=TOOLS[:2]).n_prompt
     more = ask(url, messages, tools=TOOLS)
@@ -164,7 +164,7 @@ def test_a_tool_more_is_read_from_where_it_begins(url):
     assert ask(url, messages, tools=TOOLS[:2]).n_read == 1
 
 
-def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
+def test_long_common_prefix_is_taken_from_any_stored_chat(talker, tmp_path):
     arguments = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
     systems = [message("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
     with serving(talker, *arguments) as server:
@@ -181,7 +181,7 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
                     assert answer.n_read <= 8, (pin, key)
 
 
-def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
+def test_tokens_read_for_a_disconnected_client_are_not_read_again(talker, tmp_path):
     messages = [message("user", "Waves come and go. " * 40)]
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path)
@@ -189,7 +189,7 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
         assert 256 <= server.ask(messages)[1] < 512
 
 
-def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
+def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
@@ -199,7 +199,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 
-def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
+def test_changed_chat_is_reread_if_earlier_tokens_were_forgotten(talker):
     with serving(talker, *RECALL, "--archive", "40") as server:
         messages = [SYSTEM]
         for text in (*ASKED, *ASKED):

@@ -42,12 +42,12 @@ def chat(messages, **fields):
     ],
     ids=str,
 )
-def test_a_last_message_of_the_assistant_is_continued(fields):
+def test_last_message_of_the_assistant_is_continued(fields):
     request = chat([HI, BEGUN | {"prefix": True}], **fields)
     assert (request.messages, request.begun, request.ignored) == ([HI], "The answer", [])
 
 
-def test_another_last_message_is_answered():
+def test_last_message_is_answered_if_continuing_is_off_or_impossible():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     calling = {**BEGUN, "tool_calls": [call]}
     for messages, fields in (
@@ -85,14 +85,14 @@ def test_another_last_message_is_answered():
     ],
     ids=str,
 )
-def test_what_cannot_be_continued_is_named(messages, fields, param):
+def test_error_names_the_field_that_prevents_continuing(messages, fields, param):
     with pytest.raises(ApiError) as caught:
         chat(messages, **fields)
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
 
-def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
+def test_messages_api_refuses_a_begun_reply_with_blanks_at_its_end():
     def request_of(*messages):
         return checked({"max_tokens": 5, "system": "Be.", "messages": list(messages)}, "messages")
 
@@ -105,7 +105,7 @@ def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
         request_of(HI, message("assistant", [{"type": "text", "text": "So"}, use]))
 
 
-def test_a_splitter_goes_on_behind_a_beginning():
+def test_splitter_continues_after_a_begun_reply():
     def parts(begun, text):
         splitter = Splitter.behind(THINK, begun)
         return [*splitter.feed(text), *splitter.end()]
@@ -133,7 +133,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
         (PLAIN, {}, "a<|im_end|>\n", "<|im_start|>assistant\na<|im_end|>\n"),
     ],
 )
-def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, variables, begun, ends):
+def test_prompt_ends_with_the_begun_reply(model, tmp_path, source, variables, begun, ends):
     with answering(model, source, tmp_path) as ask:
         end = ask([HI, message("assistant", begun)], " it is.", chat_template_kwargs=variables)
         assert ask.prompt.endswith(f"Hi.<|im_end|>\n{ends}")
@@ -146,7 +146,7 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 
 @pytest.mark.engine
 @needs_published
-def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
+def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
     """A prompt that ends with the beginning of a reply must be a prefix of the chat with the whole reply.
 
     Only the texts from the user's message on are compared.
@@ -179,7 +179,9 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
     [(PLAIN, ""), (OPENS, "<think>\n"), (SWITCHED, "<think>\n")],
     ids=["plain", "opens", "switched"],
 )
-def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path, source, thought, policy):
+def test_stored_chat_has_the_whole_reply_and_continues_from_the_cache(
+    model, tmp_path, source, thought, policy
+):
     with answering(model, source, tmp_path, policy, budget=128) as ask:
         first = ask([HI, BEGUN], " is 42.")
         assert first["message"] == message("assistant", " is 42.")
@@ -199,7 +201,7 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
 
 
 @pytest.mark.engine
-def test_a_long_prompt_is_read_once_for_several_beginnings(model, tmp_path):
+def test_long_prompt_is_read_once_for_several_begun_replies(model, tmp_path):
     long = message("user", "The river is long and the boat is slow. " * 40)
     with answering(model, PLAIN, tmp_path, "h2o", budget=128) as ask:
         n = ask([long, BEGUN], " is 42.")["n_prompt"]
@@ -208,7 +210,7 @@ def test_a_long_prompt_is_read_once_for_several_beginnings(model, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_beginning_of_a_thought_is_gone_once_the_template_drops_it(model, tmp_path):
+def test_begun_thought_is_dropped_from_the_stored_chat(model, tmp_path):
     with answering(model, SWITCHED, tmp_path) as ask:
         end = ask([HI, message("assistant", "<think>\nHm")], "m.\n</think>\n\nSo.")
         assert end["message"] == {"role": "assistant", "reasoning_content": "m.\n", "content": "So."}
@@ -216,7 +218,7 @@ def test_a_beginning_of_a_thought_is_gone_once_the_template_drops_it(model, tmp_
 
 
 @pytest.mark.engine
-def test_a_beginning_counts_for_a_schema(model, tmp_path):
+def test_begun_reply_and_its_continuation_fit_the_schema_together(model, tmp_path):
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [41, 42]}},
@@ -235,7 +237,7 @@ def test_a_beginning_counts_for_a_schema(model, tmp_path):
 
 
 @pytest.mark.engine
-def test_both_interfaces_continue_over_http(talker):
+def test_chat_completions_and_messages_continue_a_begun_reply(talker):
     with here(talker, policy="h2o", budget="256") as server:
         begun = [HI, message("assistant", "ab")]
         reply, usage = server.chat(begun)

@@ -112,19 +112,19 @@ def check_cuts(format, text, expected):
 
 
 @each_case
-def test_calls_are_told_from_text_however_it_is_cut(format, text, calls):
+def test_calls_are_found_however_the_text_is_cut(format, text, calls):
     check_cuts(format, text, calls)
     check_cuts(format, f"\n\n{text}\n", calls)
 
 
 @each_format
-def test_calls_are_written_as_models_write_them(format):
+def test_format_writes_calls_like_the_models(format):
     text, calls = WRITTEN[format.name]["one"]
     assert format.written(calls) == text
 
 
 @each_case
-def test_text_before_a_call_stays_without_the_white_space_between(format, text, calls):
+def test_text_before_a_call_stays_without_its_last_blanks(format, text, calls):
     if format is LLAMA and text[0] == "{":
         # JSON without a tag is a call only at the start of a reply
         for before in ("So: ", "; "):
@@ -134,14 +134,14 @@ def test_text_before_a_call_stays_without_the_white_space_between(format, text, 
 
 
 @each_case
-def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
+def test_text_after_a_call_stays_without_its_first_blanks(format, text, calls):
     # in LFM2 and Gemma, a call ends only at the closing tag or at the end of the reply
     if format not in (formats.LFM2, formats.GEMMA) or format.tags[1] in text:
         check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
 
 
 @each_case
-def test_a_call_after_a_thought(format, text, calls):
+def test_call_after_a_thought_is_found_and_a_call_in_it_is_not(format, text, calls):
     splitter, parser = Splitter(THINK), Parser(format, TOOLS)
     thought, events = "", []
     for character in f"<think>\nI call it: {text}\n</think>\n\n{text}":
@@ -155,7 +155,7 @@ def test_a_call_after_a_thought(format, text, calls):
 @pytest.mark.share(7, "format")
 @each_format
 @pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
-def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):
+def test_broken_calls_and_calls_of_unknown_tools_are_text(format, inside):
     texts = [OPENS[format.name] + inside, f"a\n{OPENS[format.name]}{inside}\n</tool_call> b \n"]
     if format is LLAMA and inside[:1] == "{":
         texts += [inside, f" {inside}; x"]
@@ -166,7 +166,7 @@ def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):
 
 
 @each_case
-def test_a_call_that_is_cut_off_is_text(format, text, calls):
+def test_incomplete_call_is_text(format, text, calls):
     first = parsed(format, [text])[0]
     for n in range(1, len(text)):
         parts = parsed(format, [text[:n]])
@@ -175,7 +175,7 @@ def test_a_call_that_is_cut_off_is_text(format, text, calls):
 
 
 @each_format
-def test_a_forced_call_that_a_limit_cuts_keeps_what_there_is_of_its_arguments(format):
+def test_forced_call_that_a_limit_cuts_keeps_the_beginning_of_its_arguments(format):
     def events(text, is_cut):
         parser = Parser(format, TOOLS, "call")
         return [*parser.feed(text), *parser.end(is_cut=is_cut)], parser.has_left_out
@@ -195,7 +195,7 @@ def test_a_forced_call_that_a_limit_cuts_keeps_what_there_is_of_its_arguments(fo
 
 
 @each_format
-def test_the_search_goes_on_behind_a_tag_that_opens_no_call(format):
+def test_call_is_found_after_a_tag_that_opens_no_call(format):
     text, calls = WRITTEN[format.name]["one"]
     if format is LLAMA:
         text = f"<|python_tag|>{text}"
@@ -205,13 +205,13 @@ def test_the_search_goes_on_behind_a_tag_that_opens_no_call(format):
 
 
 @each_format
-def test_every_format_reads_hermes(format):
+def test_every_format_also_reads_hermes_calls(format):
     text, calls = WRITTEN["hermes"]["two"]
     check_cuts(format, f"a {text}", ["a", *calls])
 
 
 @each_format
-def test_texts_and_calls_in_any_order(format):
+def test_texts_and_calls_are_parsed_in_any_order(format):
     parts = [
         "a < b ",
         "<tool",
@@ -261,7 +261,7 @@ each_json_format = pytest.mark.parametrize(
 )
 
 
-def test_these_formats_are_json():
+def test_formats_with_json_calls_are_as_listed():
     names = {format.name for format in JSON_FORMATS}
     assert names == {"hermes", "mistral", "granite", "nemotron", "llama", "apriel", "cohere"}
 
@@ -272,7 +272,7 @@ WRAPS = [("```json", "```"), ("<tools>", "</tools>")]
 @each_json_format
 @pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize(("inside", "calls"), BLOCKS.values(), ids=BLOCKS)
-def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
+def test_code_block_with_calls_is_parsed_as_calls(format, inside, calls, opening, close):
     block = f"{opening}\n{inside}\n{close}"
     check_cuts(format, block, calls)
     check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
@@ -287,7 +287,7 @@ def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
 @each_json_format
 @pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize("inside", NO_BLOCKS)
-def test_another_block_is_text(format, inside, opening, close):
+def test_code_block_without_calls_is_text(format, inside, opening, close):
     block = f"{opening}\n{inside}\n{close}"
     for text in (block, f"So:\n\n  {block}\nas it is.\n"):
         check_cuts(format, text, [text])
@@ -298,19 +298,19 @@ def test_another_block_is_text(format, inside, opening, close):
         check_cuts(format, f"{inside}\n", [f"{inside}\n"])
 
 
-def test_a_bare_object_with_text_about_it_is_text():
+def test_bare_json_object_next_to_text_is_text():
     bare = BLOCKS["one"][0]
     for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):
         check_cuts(HERMES, text, [text])
 
 
 @pytest.mark.parametrize("format", OTHERS, ids=[format.name for format in OTHERS])
-def test_a_block_is_text_where_calls_are_no_json(format):
+def test_code_block_is_text_if_the_formats_calls_are_not_json(format):
     for text in (f"```json\n{BLOCKS['one'][0]}\n```", BLOCKS["one"][0]):
         check_cuts(format, text, [text])
 
 
-def test_a_block_waits_no_longer_than_it_may_be_a_call():
+def test_block_is_held_back_only_while_it_may_be_a_call():
     parser = Parser(HERMES, TOOLS)
     texts = [
         "".join(parser.feed(piece)) for piece in ("Hm\n", "``", "`json\n", '{\n "', "nam", 'es": ', "[1")
@@ -324,7 +324,7 @@ def test_a_block_waits_no_longer_than_it_may_be_a_call():
     assert len([*parser.feed("`")]) == 1
 
 
-def test_text_waits_no_longer_than_it_may_be_a_call():
+def test_text_is_held_back_only_while_it_may_be_a_call():
     def texts(format, pieces):
         parser = Parser(format, TOOLS)
         return ["".join(parser.feed(piece)) for piece in pieces]
@@ -344,7 +344,7 @@ def test_text_waits_no_longer_than_it_may_be_a_call():
     assert texts(formats.LFM2, ["<|tool_call_start|>", "no"]) == ["", "<|tool_call_start|>no"]
 
 
-def test_a_call_is_told_at_its_end():
+def test_call_is_returned_as_soon_as_it_is_complete():
     parser = Parser(formats.MISTRAL, TOOLS)
     assert [*parser.feed('[TOOL_CALLS][{"name": "now"}')] == []
     (call,) = parser.feed("]")
@@ -355,7 +355,7 @@ def test_a_call_is_told_at_its_end():
 
 
 @each_format
-def test_only_the_first_call_counts_if_there_may_be_only_one(format):
+def test_one_call_keeps_only_the_first_call(format):
     text, calls = format.written([TRICKY, NOW]), [TRICKY, NOW]
     for pieces in ([text], text, [text[: len(text) // 2], text[len(text) // 2 :]]):
         parser = Parser(format, TOOLS, one_call=True)
@@ -369,7 +369,7 @@ def test_only_the_first_call_counts_if_there_may_be_only_one(format):
 
 
 @pytest.mark.parametrize("tag", ["", "```json\n", "<tools>"])
-def test_the_only_call_without_a_closing_tag_ends_where_the_next_begins(tag):
+def test_single_call_without_closing_tag_ends_where_the_next_begins(tag):
     one = '{"name": "now", "arguments": {}}'
     for text, n_call in (
         (f'{one}\n{{"name": "now"', 1),
@@ -385,7 +385,7 @@ def test_the_only_call_without_a_closing_tag_ends_where_the_next_begins(tag):
             assert joined([*events, *parser.end()]) == ([NOW] * n_call or [tag + text])
 
 
-def test_arguments_in_json_stay_as_they_are_written():
+def test_json_arguments_are_passed_on_unchanged():
     written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
     reply = Reply(None, Parser(HERMES, TOOLS))
     reply.feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
@@ -405,7 +405,7 @@ def test_arguments_in_json_stay_as_they_are_written():
         assert call["function"]["arguments"].encode() == b'{"x": "\\ud800"}'
 
 
-def test_types_are_found_through_definitions():
+def test_argument_types_are_found_through_definitions():
     schema = {
         "properties": {
             "size": {"$ref": "#/$defs/size"},

@@ -38,7 +38,7 @@ def ask(url, messages, headers=(), n_max=8, **more):
     return asking.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
 
 
-def test_what_is_cached_is_all_that_the_chat_had(url):
+def test_whole_stored_chat_is_cached_for_the_next_turn(url):
     messages, n_all = [SYSTEM, message("user", "One.")], 0
     for n in range(3):
         answer = ask(url, messages)
@@ -47,7 +47,7 @@ def test_what_is_cached_is_all_that_the_chat_had(url):
         messages += [answer.reply, message("user", f"And {n}.")]
 
 
-def test_a_name_keeps_a_chat_from_all_others(url):
+def test_session_name_separates_a_chat_from_all_others(url):
     messages = [SYSTEM, message("user", "Two.")]
     answer = ask(url, messages, {"X-Session-Id": "one"})
     messages += [answer.reply, message("user", "And?")]
@@ -56,7 +56,7 @@ def test_a_name_keeps_a_chat_from_all_others(url):
     assert ask(url, messages, prompt_cache_key="one").n_cached == answer.n_all
 
 
-def test_an_edit_goes_back_to_the_turn_before_it(url):
+def test_edited_chat_continues_from_the_turn_before_the_edit(url):
     messages, answers = [SYSTEM, message("user", "Three.")], []
     for n in range(3):
         answers.append(ask(url, messages))
@@ -69,7 +69,7 @@ def test_an_edit_goes_back_to_the_turn_before_it(url):
     assert ask(url, [SYSTEM, message("user", "No other.")]).n_cached == 0
 
 
-def test_the_system_prompt_stays_whatever_comes(url):
+def test_system_prompt_stays_in_the_cache(url):
     messages = [SYSTEM]
     for n in range(3):
         messages.append(message("user", f"{n}: the river is long. " * 4))
@@ -84,14 +84,14 @@ def test_the_system_prompt_stays_whatever_comes(url):
     assert min(held[:n]) == 1
 
 
-def test_an_answer_ends_before_a_stop_string(url):
+def test_answer_ends_before_a_stop_string(url):
     messages = [message("user", "Stop.")]
     whole = ask(url, messages, n_max=24).text
     stop = whole[8:11]
     assert ask(url, messages, n_max=24, stop=stop).text == whole[: whole.index(stop)]
 
 
-def test_who_has_no_whole_key_is_refused(url):
+def test_request_without_a_complete_api_key_is_refused(url):
     body = {"messages": [message("user", "x")], "max_tokens": 1}
     for key in ("", "f", "first-ke", "first-key2", "second"):
         assert request(url, body, {"Authorization": f"Bearer {key}"})[0] == 401
@@ -100,14 +100,14 @@ def test_who_has_no_whole_key_is_refused(url):
         assert request(url, body, headers)[0] == 200
 
 
-def test_an_answer_that_nobody_reads_ends(url):
+def test_answer_of_a_disconnected_client_ends(url):
     # 10**9 tokens would take days
     long = {"messages": [message("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_events=5) == (None, None)
     ask(url, [message("user", "Short.")])
 
 
-def test_no_more_wait_than_may():
+def test_full_queue_refuses_requests_with_429():
     async def fill():
         waiting = JobQueue(2)
         jobs = [Job(None, f"{n}") for n in range(4)]
@@ -123,7 +123,7 @@ def test_no_more_wait_than_may():
     asyncio.run(fill())
 
 
-def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goes(tmp_path):
+def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path):
     moved, killed = "0123456789abcdef.kv", "fedcba9876543210.kv"
     for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
@@ -133,7 +133,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         assert chats.n_others == 1
 
 
-def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
+def test_files_of_earlier_turns_are_removed_if_the_session_has_them(tmp_path):
     """Earlier versions of kvtool kept a chat's earlier turns in FILE.1, FILE.2, ..."""
     messages = [message("user", "one"), message("assistant", "two"), message("user", "three")]
     other_chat = [message("user", "of another chat")]
@@ -161,7 +161,7 @@ def test_files_of_earlier_turns_go_if_the_session_has_their_messages(tmp_path):
 
 
 @pytest.mark.parametrize("messages", [None, 5, ["x"], [{"content": "x"}]])
-def test_a_session_without_the_messages_of_a_chat_is_left_as_it_is(tmp_path, messages):
+def test_store_leaves_sessions_without_valid_messages_unchanged(tmp_path, messages):
     meta = {"digest": "abcd", "fixed": {}} | ({} if messages is None else {"messages": messages})
     for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1"):
         session.write(tmp_path / name, meta, [("tokens", np.arange(3, dtype=np.int32))])
@@ -170,7 +170,7 @@ def test_a_session_without_the_messages_of_a_chat_is_left_as_it_is(tmp_path, mes
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
+def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     old, alive, young = (tmp_path / f"serve-{name}" for name in ("old", "alive", "young"))
     for folder in (old, alive, young):

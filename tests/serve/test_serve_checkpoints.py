@@ -46,12 +46,12 @@ def check_edits(url, messages):
         assert n_changed < answer.n_read < n_changed + SPACING + N_BATCH
 
 
-def test_an_edit_reads_what_changed_and_at_most_one_spacing(hybrid_talker, options):
+def test_edited_chat_rereads_at_most_one_checkpoint_spacing(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         check_edits(server.url, talked(server.url))
 
 
-def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, options):
+def test_changed_reply_after_a_short_prompt_rereads_no_prompt(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         chat = [message("user", "Who is it?")]
         n_prompt = ask(server.url, chat).n_prompt
@@ -59,7 +59,7 @@ def test_another_reply_to_a_short_prompt_is_all_that_is_read(hybrid_talker, opti
         assert ask(server.url, chat).n_cached == n_prompt
 
 
-def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
+def test_changed_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
     system = message("system", "Be kind. " * 40)
     with serving(hybrid_talker, *options) as server:
         ask(server.url, [system, message("user", "Who is it?")])
@@ -67,7 +67,7 @@ def test_another_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_
         assert answer.n_read == len("[e][u]Why?[e][a]") < answer.n_prompt % N_BATCH
 
 
-def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, options):
+def test_changed_message_in_a_long_prompt_is_read_from_its_start(tmp_path, options):
     path = tmp_path / "hybrid.gguf"
     template = "{% for m in messages %}</s>{{ m.role }}:{{ m.content }}{% endfor %}</s>assistant:"
     tiny_kinds.write_lfm2(path, chat_template=template, n_ctx_train=8192)
@@ -84,7 +84,7 @@ def test_another_message_in_a_long_prompt_is_read_from_its_beginning(tmp_path, o
             assert answer.n_read <= n_after * 9 // 8
 
 
-def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
+def test_checkpoints_are_stored_for_the_next_server(hybrid_talker, options, tmp_path):
     arguments = (*options, "--sessions", str(tmp_path))
     with serving(hybrid_talker, *arguments) as server:
         messages = talked(server.url)
@@ -93,7 +93,7 @@ def test_checkpoints_outlive_the_server(hybrid_talker, options, tmp_path):
         check_edits(server.url, messages)
 
 
-def test_an_edited_chat_gets_the_answer_of_a_new_one(hybrid_talker, options):
+def test_edited_chat_gets_the_answer_of_a_fresh_server(hybrid_talker, options):
     with serving(hybrid_talker, *options) as server:
         messages = talked(server.url)
         edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]

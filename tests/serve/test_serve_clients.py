@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 def recorded(name):
-    """Return the lines of a file in tests/data. The key is the program that sent them."""
+    """Return the requests in a file of tests/data, as a list for each program that sent them."""
     text = (Path(__file__).parents[1] / "data" / name).read_text()
     lines = map(json.loads, text.splitlines())
     return {client: list(its) for client, its in groupby(lines, lambda line: line["client"])}
@@ -44,7 +44,7 @@ def server(smol):
 
 
 @pytest.mark.parametrize("client", LOGS)
-def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
+def test_recorded_clients_are_answered_and_only_new_tokens_are_read(server, client):
     answers = []
     for line in LOGS[client]:
         body = filled(line["body"], answers)
@@ -62,7 +62,7 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
         assert bool(answers[-1].call) == is_forced
 
 
-def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(server):
+def test_functions_of_namespaces_are_called_by_their_own_names(server):
     goal = {"type": "function", "name": "goal", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "namespace", "name": "team", "tools": [goal]}, goal, {"type": "web_search"}]
     body = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
@@ -77,7 +77,7 @@ def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(serve
     assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
 
 
-def test_system_messages_at_the_beginning_are_one():
+def test_first_system_messages_are_merged():
     checked = messages.check(
         [message("developer", "One."), message("system", "Two."), message("user", "Three.")]
     )
@@ -86,7 +86,7 @@ def test_system_messages_at_the_beginning_are_one():
     assert messages.check(later) == later
 
 
-def test_chats_of_all_names_share_their_system_prompt_alone():
+def test_chats_with_different_names_share_only_their_system_prompt():
     def digests(name, first="system"):
         return History(name, [], [message(first, "One."), message("user", "Two.")]).digests
 

@@ -22,7 +22,7 @@ from tests.serve.serving import ONE_THREAD, serving
 pytestmark = pytest.mark.engine
 
 
-def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, connect):
+def test_answer_ends_when_the_cache_or_context_is_full(chat_model, connect):
     with serving(chat_model, "--policy", "full", "-c", "96", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.chat.completions.create(
@@ -46,7 +46,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
         assert raised.value.body["type"] == "exceed_context_size_error"
 
 
-def test_a_changed_chat_that_is_longer_than_the_context_is_refused(chat_model):
+def test_changed_chat_longer_than_the_context_is_refused(chat_model):
     options = ("--policy", "h2o", "--budget", "128", "-c", "512", "--overflow", "error", "--temp", "0")
     with serving(chat_model, *options) as server:
         chat = [message("user", "A tide. " * 20)]
@@ -61,7 +61,7 @@ def test_a_changed_chat_that_is_longer_than_the_context_is_refused(chat_model):
         assert answer["error"]["n_prompt_tokens"] > 512
 
 
-def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path, connect):
+def test_echoed_text_has_no_bos_that_the_client_did_not_send(tmp_path, connect):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)
     with serving(path, "--budget", "64", "--temp", "0") as server:
@@ -113,7 +113,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     assert "the pinned text takes" in long.stderr
 
 
-def test_without_its_packages_it_says_which_to_install(tmp_path):
+def test_missing_packages_are_named_with_the_install_command(tmp_path):
     def served():
         return forked.run_python(
             "-m",
@@ -133,13 +133,13 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     assert "there is no llama.cpp yet; build it" in served().stderr
 
 
-def test_a_server_has_no_option_for_loops():
+def test_serve_has_no_stop_loops_option():
     # no API has a finish reason for a loop
     assert "--stop-loops" not in called("serve", "--help").stdout
     assert "--stop-loops" in called("generate", "--help").stdout
 
 
-def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
+def test_chat_and_server_cannot_use_the_same_session(talker, tmp_path, connect):
     def command(path):
         call = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), "-t", "1", "--budget", "256"]
         return [*call, "-n", "4", "--temp", "0", "--session", str(path)]

@@ -39,7 +39,7 @@ def url(request, talker, sliding):
         yield server.url
 
 
-def test_a_request_that_comes_again_reads_its_reply_header(url):
+def test_repeated_request_reads_only_its_reply_header(url):
     messages = []
     for question, n_least in ((LONG, 500), (NEXT, 300)):
         messages.append(question)
@@ -51,7 +51,7 @@ def test_a_request_that_comes_again_reads_its_reply_header(url):
         messages.append(answer.reply)
 
 
-def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
+def test_changed_reply_is_read_from_the_end_of_its_prompt(url):
     messages = [message("user", "Rivers are long. " * 40)]
     ask(url, messages)
     messages += [message("assistant", "They are."), NEXT]
@@ -62,7 +62,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
-def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path, prompt, n):
+def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, prompt, n):
     with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
         ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
@@ -71,7 +71,7 @@ def test_only_a_long_prompt_gets_a_checkpoint_before_its_reply(talker, tmp_path,
 
 @pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o")], ids=["recall", "h2o"])
 @pytest.mark.parametrize("size", ["64MiB", "0"])
-def test_a_chat_has_one_session(sliding, tmp_path, options, size):
+def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
     arguments = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
     with serving(sliding, *arguments) as server:
         messages = [LONG]
@@ -80,7 +80,7 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
         answer = ask(server.url, messages)
         assert answer.n_read < 400 < answer.n_all
         assert len([*tmp_path.glob("*.kv")]) == 1
-        # an edited chat is read again from its newest checkpoint, and stored as another chat
+        # the server reads an edited chat again from the newest checkpoint, and stores it as another chat
         edited = [*messages[:-1], message("user", "Nobody.")]
         other = ask(server.url, edited)
         assert other.n_cached == 0 if size == "0" else other.n_read < 100
@@ -92,7 +92,7 @@ def test_a_chat_has_one_session(sliding, tmp_path, options, size):
         assert ask(server.url, more).n_read < 100
 
 
-def test_the_size_of_stored_chats_is_known_without_looking_at_their_files(sliding, tmp_path, monkeypatch):
+def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, monkeypatch):
     folder = tmp_path / "chats"
 
     def n_bytes():
@@ -119,7 +119,7 @@ def test_the_size_of_stored_chats_is_known_without_looking_at_their_files(slidin
         assert store.n_bytes == n_bytes()
 
 
-def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
+def test_prompt_of_a_disconnected_client_is_continued(sliding, tmp_path):
     messages = [message("user", "Waves come and go. " * 60)]
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
@@ -134,7 +134,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         assert whole.ask(messages)[0] == reply
 
 
-def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_path):
+def test_different_prompt_after_a_disconnect_starts_from_the_beginning(sliding, tmp_path):
     text = "Waves come and go. " * 60
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")

@@ -33,10 +33,11 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. For recall, its context is more than twice as long as any chat of these tests.
+    """A model that suits the policy.
 
-    In a longer chat, answers would depend on how a prompt is divided into steps: if an archived token is
-    farther away than half of the context, recall limits its distance from the first query of each step.
+    Recall limits the distance between an archived token and the first query of a step to half of the context.
+    In long chats, answers therefore depend on how a prompt is divided into steps. For recall, the context
+    here is more than twice as long as any chat.
     """
     return talker if policy == "recall" else chat_model
 
@@ -50,7 +51,7 @@ def is_all(policy, n_cached, n):
 
 
 @pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
-def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
+def test_every_random_request_is_answered_or_refused(chat_model, share_of, api, least):
     """A short version of `make fuzz-serve`."""
     n = share_of(100, 300)
     counts, _, n_file = fuzz_serve.run(chat_model, n, api=api)
@@ -62,7 +63,7 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 
 
 @EACH_POLICY
-def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
+def test_concurrent_clients_get_the_answers_they_get_alone(model, policy):
     more = RECALL if policy == "recall" else ()
     # Rounding depends on which clients share a step, and could change which token h2o evicts. With this seed,
     # the sums that h2o compares differ by at least 0.1 %, which is much more than rounding errors. (With seed
@@ -75,7 +76,7 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
 
 
 @EACH_POLICY
-def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path, share_of, policy):
+def test_kill_at_any_file_operation_loses_no_turn(model, tmp_path, share_of, policy):
     # kill at every fourth call, or at every call with --long
     step = 4 // share_of(1, 4)
     done = forked.run(
@@ -88,7 +89,7 @@ def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path,
 
 
 @EACH_POLICY
-def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
+def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
     chats = [[] for _ in range(20)]
     tokens = [0] * 20
 
@@ -126,7 +127,7 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
 
 
 @EACH_POLICY
-def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
+def test_kills_during_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
     n = share_of(3, 20)
     counts = killed_streams.run(model, policy, tmp_path, n)
     assert counts["streams cut"] >= n
@@ -134,7 +135,7 @@ def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, s
 
 
 @EACH_POLICY
-def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tmp_path, policy):
+def test_full_disk_lets_chats_continue_and_reports_them_as_unsaved(model, tmp_path, policy):
     chat = [message("user", "What is a stone? " * 8)]
     with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
         first = ask(server.url, chat)
@@ -166,7 +167,7 @@ def _limit_files(process, n_byte):
 
 
 @EACH_POLICY
-def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
+def test_stored_chats_stay_within_sessions_bytes(chat_model, tmp_path, policy):
     most = 800_000 if policy == "recall" else 300_000
     chats = [[] for _ in range(6)]
     with serving(
@@ -182,7 +183,7 @@ def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
 
-def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_model, tmp_path):
+def test_shared_system_prompt_stays_stored_while_chats_use_it(chat_model, tmp_path):
     system = message("system", "Be brief about stones, lamps and rivers. " * 12)
     n_cached = []
     with serving(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
@@ -205,7 +206,7 @@ def _bytes(folder):
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_it_ends_whatever_clients_do(chat_model, how, code):
+def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
     with serving(chat_model, "--budget", "64", "--temp", "0") as server:
         where = urlsplit(server.url)
         address = (where.hostname, where.port)
@@ -243,7 +244,7 @@ main()
 """
 
 
-def test_a_signal_that_comes_before_http_has_started_stops_the_server(chat_model):
+def test_signal_before_http_starts_stops_the_server(chat_model):
     command = [sys.executable, "-c", EARLY, "serve", "-m", str(chat_model), "--port", "0", "--budget", "64"]
     done = forked.run(command)
     assert done.returncode == 130, done.stderr
@@ -277,7 +278,7 @@ main()
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
-def test_the_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
+def test_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
     body = {"content": "STOP", "messages": [message("user", "STOP")]}
     with serving(chat_model, "--budget", "64", program=STOPPED_AMID) as server:
         with asking.connected(server.url) as link:
@@ -289,7 +290,7 @@ def test_the_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
         assert (server.process.returncode, stderr) == (130, "kvtool: stopped\n")
 
 
-def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
+def test_read_timeout_ends_slow_requests(chat_model):
     with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
         where = urlsplit(server.url)
         with ExitStack() as stack:

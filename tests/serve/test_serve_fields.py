@@ -55,7 +55,7 @@ def chat(defaults=None, **fields):
     ],
     ids=lambda fields: " ".join(fields),
 )
-def test_what_changes_nothing_is_accepted(fields):
+def test_fields_that_change_nothing_are_accepted(fields):
     request = chat(**fields)
     assert request.ignored == []
     # apart from the temperature, these fields do not change the request
@@ -65,7 +65,7 @@ def test_what_changes_nothing_is_accepted(fields):
 
 
 @pytest.mark.parametrize("field", NEUTRAL)
-def test_a_field_without_support_is_refused_by_name_unless_it_asks_for_nothing(field):
+def test_unsupported_field_is_refused_by_name_unless_its_value_is_neutral(field):
     neutral, hint = NEUTRAL[field]
     for value in (None, *neutral):
         assert chat(**{field: value}).ignored == []
@@ -75,14 +75,14 @@ def test_a_field_without_support_is_refused_by_name_unless_it_asks_for_nothing(f
     assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
 
 
-def test_no_field_is_in_two_tables():
+def test_each_field_is_in_one_table():
     known = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
     assert len(NEUTRAL.keys() | HARMLESS | INERT.keys()) == len(NEUTRAL) + len(HARMLESS) + len(INERT)
     assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & known
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
+def test_max_tokens_minus_1_is_no_limit_and_null_is_the_default(name):
     assert chat(**{name: 3}).n_max == 3
     assert chat(**{name: -1}).n_max is None
     assert chat(Defaults(n_max=7), **{name: None}).n_max == 7
@@ -91,7 +91,7 @@ def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
         chat(**{name: -2})
 
 
-def test_names_of_other_servers_mean_the_same():
+def test_field_names_of_other_servers_are_understood():
     assert chat(repetition_penalty=1.3).sampling.repeat_penalty == 1.3
     # llama-server's field, repeat_penalty, has priority
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
@@ -138,18 +138,18 @@ def test_names_of_other_servers_mean_the_same():
     ],
     ids=str,
 )
-def test_what_is_wrong_names_its_field(fields, param, words):
+def test_error_names_the_invalid_field(fields, param, words):
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert (caught.value.param, caught.value.message) == (param, f"{param} {words}")
 
 
-def test_a_stored_response_is_refused_with_the_way_out():
+def test_previous_response_id_is_refused_with_advice():
     with pytest.raises(ApiError, match="previous_response_id is not supported; send the whole chat instead"):
         checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
-def test_a_call_that_must_come_has_priority_over_a_schema():
+def test_required_call_has_priority_over_a_schema():
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     assert chat(tools=tools, response_format=schema).output_format
@@ -157,21 +157,21 @@ def test_a_call_that_must_come_has_priority_over_a_schema():
     assert chat(tools=tools, grammar="root ::= x", tool_choice="required").output_format
 
 
-def test_what_kvtool_does_not_know_is_listed():
+def test_unknown_fields_are_listed_as_ignored():
     assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MOST_IGNORED
 
 
-def test_a_field_without_effect_is_listed_if_it_asks_for_something():
+def test_fields_without_effect_are_listed_if_they_ask_for_something():
     asks = {"cache_prompt": False, "id_slot": 0, "length_penalty": 2, "prediction": {}, "priority": 1}
     asks |= {"service_tier": "flex", "store": True}
     assert asks.keys() == INERT.keys()
     assert chat(**asks).ignored == list(asks)
 
 
-def test_tools_that_a_provider_would_run_are_listed_as_ignored():
+def test_hosted_tools_are_listed_as_ignored():
     function = {"type": "function", "name": "f"}
     hosted = [{"type": kind} for kind in ("web_search", "local_shell", "custom")]
     tools = [hosted[0], function, hosted[1], {"type": "namespace", "name": "n", "tools": [hosted[2]]}]
@@ -185,7 +185,7 @@ def test_tools_that_a_provider_would_run_are_listed_as_ignored():
 
 
 @pytest.mark.parametrize("n", [0, 2, None])
-def test_responses_list_log_probabilities_without_a_field_for_them(n):
+def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):
         return checked({"input": "x", "top_logprobs": n, **more}, "responses")
 
@@ -240,14 +240,14 @@ PARAMETERS = {"type": "object", "properties": 5}
     ],
     ids=str,
 )
-def test_errors_of_responses_name_that_interface_s_fields(fields, param):
+def test_errors_of_responses_name_fields_of_that_api(fields, param):
     with pytest.raises(ApiError) as caught:
         checked({"instructions": "Be brief.", "input": "x", **fields}, "responses")
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
 
-def test_errors_that_come_later_name_the_message_of_the_client():
+def test_later_errors_name_the_message_as_the_client_numbers_it():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
     # the server's system prompt is messages[0] of the chat, so messages[1] is the client's messages[0]
@@ -271,13 +271,13 @@ def test_errors_that_come_later_name_the_message_of_the_client():
 
 
 class Unlisted(dict):
-    """A map that can be asked for keys, but not walked through."""
+    """A dict whose keys can be looked up, but not iterated over."""
 
     def __iter__(self):
         raise AssertionError
 
 
-def test_places_are_looked_up_and_not_tried_one_after_the_other():
+def test_client_places_are_found_without_iterating():
     tool = "messages[1].tool_calls[0].function"
     places = ClientPlaces(Unlisted({"messages[1]": "input[3]", tool: "input[4]", "stop": "stops"}))
     for text, translated in (
@@ -289,7 +289,7 @@ def test_places_are_looked_up_and_not_tried_one_after_the_other():
         assert places.in_text(text) == translated
 
 
-def test_an_error_reaches_the_client_whatever_places_it_names():
+def test_errors_with_untranslatable_places_reach_the_client():
     def error_for(request, message):
         async def answered():
             job = Job(request, "me")
@@ -313,7 +313,7 @@ def server(talker):
         yield server
 
 
-def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
+def test_stop_token_ids_and_allowed_token_ids_are_applied(server):
     def ask(**more):
         more = {"messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 5, **more}
         answer = server.ask("/v1/chat/completions", more)
@@ -339,7 +339,7 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
-def test_a_text_without_tokens_is_refused(server):
+def test_empty_prompt_is_refused(server):
     for prompt in ("", []):
         error = server.ask("/v1/completions", {"prompt": prompt}).json()["error"]
         assert (error["param"], error["message"]) == ("prompt", "prompt must have at least one token")
@@ -348,21 +348,21 @@ def test_a_text_without_tokens_is_refused(server):
     assert server.ask("/tokenize", {"content": ""}).json() == {"tokens": []}
 
 
-def test_tokens_are_listed_with_their_texts_and_markers_may_be_text(server):
+def test_tokenize_returns_pieces_and_can_read_markers_as_text(server):
     body = {"content": "a</s>"}
     whole = server.ask("/tokenize", body | {"with_pieces": True}).json()["tokens"]
     assert [each["piece"] for each in whole] == ["a", "</s>"]
     assert len(server.ask("/tokenize", body | {"parse_special": False}).json()["tokens"]) > 3
 
 
-def test_a_model_is_as_old_as_its_file(server, talker):
+def test_creation_time_of_a_model_is_that_of_its_file(server, talker):
     created = int(talker.stat().st_mtime)
     model = server.ask("/v1/models", method="GET").json()["data"][0]
     assert model["created"] == created
     assert datetime.fromisoformat(model["created_at"].replace("Z", "+00:00")).timestamp() == created
 
 
-def test_an_answer_may_go_on_where_the_model_would_end_it(server):
+def test_ignore_eos_continues_after_the_end_token(server):
     (end,) = server.pool.slots[0].model.ends
     more = {"messages": HI, "max_tokens": 4, "logit_bias": {str(end): 1000}}
     ends = server.ask("/v1/chat/completions", more).json()
@@ -371,7 +371,7 @@ def test_an_answer_may_go_on_where_the_model_would_end_it(server):
     assert (goes_on["usage"]["completion_tokens"], goes_on["choices"][0]["finish_reason"]) == (4, "length")
 
 
-def test_an_answer_without_a_limit_goes_past_the_server_s(server):
+def test_max_tokens_minus_1_exceeds_the_servers_limit(server):
     def n_written(**more):
         answer = server.ask("/v1/chat/completions", {"messages": HI, **more}).json()
         return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
@@ -386,7 +386,7 @@ def test_an_answer_without_a_limit_goes_past_the_server_s(server):
         server.site.defaults = Defaults(server.site.defaults.sampling)
 
 
-def test_responses_have_log_probabilities(server):
+def test_responses_have_logprobs(server):
     body = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
     whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
@@ -397,7 +397,7 @@ def test_responses_have_log_probabilities(server):
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
 
 
-def test_one_call_ends_a_reply_that_must_not_have_several(talker):
+def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):
     with here(talker, policy="full") as server:
         two = HERMES.written([("now", {}), ("now", {})])
         body = {"max_tokens": 300, "grammar": f"root ::= {json.dumps(two)}"}
@@ -436,7 +436,7 @@ def test_one_call_ends_a_reply_that_must_not_have_several(talker):
         assert "tool_choice.disable_parallel_tool_use must be true or false" in refused.text
 
 
-def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
+def test_stream_reports_prompt_progress_on_request(talker):
     long = "The river is long. " * 20
     with here(talker, policy="h2o", budget="256", n_batch=32) as server:
         for path, prompt in (
@@ -464,7 +464,7 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
         assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"] > 0
 
 
-def test_an_answer_names_the_fields_that_were_ignored(server):
+def test_answer_lists_ignored_fields(server):
     for path, more in (
         ("/v1/chat/completions", {"messages": HI}),
         ("/v1/responses", {"input": "x"}),

@@ -55,7 +55,7 @@ def written(engine, rules, next_logits, n=900):
 
 
 def dictates(text):
-    """Return `next_logits` for `written`. It strongly prefers this text, and then an end of the turn."""
+    """Return a `next_logits` that strongly prefers the text `text`, and then an end of the turn."""
 
     wanted = text.encode()
 
@@ -69,7 +69,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return `next_logits` for `written`: random logits that are higher for the bytes of the texts `ends`."""
+    """Return `next_logits` for `written`. Logits are random, and higher for the bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
     def next_logits(so_far):
@@ -84,7 +84,7 @@ def wanders(seed, *ends):
 
 
 @each_format
-def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
+def test_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     names = set()
     for seed in range(8):
         rules = forced(engine, format, TOOLS)
@@ -99,7 +99,7 @@ def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
 
 
 @each_format
-def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
+def test_calls_in_the_models_format_fit_the_grammar(engine, format):
     rules = forced(engine, format, TOOLS)
     note = ("make-note", {"city": False, "from": 'a <b> "c"\nü', "unit": "K"})
     nothing = ("make-note", {"city": True, "from": None})
@@ -110,7 +110,7 @@ def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
 
 
 @each_format
-def test_another_call_does_not_fit_the_grammar(engine, format):
+def test_calls_that_violate_a_schema_or_choice_do_not_fit_the_grammar(engine, format):
     rules = forced(engine, format, TOOLS)
     wrong = [
         ("weather", {"city": "Zurich", "unit": "K"}),
@@ -187,9 +187,9 @@ HAS_PLACE = GEMMA_HAS_PLACE | {
     "a list of a definition",
     "names of rules",
 }
-"""Schemas in AWKWARD, by name. Each format except Gemma's can express arguments for all of them.
+"""Names of schemas in AWKWARD for which every format except Gemma's can express arguments.
 
-Gemma's format can express GEMMA_HAS_PLACE. For other schemas, calls may also be written in Hermes' format.
+Gemma's format can do so for GEMMA_HAS_PLACE. For the other schemas, calls may be in Hermes' format instead.
 """
 
 
@@ -201,7 +201,7 @@ def schema_of(what):
 @pytest.mark.share(5, "format")
 @each_format
 @pytest.mark.parametrize("what", AWKWARD)
-def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what):
+def test_difficult_schemas_are_forced_in_the_models_or_hermes_format(engine, format, what):
     tools = check_tools([tool("f", schema_of(what), strict=what not in CANNOT_BE_HELD)])
     rules = forced(engine, format, tools)
     call = ("f", AWKWARD[what][1])
@@ -227,7 +227,7 @@ def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what)
     ],
 )
 @each_format
-def test_what_an_awkward_schema_says_is_held(engine, format, what, value):
+def test_difficult_schemas_exclude_invalid_values(engine, format, what, value):
     rules = forced(engine, format, check_tools([tool("f", schema_of(what))]))
     for each in (format, HERMES):
         text = each.written([("f", {"x": value})])
@@ -236,7 +236,7 @@ def test_what_an_awkward_schema_says_is_held(engine, format, what, value):
 
 @each_format
 @pytest.mark.parametrize("what", CANNOT_BE_HELD)
-def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, what):
+def test_strict_tool_with_an_unenforceable_schema_is_an_error(engine, format, what):
     tools = check_tools([tool("a"), tool("f", schema_of(what), strict=True)])
     with pytest.raises(ApiError, match="the JSON schema cannot be enforced") as caught:
         forced(engine, format, tools)
@@ -245,7 +245,7 @@ def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, w
 
 
 @each_format
-def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, format):
+def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
     schema = {"type": "integer"}
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
@@ -258,7 +258,7 @@ def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, f
 
 
 @each_format
-def test_a_call_or_an_answer_fits_where_both_may_come(engine, format):
+def test_call_or_answer_grammar_accepts_both(engine, format):
     answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules
     rules = CallRules(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
     for call in (ZURICH, TRICKY, NOW):

@@ -59,11 +59,11 @@ def bare(data):
     ],
     ids=["gzip", "capitals", "x-gzip", "parts", "deflate", "bare", "identity"],
 )
-def test_a_body_is_decoded(encoding, data):
+def test_compressed_body_is_decoded(encoding, data):
     assert post(data, encoding)[:2] == (200, None)
 
 
-def test_a_body_that_cannot_be_decoded_is_refused_with_the_reason():
+def test_undecodable_body_is_refused_with_the_reason():
     for encoding in ("br", "zstd", "gzip, gzip"):
         status, words, headers = post(BODY, encoding)
         assert (status, headers["accept-encoding"]) == (415, "gzip, deflate")
@@ -88,13 +88,13 @@ def test_a_body_that_cannot_be_decoded_is_refused_with_the_reason():
     ],
     ids=["broken", "not UTF-8", "digits", "deep"],
 )
-def test_a_body_that_cannot_be_parsed_is_refused_with_the_reason(body, words):
+def test_unparsable_body_is_refused_with_the_reason(body, words):
     status, said, _ = post(body)
     assert status == 400
     assert words in said
 
 
-def test_a_small_body_does_not_become_a_large_one():
+def test_decompressed_body_may_not_exceed_the_limit():
     limits = Limits(most_bytes=10_000)
     for data, encoding in ((gzip.compress(b" " * 10**6), "gzip"), (zlib.compress(b" " * 10**6), "deflate")):
         assert len(data) < limits.most_bytes
@@ -103,7 +103,7 @@ def test_a_small_body_does_not_become_a_large_one():
     assert post(parts * 2, "gzip", limits=limits)[0] == 413
 
 
-def test_a_body_of_many_parts_is_decoded_piece_by_piece(monkeypatch):
+def test_gzip_body_of_many_parts_is_decoded_in_linear_time(monkeypatch):
     n_fed, made = 0, zlib.decompressobj
 
     class Counting:
@@ -124,7 +124,7 @@ def test_a_body_of_many_parts_is_decoded_piece_by_piece(monkeypatch):
     assert n_fed <= (n_part + 1) * 2**10
 
 
-def test_long_bodies_and_texts_do_not_hold_up_the_event_loop(monkeypatch):
+def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch):
     threads = []
 
     def noted(function):
@@ -150,14 +150,14 @@ def test_long_bodies_and_texts_do_not_hold_up_the_event_loop(monkeypatch):
     ("key", "encoding"),
     [("schl\xfcssel", "utf-8"), ("schl\xfcssel", "latin-1"), ("voil\xe0", "utf-8"), ("\u20ac", "utf-8")],
 )
-def test_a_key_may_have_any_character(key, encoding):
+def test_api_key_may_have_any_character(key, encoding):
     limits, sent = Limits((key,)), key.encode(encoding)
     for headers in ({"X-Api-Key": sent}, {"Authorization": b"Bearer " + sent}):
         assert send("/v1/models", headers=headers, limits=limits).status_code == 200
     assert send("/v1/models", headers={"X-Api-Key": sent[:-1]}, limits=limits).status_code == 401
 
 
-def test_a_wrong_method_gets_the_right_ones():
+def test_wrong_method_gets_405_with_the_allowed_methods():
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", {"POST"}),
         ("PUT", "/v1/messages", {"POST"}),
@@ -173,7 +173,7 @@ def test_a_wrong_method_gets_the_right_ones():
     assert "allow" not in send("/nowhere").headers
 
 
-def test_each_answer_has_the_id_of_its_request():
+def test_each_answer_has_a_request_id():
     for method, path, status in (
         ("GET", "/v1/models", 200),
         ("POST", "/v1/chat/completions", 400),
@@ -186,7 +186,7 @@ def test_each_answer_has_the_id_of_its_request():
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_a_slash_at_the_end_changes_nothing():
+def test_trailing_slash_changes_nothing():
     listed = send("/v1/models")
     assert listed.json()["object"] == "list"
     assert send("/v1/models/").json() == listed.json()
@@ -214,7 +214,7 @@ def test_a_slash_at_the_end_changes_nothing():
         (("*",), "https://example.com", True),
     ],
 )
-def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
+def test_only_local_and_allowed_origins_may_send_requests(origins, origin, may):
     limits = Limits(origins=origins)
     answer = send("/v1/models", headers={"Origin": origin}, limits=limits)
     assert answer.status_code == (200 if may else 403)
@@ -240,7 +240,7 @@ def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
         assert before.headers["access-control-allow-private-network"] == "true"
 
 
-def test_the_page_of_the_server_may_ask_under_any_name_of_the_machine():
+def test_servers_own_page_may_ask_under_any_host_name():
     for scheme, host, may in (
         ("http", "gpu.lan:8080", True),
         ("https", "gpu.lan:8080", True),
@@ -251,7 +251,7 @@ def test_the_page_of_the_server_may_ask_under_any_name_of_the_machine():
         assert send("/v1/models", headers=headers).status_code == (200 if may else 403)
 
 
-def test_a_file_without_an_api_key_is_refused(tmp_path):
+def test_api_key_file_without_a_key_is_refused(tmp_path):
     keys = tmp_path / "keys.txt"
     keys.write_text("# none yet\n")
     done = called("serve", "--api-key-file", keys)
@@ -259,7 +259,7 @@ def test_a_file_without_an_api_key_is_refused(tmp_path):
     assert done.stderr == f"kvtool: {keys} has no API key; write one key per line\n"
 
 
-def test_an_origin_that_no_browser_sends_is_refused():
+def test_allow_origin_refuses_values_that_no_browser_sends():
     for origin in ("obsidian.md", "https://example.com/", "https://example.com/chat", ""):
         done = called("serve", "--allow-origin", origin)
         assert done.returncode == 2
@@ -274,7 +274,7 @@ def write(job):
     job.emit({"kind": "end", "n_drafted": 0, "n_accepted": 0, **END, **COUNTS})
 
 
-def test_each_request_is_a_line_in_the_log():
+def test_each_request_is_one_line_in_the_log():
     lines = []
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 10\.0\.0\.7"
 
@@ -306,7 +306,7 @@ def test_each_request_is_a_line_in_the_log():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_log_says_that_a_stop_of_the_server_cut_an_answer(stream):
+def test_log_says_if_stopping_the_server_cut_an_answer(stream):
     lines, content = [], BODY[:-1] + b', "stream": true}' if stream else BODY
 
     def stopping(job):
@@ -319,7 +319,7 @@ def test_the_log_says_that_a_stop_of_the_server_cut_an_answer(stream):
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
 
 
-def test_the_log_says_that_a_client_has_gone():
+def test_log_says_if_the_client_disconnected():
     lines, waiting = [], JobQueue(1)
     asgi_app = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
 

@@ -53,7 +53,7 @@ def n_prompt(usage):
     return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
 
 
-def test_a_message_is_answered_with_its_usage(client):
+def test_messages_answer_has_text_usage_and_stats(client):
     question = [message("user", "Name a colour.")]
     answer = ask(client, question)
     assert [block.type for block in answer.content] == ["text"]
@@ -72,7 +72,7 @@ def test_a_message_is_answered_with_its_usage(client):
     assert again.cache_creation_input_tokens > 10
 
 
-def test_a_stream_says_the_same_in_events(server, client):
+def test_stream_has_the_text_and_usage_of_the_whole_answer(server, client):
     messages = [message("user", "Name an animal.")]
     whole = ask(client, messages)
     body = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
@@ -98,7 +98,7 @@ def test_a_stream_says_the_same_in_events(server, client):
     assert (start["content"], start["stop_reason"]) == ([], None)
 
 
-def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_refers_to_it(client):
+def test_deferred_tool_can_be_called_and_is_shown_at_its_reference(client):
     talk = [message("user", "How is the weather in Oslo?")]
     search = {"name": "search", "input_schema": {"type": "object"}}
     first = ask(client, talk, tools=[search], tool_choice={"type": "any"}, max_tokens=80)
@@ -116,7 +116,7 @@ def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=str)
-def test_a_tool_is_called_and_its_result_read(client, choice):
+def test_tool_is_called_and_its_result_is_read(client, choice):
     messages = [message("user", "How is the weather in Oslo?")]
     more = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 80}
     answer = ask(client, messages, **more)
@@ -145,7 +145,7 @@ def openai_client(server):
         yield openai_client
 
 
-def test_a_chat_is_one_whichever_interface_it_comes_through(client, openai_client):
+def test_chat_continues_from_the_cache_through_another_api(client, openai_client):
     create = openai_client.chat.completions.create
     question = message("user", "Is it wet?")
     chat = [message("system", "You are helpful.\n\nBe brief."), question]
@@ -176,7 +176,7 @@ def dictated(text):
     return {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
 
 
-def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
+def test_call_in_a_code_block_is_a_call_in_each_api(client, openai_client):
     """The cache keeps the model's own tokens, whatever a client sends back."""
     create = openai_client.chat.completions.create
     messages, text = [message("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
@@ -220,7 +220,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, openai_client):
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
-def test_a_header_that_changes_is_not_read(client, smol):
+def test_billing_header_is_dropped_unless_keep_headers_is_given(client, smol):
     messages = [message("user", "What is a header?")]
     first = ask(client, messages, system=[HEADER, *SYSTEM])
     messages += [message("assistant", first.content), message("user", "And?")]
@@ -245,12 +245,12 @@ def test_a_header_that_changes_is_not_read(client, smol):
         assert ask(keeps, messages, model="smollm2-135m").content
 
 
-def test_any_model_is_that_which_runs(client):
+def test_any_model_name_means_the_loaded_model(client):
     assert [model.id for model in client.models.list()] == ["smollm2-135m"]
     assert client.models.retrieve("claude-opus-4-8").display_name == "smollm2-135m"
 
 
-def test_an_answer_ends_before_a_stop_sequence(client):
+def test_answer_ends_before_a_stop_sequence(client):
     messages = [message("user", "Stop.")]
     whole = ask(client, messages, max_tokens=24).content[0].text
     stop = whole[8:12]

@@ -32,7 +32,7 @@ def page():
     return send("/")
 
 
-def test_the_page_needs_no_key_and_comes_while_the_model_is_loaded(page):
+def test_page_needs_no_key_and_is_served_while_the_model_loads(page):
     answer = send("/", limits=Limits(("secret",)), is_loaded=False)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert answer.text == page.text
@@ -41,7 +41,7 @@ def test_the_page_needs_no_key_and_comes_while_the_model_is_loaded(page):
     assert "{{" not in page.text
 
 
-def test_health_needs_no_key_and_says_when_the_model_is_loaded():
+def test_health_needs_no_key_and_is_503_until_the_model_is_loaded():
     keys = Limits(("secret",))
     answer = send("/health", limits=keys, is_loaded=False)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -50,7 +50,7 @@ def test_health_needs_no_key_and_says_when_the_model_is_loaded():
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-def test_a_browser_may_run_the_page_alone_and_ask_its_server_alone(page):
+def test_security_policy_allows_only_the_pages_script_and_its_server(page):
     policy = dict(each.split(" ", 1) for each in page.headers["content-security-policy"].split("; "))
     for tag in ("script", "style"):
         (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.S)
@@ -68,26 +68,26 @@ def test_a_browser_may_run_the_page_alone_and_ask_its_server_alone(page):
     assert page.headers["referrer-policy"] == "no-referrer"
 
 
-def test_the_page_loads_nothing_else(page):
+def test_page_loads_nothing_else(page):
     assert re.findall(r"https?:|//\w+\.\w|@import|url\(|@font-face|\bimport\(", page.text) == []
     assert re.findall(r"(?:src|href)=\S+", page.text) == ['href="data:,">']
     assert re.findall(r"fetch\((\S+?)[,)]", page.text) == ['"v1/chat/completions"', '"props"']
 
 
-def test_no_text_is_ever_read_as_html(page):
+def test_page_script_never_parses_text_as_html(page):
     ways = (
         r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|DOMParser|createContextualFragment"
     )
     assert re.findall(rf"{ways}|\beval\(|new Function|srcdoc", page.text) == []
 
 
-def test_no_element_has_a_script_or_a_style_of_its_own():
+def test_no_element_has_a_script_or_style_attribute():
     # the page's security policy blocks scripts and styles in attributes
     tags = re.findall(r"<\w[^>]*>", (WEB / "page.html").read_text(encoding="utf-8"))
     assert [tag for tag in tags if re.search(r"\s(on\w+|style)=", tag)] == []
 
 
-def test_what_the_script_looks_for_is_in_the_page():
+def test_ids_used_by_the_script_exist_in_the_page():
     html = (WEB / "page.html").read_text(encoding="utf-8")
     ids = re.findall(r'\bid="([\w-]+)"', html)
     assert len(ids) == len(set(ids))
@@ -97,11 +97,11 @@ def test_what_the_script_looks_for_is_in_the_page():
         assert set(re.findall(rf'\b{of}="([\w-]+)"', html)) <= set(ids)
 
 
-def test_no_file_is_longer_than_500_lines():
+def test_web_files_have_at_most_500_lines():
     assert [path.name for path in WEB.iterdir() if path.read_text(encoding="utf-8").count("\n") > 500] == []
 
 
-def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
+def test_stream_sends_pings_while_a_long_prompt_is_read(monkeypatch):
     # the server sends pings while it reads a prompt, and the page then shows "reading ..."
     monkeypatch.setattr(app, "PING_S", 0.1)
 
@@ -200,7 +200,7 @@ def test_markdown_becomes_elements_and_html_stays_text():
 
 
 @node
-def test_no_text_keeps_the_page_from_going_on():
+def test_markdown_renderer_handles_any_text():
     rng = random.Random(1)
     signs = [
         "- ",
@@ -225,5 +225,5 @@ def test_no_text_keeps_the_page_from_going_on():
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
     elements = shown(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
-    # the page must show all characters \u4e16 of a text
+    # the page must show every \u4e16 of a text
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

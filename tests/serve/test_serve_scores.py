@@ -33,7 +33,7 @@ def scored(server, prompt, **more):
 
 
 @pytest.mark.parametrize("policy", ["full", "recall", "h2o", "snapkv", "corm"])
-def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
+def test_scores_of_a_prompt_equal_those_of_perplexity(chat_model, policy):
     options = {"policy": policy} | ({} if policy == "full" else {"budget": "64"})
     with open_run(ScoreOptions(model=str(chat_model), threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
@@ -48,7 +48,7 @@ def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
         assert len(after["tokens"]) == len(after["text_offset"]) == len(TOKENS) + 3
 
 
-def test_the_likeliest_tokens_of_a_text_include_the_token_itself(chat_model):
+def test_top_logprobs_of_a_prompt_include_the_token_itself(chat_model):
     with here(chat_model, policy="full") as server:
         scores = scored(server, TOKENS, logprobs=0)["logprobs"]
         assert scores["top_logprobs"][0] is None
@@ -56,7 +56,7 @@ def test_the_likeliest_tokens_of_a_text_include_the_token_itself(chat_model):
         assert scores["top_logprobs"][1:] == [{token: value} for token, value in pairs]
 
 
-def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
+def test_prompt_as_text_or_tokens_has_the_same_scores_and_offsets(tmp_path):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
@@ -79,7 +79,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
         assert [each for piece in pieces for each in piece.get(name, [])] == whole
 
 
-def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
+def test_end_token_is_listed_after_a_scored_prompt(chat_model):
     # clients that score a prompt drop the last entry of each list, so the lists must not end with a token of
     # the prompt
     with here(chat_model, policy="full") as server:
@@ -90,7 +90,7 @@ def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
         assert len(choice["logprobs"]["text_offset"]) == 10
 
 
-def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
+def test_prompts_that_cannot_be_scored_get_one_line(chat_model):
     wrong = {
         "logprobs must be in 0..20, got 21": {"logprobs": 21},
         "prompt must be one text: kvtool answers one prompt per request": {"prompt": [[1], [2]]},
@@ -106,7 +106,7 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
             assert answer.json()["error"]["message"].isprintable()
 
 
-def test_logits_that_are_not_finite_are_an_error_of_the_server(chat_model, monkeypatch):
+def test_logits_that_are_not_finite_give_status_500(chat_model, monkeypatch):
     def broken(*arguments):
         raise ModelError(NOT_FINITE)
 
@@ -135,7 +135,7 @@ def test_json_has_no_infinity(model):
             server_event("x", number=number)
 
 
-def test_offsets_count_characters_of_pieces_that_break_them():
+def test_offsets_count_characters_that_are_split_between_pieces():
     offsets = Offsets(-2)
     pieces = [b"a b", "é".encode()[:1], "é".encode()[1:], b"c"]
     assert [offsets.next(piece) for piece in pieces] == [0, 1, 1, 2]

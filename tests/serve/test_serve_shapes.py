@@ -1,4 +1,4 @@
-"""Answers whose form is given: by a schema, a grammar, a pattern or a choice, or as a call of a tool."""
+"""Answers that must fit a schema, a grammar, a pattern or a choice, or that must call a tool."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def of_schema(schema, strict=None):
         ),
     ],
 )
-def test_each_field_says_what_the_answer_must_fit(fields, shape):
+def test_fields_of_output_formats_are_read(fields, shape):
     assert check(Fields(fields)) == shape
 
 
@@ -103,7 +103,7 @@ def test_each_field_says_what_the_answer_must_fit(fields, shape):
         ),
     ],
 )
-def test_a_shape_that_is_none_names_its_field(fields, param, words):
+def test_error_names_the_invalid_format_field(fields, param, words):
     with pytest.raises(ApiError, match=re.escape(words)) as caught:
         check(Fields(fields))
     assert caught.value.param == param
@@ -134,7 +134,7 @@ def test_a_shape_that_is_none_names_its_field(fields, param, words):
         ),
     ],
 )
-def test_what_cannot_be_enforced_names_its_place(shape, param, words):
+def test_error_names_the_place_that_cannot_be_enforced(shape, param, words):
     with pytest.raises(ApiError, match=re.escape(words)) as caught:
         shape.rules()
     assert caught.value.param == param
@@ -213,7 +213,7 @@ FITS = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("what", FITS)
-def test_an_answer_fits_its_strict_schema(ask, what):
+def test_answer_fits_its_strict_schema(ask, what):
     schema = with_required(e={"type": "string", **FITS[what]})
     if "allOf" in FITS[what]:
         del schema["properties"]["e"]["type"]
@@ -224,7 +224,7 @@ def test_an_answer_fits_its_strict_schema(ask, what):
 
 
 @pytest.mark.engine
-def test_references_lead_anywhere(ask):
+def test_references_may_point_to_any_part_of_a_schema(ask):
     listed = {
         "type": "object",
         "properties": {"next": {"$ref": "#"}, "a": {"anyOf": [{"type": "null"}, {"enum": [1, 2]}]}},
@@ -238,7 +238,7 @@ def test_references_lead_anywhere(ask):
 
 
 @pytest.mark.engine
-def test_what_is_not_enforced_is_in_the_answer_and_an_error_if_strict(ask):
+def test_unenforced_keyword_is_remarked_or_an_error_if_strict(ask):
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
@@ -253,7 +253,7 @@ def test_what_is_not_enforced_is_in_the_answer_and_an_error_if_strict(ask):
 
 
 @pytest.mark.engine
-def test_a_pattern_that_is_refused_has_its_reason_on_the_line(ask):
+def test_error_about_a_pattern_has_its_reason_on_one_line(ask):
     with pytest.raises(ApiError, match="cannot be used: look-around, .* is not supported$") as caught:
         ask(guided_regex="a(?=b)")
     assert caught.value.param == "guided_regex"
@@ -270,7 +270,7 @@ def test_a_pattern_that_is_refused_has_its_reason_on_the_line(ask):
         ({"guided_json": {"enum": ["one", 2]}}, r'"one"|2(\.0+)?'),
     ],
 )
-def test_an_answer_fits_what_other_servers_fields_say(ask, fields, fits):
+def test_answer_fits_format_fields_of_other_servers(ask, fields, fits):
     for seed in range(4):
         assert re.fullmatch(fits, ask(seed, **fields)["message"]["content"])
 
@@ -280,7 +280,7 @@ PATTERNS.append(tool("last", with_required(x={"type": "string", "pattern": r'^"\
 
 
 @pytest.mark.engine
-def test_one_of_many_tools_has_a_pattern(ask):
+def test_required_call_fits_one_of_many_tools(ask):
     names = set()
     for seed in range(12):
         end = ask(seed, tools=PATTERNS, tool_choice="required")
@@ -297,7 +297,7 @@ def test_one_of_many_tools_has_a_pattern(ask):
 
 
 @pytest.mark.engine
-def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_left_out_if_not(ask):
+def test_unenforceable_pattern_is_an_error_only_for_a_strict_tool(ask):
     bad = with_required(x={"type": "string", "pattern": r"(a)\1"})
     tools = [tool("first"), tool("second", bad, strict=True)]
     with pytest.raises(ApiError, match="the JSON schema's pattern cannot be enforced") as caught:
@@ -313,7 +313,7 @@ def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_le
 
 @pytest.mark.engine
 @pytest.mark.parametrize("n", [1, 4, 9, 14, 20])
-def test_a_call_that_is_cut_is_no_text(ask, n):
+def test_call_cut_by_max_tokens_is_not_returned_as_text(ask, n):
     tools = [tool("note", with_required(text={"type": "string", "minLength": 400}))]
     or_answer = {"tool_choice": "auto", "response_format": of_schema({"const": "x"})}
     for more in ({"tool_choice": "required"}, or_answer):
@@ -327,7 +327,7 @@ def test_a_call_that_is_cut_is_no_text(ask, n):
 
 
 @pytest.mark.engine
-def test_an_answer_of_a_schema_may_be_a_call_instead(ask):
+def test_answer_with_a_schema_may_be_a_call_instead(ask):
     tools = [tool("weather", CITY)]
     answers, calls = 0, 0
     for seed in range(30):
@@ -362,7 +362,7 @@ THINKING = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", THINKING)
-def test_a_thinking_model_writes_json_as_content_and_its_thought_apart(model, tmp_path, kind):
+def test_thinking_model_returns_json_content_and_a_separate_thought(model, tmp_path, kind):
     n_thoughts = 0
     with answering(model, THINKING[kind], tmp_path, sampling=Sampling(temp=1.0)) as answer:
         for seed in range(20):
@@ -381,7 +381,7 @@ def test_a_thinking_model_writes_json_as_content_and_its_thought_apart(model, tm
 
 
 @pytest.mark.engine
-def test_a_thinking_model_is_made_to_call_a_tool_after_its_thought(model, tmp_path):
+def test_required_call_follows_the_thought(model, tmp_path):
     source = THINKING["the header opens the thought"]
     with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
         for seed in range(8):

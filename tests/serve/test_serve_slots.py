@@ -1,4 +1,4 @@
-"""Several requests that are answered at once: who computes next, and that they do not affect each other."""
+"""Concurrent requests: which request computes next, and that no request affects the answers of others."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Serving:
         self.jobs.put(job)
         return job
 
-    def someone_waits(self):
+    def wait_for_another(self):
         """Return when another slot waits for the lock or a joint step. The slot that computes calls this."""
         until(lambda: self.lock._waiting or self.lock._resumed or self.batcher._waiting)
 
@@ -144,7 +144,7 @@ def question(i, n=3):
     return [message("user", f"{i}: What is a stone? " + "It is long. " * n)]
 
 
-def test_who_waits_longest_gets_the_next_turn():
+def test_longest_waiting_thread_gets_the_compute_lock_next():
     lock, order, ended = ComputeLock(), [], []
 
     def work(name):
@@ -169,13 +169,13 @@ def test_who_waits_longest_gets_the_next_turn():
     assert order == list("abcabc")
 
 
-def has_ended(lock, n_left):
-    """Return True if the lock's holder passes the lock to a waiting thread by calling `step(n_left)`."""
+def passes_lock(lock, n_left):
+    """Call `step(n_left)` as the lock's holder. Return True if a waiting thread gets the lock."""
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # Call `step` in a thread, because it may never return: after passing the lock to the other thread, it
-    # waits until that thread releases the lock, which never happens.
+    # `step` may never return: it may pass the lock to the other thread, which never releases it. Therefore
+    # call `step` in a thread.
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -183,7 +183,7 @@ def has_ended(lock, n_left):
 
 
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
-def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
+def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
     """FIRST_SLICE_S limits the first turn of a short prompt. SLICE_S limits all other turns."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
     monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
@@ -191,7 +191,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     def ends(n_left, is_first=True):
         lock = ComputeLock()
         lock.acquire(is_first=is_first)
-        return has_ended(lock, n_left)
+        return passes_lock(lock, n_left)
 
     is_long = first_s > 0
     assert ends(batching.N_SHORT) is not is_long
@@ -203,7 +203,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
-def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path, one_step, policy):
+def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_step, policy):
     steps, alone, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
@@ -217,7 +217,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
                 server.jobs.put(jobs[1])
             # the other slot would miss its turn if its thread were slow, so wait until it is in the queue
             if not jobs[1 - i].is_over:
-                server.someone_waits()
+                server.wait_for_another()
 
         jobs.append(Asked(question(0), seen=seen))
         server.jobs.put(jobs[0])
@@ -228,11 +228,11 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
     assert len([1 for one, after in itertools.pairwise(steps) if one != after]) > 30
 
 
-def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
+def test_alternating_chats_stay_in_their_slots(talker, tmp_path, one_step):
     """Each chat stays in its slot: no stored chat is loaded, and nothing is read again."""
     for policy in ("h2o", "recall"):
         with served(talker, policy, tmp_path / policy) as server:
-            jobs = list(beside(server, question(0), question(1)))
+            jobs = list(ask_both(server, question(0), question(1)))
             chats = [question(0), question(1)]
             for _ in range(2):
                 for i in (1, 0):
@@ -244,7 +244,9 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
+def test_short_prompt_is_read_before_a_long_one_that_came_first(
+    talker, tmp_path, one_step, monkeypatch, policy
+):
     """A short prompt is read before a long prompt that came first."""
     # every step takes longer than this target, so the long prompt is read in steps of the smallest size
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
@@ -256,7 +258,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
             if not others:
                 others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
             if not others[0].is_over:
-                server.someone_waits()
+                server.wait_for_another()
 
         first = server.put(question(0, 12), seen=seen)
         assert 128 < first.last["n_prompt"] < 240
@@ -265,21 +267,21 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
 
-def beside(server, one, other, n_max=40):
+def ask_both(server, one, other, n_max=40):
     """Ask `other` while the server answers `one`. Return both jobs after the end of `one`."""
     second = []
 
     def seen(kind):
         if not second:
             second.append(server.put(other))
-            server.someone_waits()
+            server.wait_for_another()
 
     first = server.put(one, n_max, seen)
     assert first.last
     return first, second[0]
 
 
-def test_one_user_has_one_engine(talker, tmp_path, one_step):
+def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
     def is_read_again(chat):
         """Disconnect while a prompt is read, and ask again.
 
@@ -291,7 +293,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             if gone.events[-1].get("n_read") and not again:
                 gone.cancel()
                 again.append(server.put(chat))
-                server.someone_waits()
+                server.wait_for_another()
 
         gone = Asked(chat, seen=seen)
         server.jobs.put(gone)
@@ -305,17 +307,17 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
         assert len(server.pool.slots) == 1
         # Two requests at once make the server open a second engine. A repeated request must still find the
         # engine that has read its prompt.
-        assert beside(server, question(0), question(1))[1].text
+        assert ask_both(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step, policy):
+def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, policy):
     with served(talker, policy, tmp_path) as server:
         start = server.put(question(0))
         chat, n = [*question(0), message("assistant", start.text)], start.last["kvtool"]["tokens"]
-        jobs = beside(server, [*chat, *question(1)], [*chat, *question(2)])
+        jobs = ask_both(server, [*chat, *question(1)], [*chat, *question(2)])
         for job in jobs:
             assert n <= job.last["n_cached"] < n + 16
         # both chats were stored, whichever ended first
@@ -324,16 +326,16 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
             next_one = server.put([*chat, *question(i), message("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
         # a chat is also stored if two requests ask the same question at the same time
-        twins = beside(server, *[[*chat, *question(4)]] * 2)
-        assert twins[0].text == twins[1].text
+        both = ask_both(server, *[[*chat, *question(4)]] * 2)
+        assert both[0].text == both[1].text
         for _ in range(3):
-            after = server.put([*chat, *question(4), message("assistant", twins[0].text), *question(5)])
-            assert after.last["n_cached"] >= twins[0].last["kvtool"]["tokens"]
+            after = server.put([*chat, *question(4), message("assistant", both[0].text), *question(5)])
+            assert after.last["n_cached"] >= both[0].last["kvtool"]["tokens"]
         # While the first request continues a chat, the second request repeats the chat's first question. The
         # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
         chat = [*question(6), message("assistant", start.text), *question(7)]
-        first, again = beside(server, chat, question(6), n_max=200)
+        first, again = ask_both(server, chat, question(6), n_max=200)
         assert again.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["kvtool"]["tokens"]
@@ -341,12 +343,12 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
 
 def has_two_free_slots(server):
     """Answer two requests at once, so that the server has two slots. Return when both are free."""
-    assert all(job.text for job in beside(server, question(0), question(1)))
+    assert all(job.text for job in ask_both(server, question(0), question(1)))
     until(lambda: len(server.pool._free) == 2)
     return True
 
 
-def test_a_chat_is_tokenized_once_however_many_slots_are_free(talker, tmp_path, one_step, monkeypatch):
+def test_chat_is_tokenized_once_for_all_free_slots(talker, tmp_path, one_step, monkeypatch):
     n_call, tokens = 0, rendering.prefix_tokens
 
     def counted(*arguments):
@@ -361,9 +363,7 @@ def test_a_chat_is_tokenized_once_however_many_slots_are_free(talker, tmp_path, 
         assert n_call == 1
 
 
-def test_an_error_while_a_slot_is_chosen_does_not_end_the_server(
-    talker, tmp_path, one_step, monkeypatch, capfd
-):
+def test_error_while_choosing_a_slot_does_not_end_the_server(talker, tmp_path, one_step, monkeypatch, capfd):
     with served(talker, "h2o", tmp_path) as server:
         assert has_two_free_slots(server)
         monkeypatch.setattr(Resumer, "n_shared", lambda *arguments: 1 / 0)
@@ -371,14 +371,14 @@ def test_an_error_while_a_slot_is_chosen_does_not_end_the_server(
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
+def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
     with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
         others = []
 
         def seen(kind):
             if not others:
                 others.extend(server.put(question(i)) for i in (1, 2))
-                server.someone_waits()
+                server.wait_for_another()
 
         first = server.put(question(0), seen=seen)
         assert first.text
@@ -389,17 +389,17 @@ def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
 
 
 @pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
-def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatch, error):
+def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, monkeypatch, error):
     with served(talker, "h2o", tmp_path) as server:
         alone = server.put(question(0)).text
         bad = []
 
         def seen(kind):
             if not bad:
-                # with 400 tokens, ten times as many as the other answer has, this answer ends later
+                # this answer may have 400 tokens, and the other only 40, so this one ends later
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
-                server.someone_waits()
+                server.wait_for_another()
 
         def fail(kind):
             if kind == "piece":
@@ -415,7 +415,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
         assert server.put(question(1)).text
 
 
-def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, tmp_path, one_step):
+def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, one_step):
     with served(talker, "h2o", tmp_path, queue=2) as server:
         long = [server.put(question(i), n_max=10**6) for i in range(2)]
         until(lambda: all(job.events and job.events[-1]["kind"] == "piece" for job in long))
@@ -439,7 +439,7 @@ def running(url):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talker, policy):
+def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy):
     short = {"messages": question(0), "max_tokens": 8, "temperature": 0}
     # Answering `long` would take days. Reading `prompt` takes many times as long as the short request.
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
@@ -454,7 +454,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     answer = link.getresponse()
                     assert answer.readline()
                 assert ask(server.url, **short).text == alone
-                # for a moment after its answer, the server may still count the short request
+                # just after it has answered the short request, the server may still count it
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:
@@ -465,7 +465,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
         assert props["cache_bytes"] == 2 * ask(server.url, **short).stats["cache_bytes"]
 
 
-def test_an_archive_leaves_room_for_the_others(talker):
+def test_archive_is_limited_to_its_share_of_memory(talker):
     with closing(Model(talker)) as model:
         fitted = policies.fit("recall", 64, None, RECALL)
         for n_slab, n, want in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):

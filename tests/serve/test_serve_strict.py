@@ -117,12 +117,12 @@ def taken(server, package, call, fields):
 
 
 @pytest.mark.parametrize("case", OPENAI)
-def test_openai_takes_it(server, case):
+def test_openai_client_accepts_the_answer(server, case):
     assert taken(server, openai, *OPENAI[case])
 
 
 @pytest.mark.parametrize("case", ANTHROPIC)
-def test_anthropic_takes_it(server, case):
+def test_anthropic_client_accepts_the_answer(server, case):
     assert taken(server, anthropic, *ANTHROPIC[case])
 
 
@@ -130,7 +130,7 @@ LONG = CITY | {"properties": {"city": {"type": "string", "minLength": 99}}}
 """Parameters whose JSON is longer than the answers to CALLS, RESPONSE_CALLS and MESSAGE_CALLS."""
 
 
-def test_openai_takes_the_beginning_of_a_call_that_a_limit_cuts(server):
+def test_openai_client_gets_the_beginning_of_a_call_that_a_limit_cuts(server):
     def ask(**more):
         tools = [{"type": "function", "function": FUNCTION | {"parameters": LONG}}]
         return taken(server, openai, "chat.completions.create", CALLS | {"tools": tools} | more)
@@ -144,7 +144,7 @@ def test_openai_takes_the_beginning_of_a_call_that_a_limit_cuts(server):
     assert function.arguments.startswith("{")
 
 
-def test_openai_takes_a_response_with_the_beginning_of_a_call_that_a_limit_cuts(server):
+def test_openai_client_gets_a_response_with_the_beginning_of_a_call_that_a_limit_cuts(server):
     fields = RESPONSE_CALLS | {"tools": [NAMED | {"parameters": LONG}]}
     events = taken(server, openai, "responses.create", fields | STREAM)
     for response in (taken(server, openai, "responses.create", fields), events[-1].response):
@@ -154,7 +154,7 @@ def test_openai_takes_a_response_with_the_beginning_of_a_call_that_a_limit_cuts(
         assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_anthropic_takes_the_beginning_of_a_call_that_a_limit_cuts(server):
+def test_anthropic_client_gets_the_beginning_of_a_call_that_a_limit_cuts(server):
     fields = MESSAGE_CALLS | {"tools": [TOOL | {"input_schema": LONG}]}
     answer = taken(server, anthropic, "messages.create", fields)
     (call,) = answer.content
@@ -178,7 +178,7 @@ THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
 
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
-def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
+def test_openai_client_gets_a_thought_as_an_item_before_the_message(thinker, n_most):
     fields = THOUGHT | {"max_output_tokens": n_most}
     whole = taken(thinker, openai, "responses.create", fields)
     thought = whole.output[0]
@@ -203,7 +203,7 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
 
 
-def test_anthropic_takes_a_thought_as_a_block(thinker):
+def test_anthropic_client_gets_a_thought_as_a_block(thinker):
     fields = CHAT | {"max_tokens": 40, "extra_body": {"thinking_budget": 3, "grammar": 'root ::= "Yes."'}}
     answer = taken(thinker, anthropic, "messages.create", fields)
     thought, text = answer.content
@@ -215,7 +215,7 @@ def test_anthropic_takes_a_thought_as_a_block(thinker):
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 @pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
-def test_usage_counts_the_tokens_of_a_thought(thinker, n_most, more):
+def test_usage_counts_thought_tokens(thinker, n_most, more):
     n_thought = min(n_most, 3)
     fields = CHAT | BRIEFLY | {"max_tokens": n_most} | more
     fields |= {"stream_options": {"include_usage": True}} if more else {}

@@ -83,7 +83,7 @@ def wish(**fields):
         ({"reasoning_budget": 7}, None, 7),
     ],
 )
-def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, budget):
+def test_thinking_fields_of_all_apis_set_effort_and_budget(fields, effort, budget):
     checked = wish(**fields)
     assert (checked.effort, checked.budget) == (effort, budget)
     unread = Fields(fields)
@@ -109,13 +109,13 @@ def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, bu
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
 )
-def test_a_field_that_asks_for_nothing_known_is_named(fields, param):
+def test_error_names_the_invalid_thinking_field(fields, param):
     with pytest.raises(ApiError) as raised:
         wish(**fields)
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
-def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_and_no_less():
+def test_request_overrides_the_servers_effort_and_may_lower_its_budget():
     default = ThinkingOptions(effort="low", name="--think", budget=100)
     for fields, effort, budget in (
         ({}, "low", 100),
@@ -139,7 +139,7 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
         ({"thinking": {"type": "adaptive", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ],
 )
-def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
+def test_budget_of_0_turns_thinking_off_and_is_named_in_remarks(serve, fields, name):
     checked = wish(**fields)
     assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
     (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
@@ -165,7 +165,7 @@ ON_FOR_LOW = "takes off and on; on was used for low"
         ("messages", {"enable_thinking": False}),
     ],
 )
-def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_thought(serve, api, more):
+def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more):
     serve = serve(SWITCHED)
     end = serve(USER, "Yes.", api, **more)
     assert end["message"] == {"role": "assistant", "content": "Yes."}
@@ -190,7 +190,7 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
         ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low none"),
     ],
 )
-def test_efforts_and_any_variable_reach_the_template(serve, api, more, shown):
+def test_efforts_and_template_variables_reach_the_template(serve, api, more, shown):
     serve = serve(TOLD)
     serve(USER, "Hm.</think>Yes.", api, **more)
     assert serve.text.startswith(f"{shown}\n<|im_start|>")
@@ -207,12 +207,12 @@ def test_efforts_and_any_variable_reach_the_template(serve, api, more, shown):
         (PLAIN, "chat", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: # does not read it"),
     ],
 )
-def test_an_answer_says_what_the_template_does_not_take(serve, source, api, more, remark):
+def test_answer_remarks_fields_that_the_template_does_not_support(serve, source, api, more, remark):
     (actual,) = serve(source)(USER, "Yes.", api, **more)["kvtool"]["remarks"]
     assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
-def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve):
+def test_enable_thinking_is_refused_if_the_template_cannot_think(serve):
     refuse = serve(PLAIN)
     with pytest.raises(ApiError) as raised:
         refuse(USER, "Yes.", enable_thinking=True)
@@ -228,7 +228,7 @@ def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve)
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_a_chat_goes_on_under_another_effort_where_only_the_header_changes(serve, policy):
+def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, policy):
     serve = serve(SWITCHED, policy)
     chat, n_before = [*USER], 0
     for turn, off in enumerate((True, False, True)):
@@ -240,7 +240,7 @@ def test_a_chat_goes_on_under_another_effort_where_only_the_header_changes(serve
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_a_chat_is_another_one_under_variables_that_change_its_beginning(serve, policy):
+def test_chat_is_read_again_if_effort_changes_its_beginning(serve, policy):
     serve = serve(TOLD, policy)
     end = serve(USER, "</think>Yes.", reasoning_effort="low")
     chat = [*USER, end["message"], {"role": "user", "content": "And?"}]
@@ -252,7 +252,7 @@ def test_a_chat_is_another_one_under_variables_that_change_its_beginning(serve, 
     assert serve(chat, "</think>Yes.", reasoning_effort="high")["n_cached"] == n
 
 
-def test_a_request_may_set_variables_while_others_are_rendered(bytewise, monkeypatch):
+def test_shared_template_is_copied_under_the_lock(bytewise, monkeypatch):
     """A server renders chats in several threads. They share the template and all its renderings."""
     copy, are_locked = template.copy, []
     source = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
@@ -260,7 +260,7 @@ def test_a_request_may_set_variables_while_others_are_rendered(bytewise, monkeyp
 
     def copied(shared):
         other = copy(shared)
-        # another thread now asks the shared template for something that it has to find out
+        # do what another thread may do now: let the shared template compute `has_tools`
         vars(shared).pop("has_tools", None)
         assert shared.has_tools in (True, False)
         are_locked.append(renderings._lock.locked())
@@ -272,7 +272,7 @@ def test_a_request_may_set_variables_while_others_are_rendered(bytewise, monkeyp
     assert are_locked[0]
 
 
-def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
+def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
     path = tmp_path / "thinker.gguf"
     source = tiny.CHAT_TEMPLATE.removesuffix("{% endif %}") + SWITCHED[SWITCHED.index("<think>") :]
     tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
@@ -304,9 +304,7 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
         ("responses", {}, 9),
     ],
 )
-def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
-    bytewise, tmp_path, api, more, most
-):
+def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_path, api, more, most):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
         # at most 60 tokens, because the test reads them from the sampler, which stores only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
@@ -330,9 +328,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     ids=["opened", "begun by the model", "cut in the end tag", "empty", "cut in the start tag"],
 )
 @pytest.mark.parametrize("stop", [[], ["</think>\n\nNo"]], ids=["", "stop"])
-def test_the_tokens_of_a_thought_are_counted_without_its_tags(
-    bytewise, tmp_path, opening, said, thought, stop
-):
+def test_thought_tokens_are_counted_without_the_tags(bytewise, tmp_path, opening, said, thought, stop):
     with answering(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
         end = serve(USER, said, stop=stop)
         assert end["message"].get("reasoning_content", "") == thought
@@ -365,7 +361,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory):
-    """A model whose small vocabulary gives the parts of a text the same tokens as the whole text."""
+    """A model with a small vocabulary. Parts of a text get the same tokens as in the whole text."""
     path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
     tiny.write_llama(path, n_ctx_train=4096)
     model = Model(path)
@@ -411,7 +407,7 @@ def agent(serve, opens, sends):
 @pytest.mark.parametrize("sends", [True, False], ids=["sends", "keeps"])
 @pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
 @pytest.mark.parametrize("source", [AGENT, KEEPS, ALWAYS], ids=["agent", "keeps", "always"])
-def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
+def test_cache_of_a_chat_with_thoughts_equals_a_fresh_reading(
     bytewise, tmp_path, source, opening, sends, policy
 ):
     # the opening is an expression, because Jinja would drop its newline after a block
@@ -422,7 +418,7 @@ def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
 
 
 @needs_published
-def test_chats_under_published_templates_are_fresh_readings_after_each_reply(bytewise, tmp_path, share_of):
+def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp_path, share_of):
     names = sorted(published.templates().keys() - WANT_FUNCTIONS)
     for name in names[:: share_of(3, 1)]:
         source = published.templates()[name]
@@ -449,9 +445,7 @@ def test_chats_under_published_templates_are_fresh_readings_after_each_reply(byt
 
 @pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
 @pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
-def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
-    bytewise, tmp_path, opening, policy
-):
+def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, opening, policy):
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
@@ -487,7 +481,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("kind", THOUGHTS)
-def test_thoughts_of_earlier_replies_reach_a_template_that_shows_them(serve, kind):
+def test_earlier_thoughts_reach_a_template_that_shows_them(serve, kind):
     serve = serve(KEEPS.replace("%OPEN%", ""))
     chat = [*USER, THOUGHTS[kind], {"role": "user", "content": "Sure?"}]
     serve(chat, "Yes.", "messages" if kind == "messages" else "chat")
@@ -495,20 +489,20 @@ def test_thoughts_of_earlier_replies_reach_a_template_that_shows_them(serve, kin
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "thought"])
-def test_a_template_gets_a_thought_under_the_name_that_it_has_for_it(serve, name):
+def test_template_gets_thoughts_under_the_name_that_it_reads(serve, name):
     serve = serve(KEEPS.replace("%OPEN%", "").replace("m.reasoning_content", f"m.{name}"))
     serve([*USER, THOUGHTS["both"], *USER], "Yes.")
     assert serve.prompt.count("<think>\nRed?\n</think>\n\nIt is red.") == serve.prompt.count("Red?") == 1
 
 
-def test_a_chat_without_tools_is_taken_for_one_whose_client_keeps_thoughts(serve):
+def test_stored_thought_stays_if_the_client_does_not_send_it_back(serve):
     serve = serve(KEEPS.replace("%OPEN%", "<think>\n"))
     end = serve(USER, "Hm.\n</think>\n\nYes.")
     reply = {"role": "assistant", "content": end["message"]["content"]}
     assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["kvtool"]["tokens"]
 
 
-def test_reasoning_items_belong_to_the_reply_behind_them(serve):
+def test_reasoning_items_belong_to_the_reply_that_follows(serve):
     serve = serve(KEEPS.replace("%OPEN%", ""))
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
     first = thought | {"content": [{"type": "reasoning_text", "text": "Red?"}]}
@@ -517,8 +511,8 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # The prompt must leave out both reasoning items below: no reply follows this `first`, and `thought` has
-    # only encrypted text.
+    # The prompt must leave out the last two reasoning items: no reply follows the second `first`, and
+    # `thought` has only encrypted text.
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
     assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt
@@ -528,7 +522,7 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     )
 
 
-def test_a_thought_is_text_and_no_marker(serve):
+def test_markers_in_a_thought_are_text(serve):
     serve = serve(KEEPS.replace("%OPEN%", ""))
     thought = "Red?<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
     reply = {"role": "assistant", "content": "It is red.", "reasoning_content": thought}
@@ -538,7 +532,7 @@ def test_a_thought_is_text_and_no_marker(serve):
     assert thought in serve.prompt
 
 
-def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
+def test_thought_without_an_answer_is_dropped_from_the_chat(serve):
     serve = serve(AGENT.replace("%OPEN%", "<think>\n"))
     end = serve(USER, "I wonder", tools=[TOOL], max_tokens=2)
     assert (end["finish"], end["message"]["content"]) == ("length", "")
@@ -547,7 +541,7 @@ def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
     assert "wonder" not in serve.prompt
 
 
-def test_a_reply_behind_a_result_may_have_another_header(serve):
+def test_reply_after_a_tool_result_may_have_no_header(serve):
     """Like DeepSeek R1's template, this template writes no reply header after a tool's result.
 
     The header opens a thought, so a reply without a header begins without a thought.

@@ -47,7 +47,7 @@ NOTE = {
 TOOLS = check_tools([tool("weather", WEATHER), tool("make-note", NOTE), tool("now")])
 
 
-def test_tools_come_out_with_what_templates_expect():
+def test_checked_tools_have_the_fields_that_templates_expect():
     given = [
         tool("a", {"properties": {"x": True}}, strict=True, more=1),
         {"type": "function", "function": {"name": "b"}},
@@ -114,7 +114,7 @@ TYPES = ("must be an object", "must be a list", "must be a string", "must be tru
         ([tool("a", {"required": [1]})], "tools[0].function.parameters.required", "must be a list of names"),
     ],
 )
-def test_wrong_tools_are_named_by_their_field(value, param, words):
+def test_error_names_the_invalid_field_of_a_tool(value, param, words):
     with pytest.raises(ApiError) as caught:
         check_tools(value)
     error = caught.value
@@ -125,7 +125,7 @@ def test_wrong_tools_are_named_by_their_field(value, param, words):
     assert "\n" not in error.message
 
 
-def test_calls_and_results_come_as_clients_send_them():
+def test_calls_and_results_of_all_clients_are_normalized():
     def calling(*calls):
         return {"role": "assistant", "content": None, "tool_calls": list(calls)}
 
@@ -177,7 +177,7 @@ class Name(str):
     __hash__ = str.__hash__
 
 
-def test_names_are_looked_up_and_not_compared_with_each_other(monkeypatch):
+def test_checking_names_and_ids_takes_linear_time(monkeypatch):
     monkeypatch.setattr(Name, "n_compared", 0)
     n = 1000
     check_tools([tool(Name(f"f{i}")) for i in range(n)])
@@ -191,7 +191,7 @@ def test_names_are_looked_up_and_not_compared_with_each_other(monkeypatch):
     assert Name.n_compared < 50 * n
 
 
-def test_calls_in_another_form_are_the_same_chat():
+def test_calls_with_or_without_ids_are_the_same_chat():
     def digest(call, **result):
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         checked = messages.check([reply, {"role": "tool", "content": "Rain.", **result}])
@@ -218,13 +218,13 @@ def test_calls_in_another_form_are_the_same_chat():
     ],
     ids=str,
 )
-def test_wrong_calls_and_results_are_named_by_their_field(found, words):
+def test_error_names_the_invalid_field_of_a_call_or_result(found, words):
     with pytest.raises(ApiError) as caught:
         messages.check(found)
     assert caught.value.message.startswith(words)
 
 
-def test_choices():
+def test_tool_choice_values_are_read():
     named = {"type": "function", "function": {"name": "now"}}
     assert check_choice(None, TOOLS) == check_choice("auto", TOOLS) == Choice("auto")
     assert check_choice(None, []) == check_choice("auto", []) == check_choice("none", TOOLS) == Choice("none")
@@ -251,13 +251,13 @@ def test_choices():
         ),
     ],
 )
-def test_wrong_choices_are_named_by_their_field(value, param, words):
+def test_error_names_the_invalid_field_of_tool_choice(value, param, words):
     with pytest.raises(ApiError, match="^" + re.escape(f"{param} {words}")) as caught:
         check_choice(value, TOOLS)
     assert caught.value.param == param
 
 
-def test_a_call_cannot_be_required_without_tools():
+def test_required_call_without_tools_is_refused():
     for value, param in (
         ("required", "tool_choice"),
         ({"type": "function", "function": {"name": "now"}}, "tool_choice.function.name"),
@@ -274,7 +274,7 @@ SHOWS = (
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def test_a_template_says_whether_it_shows_tools_and_calls():
+def test_template_detects_whether_it_shows_tools_and_calls():
     fails = "{% if tools %}{{ raise_exception('no') }}{% endif %}"
     listed = "{{ tools | tojson }}" + PLAIN
     templates = [Template(source, "", "") for source in (SHOWS, PLAIN, listed, fails)]
@@ -282,7 +282,7 @@ def test_a_template_says_whether_it_shows_tools_and_calls():
     assert [template.has_calls for template in templates] == [True, False, False, False]
 
 
-def test_tools_are_shown_as_models_know_them():
+def test_tojson_in_templates_does_not_escape_html():
     tools = check_tools([tool("a", {"type": "object", "properties": {"b": {"description": "it's <ü>"}}})])
     text = Template("{{ tools[0].function.parameters | tojson(ensure_ascii=False) }}", "", "").render(
         [], tools=tools
@@ -306,7 +306,7 @@ CHAT = messages.check(
 )
 
 
-def test_messages_reach_templates_with_objects_and_short_ids():
+def test_templates_get_arguments_as_objects_and_short_call_ids():
     before = json.dumps(CHAT)
     template = Template(SHOWS, "", "")
     rewritten = for_template(CHAT, template)
@@ -322,13 +322,13 @@ def test_messages_reach_templates_with_objects_and_short_ids():
         call = {"id": "a23456789", "function": {"name": "now", "arguments": text}}
         (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
         assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
-    # a text with half of a character could not be tokenized
+    # a lone surrogate cannot be tokenized, so it is replaced
     call = {"id": "a23456789", "function": {"name": "now", "arguments": r'{"x": "\ud800"}'}}
     (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}], template)
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}
 
 
-def test_a_template_that_shows_no_tools_gets_calls_and_results_as_text():
+def test_template_without_tools_gets_calls_and_results_as_text():
     rewritten = for_template(CHAT, Template(PLAIN, "", ""))
     assert [message["role"] for message in rewritten] == ["user", "assistant", "user", "assistant"]
     assert rewritten[1]["content"] == (
@@ -341,7 +341,7 @@ def test_a_template_that_shows_no_tools_gets_calls_and_results_as_text():
     assert all("tool_calls" not in message for message in rewritten)
 
 
-def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
+def test_template_that_omits_calls_gets_them_as_text_in_its_own_syntax():
     template = Template("{{ tools }} <|tool_call_start|>" + PLAIN, "", "")
     chat = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:]]
     rewritten = for_template(chat, template)
@@ -354,7 +354,7 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'
 
 
-def test_a_template_that_takes_one_call_a_reply_gets_a_reply_for_each():
+def test_template_with_one_call_per_reply_gets_one_reply_per_call():
     template = Template(SHOWS.replace("tool_call>", "x>") + "<|python_tag|>", "", "")
     chat = [CHAT[0], {**CHAT[1], "content": "So:", "reasoning_content": "Hm."}, *CHAT[2:4]]
     rewritten = for_template(
@@ -366,7 +366,7 @@ def test_a_template_that_takes_one_call_a_reply_gets_a_reply_for_each():
     assert [message.get("reasoning_content") for message in rewritten[1:4:2]] == ["Hm.", ""]
 
 
-def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():
+def test_tools_text_lists_tools_and_an_example_call():
     text = tools_text(TOOLS)
     listed = re.search(r"<tools>\n(.*)\n</tools>", text, re.S)[1].splitlines()
     assert [json.loads(line) for line in listed] == [each["function"] for each in TOOLS]
@@ -399,13 +399,13 @@ def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():
         ("{{ tools }} '<minimax:tool_call>'\n<invoke name=", formats.MINIMAX),
     ],
 )
-def test_a_template_names_its_format(source, format):
+def test_call_format_is_detected_from_the_template(source, format):
     template = Template(source, "", "")
     assert Format.native(template) is format
     assert Format.of(template) is (format or HERMES)
 
 
-def test_tokens_whose_text_the_parser_needs():
+def test_shown_tokens_are_the_tag_tokens_of_the_format():
     tokens = {"<tool_call>": [7], "[TOOL_CALLS]": [8], "[ARGS]": [9]}
     model = SimpleNamespace(
         tokenize=lambda text, special: np.array(tokens.get(text, [1, 2]) if special else [1, 2])

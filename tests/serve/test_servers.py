@@ -15,7 +15,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket 
 
 @linux
 @pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
-def test_a_server_can_listen_on_a_reserved_port_and_others_do_not_get_it(option):
+def test_only_a_server_with_port_reuse_can_bind_a_reserved_port(option):
     with reserved_port() as port, socket.socket() as intruder, socket.socket() as server:
         with pytest.raises(OSError, match="in use"):
             intruder.bind(("127.0.0.1", port))
@@ -25,19 +25,19 @@ def test_a_server_can_listen_on_a_reserved_port_and_others_do_not_get_it(option)
         socket.create_connection(("127.0.0.1", port)).close()
 
 
-def test_nobody_listens_on_a_reserved_port():
+def test_reserved_port_refuses_connections():
     with reserved_port() as port, pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_server_that_ends_is_not_waited_for():
+def test_answers_returns_false_if_the_server_has_ended():
     with reserved_port() as port, subprocess.Popen([sys.executable, "-c", ""]) as process:
         assert not answers(process, f"http://127.0.0.1:{port}")
 
 
 @linux
 @pytest.mark.parametrize("status", [200, 404, 503])
-def test_a_server_answers_once_it_has_loaded_its_model(status):
+def test_answers_waits_until_the_model_is_loaded(status):
     """A stand-in for the server answers /health with 503 once, and then with `status`.
 
     404 is the status of a server that has no /health.

@@ -41,13 +41,13 @@ def server(smollm2, tmp_path_factory):
         yield server
 
 
-def test_all_agents_but_continue_send_thoughts_back():
+def test_all_recorded_agents_except_continue_send_thoughts_back():
     senders = {client for client in LOGS if re.search('"(THOUGHT|STRIPPED) ', json.dumps(LOGS[client]))}
     assert LOGS.keys() - senders == {"continue 1.5.47"}
 
 
 @pytest.mark.parametrize("client", LOGS)
-def test_thought_answer_and_calls_come_apart_and_a_thought_that_comes_back_is_read(server, client):
+def test_agents_get_separate_thoughts_and_thoughts_sent_back_are_read(server, client):
     model, answers = Answering(server.pool.slots[0], server.site.defaults), []
     for n, line in enumerate(LOGS[client]):
         body, name = filled(line["body"], answers), line["calls"]

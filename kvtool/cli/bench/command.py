@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import LibraryError, UsageError
@@ -93,16 +93,13 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     output.check_picture(args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.model import find_model, loaded_model
-    from kvtool.config.notes import within_context
+    from kvtool.config.model import loaded_model
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
-    info = find_model(run.model, locate)
+    run, info, _ = locate_model(run)
     path = info.path
-    run, _, limits = within_context(run, info.n_ctx_train)
-    say(*limits)
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine

@@ -51,7 +51,7 @@ static constexpr int n_mend = 3;
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// Share of a head's softmax sum that the cell of each other head should have. The rest is on the head's own cell. A
+// Share of a head's softmax sum that goes to the cell of each other head. The rest goes to the head's own cell. A
 // smaller share would need longer keys, and the logits of longer keys have larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;

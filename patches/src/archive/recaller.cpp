@@ -129,7 +129,7 @@ static attention attention_of(const ggml_tensor * dst, some_tokens some, recalle
     return attention(layer.all->tokens, layer.i, rot, n_gqa*some.n, layer.logits, exact_of(*layer.all, some.n), layer.all->attending);
 }
 
-// Run make_room, find and attend of a layer's attention. All threads call this, each with a separate object `one`
+// Call `make_room`, `find` and `attend` for a layer. All threads call this, each with its own `one`
 static void attend(attention & one, const ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 

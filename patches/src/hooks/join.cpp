@@ -262,8 +262,7 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
     const bool is_ready = m.mctx && m.mctx->get_status() == LLAMA_MEMORY_STATUS_SUCCESS &&
         (int) m.mctx->get_ubatch().n_tokens == m.n && llama_kvtool_prepare(*m.lctx, m.n) && m.mctx->apply();
 
-    // The joint step is computed on other queues of the devices, which do not wait for the copies of the member's
-    // residents
+    // The joint step runs on other queues than the copies of a member's residents, and does not wait for them
     m.lctx->synchronize();
 
     return is_ready;

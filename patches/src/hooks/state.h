@@ -199,8 +199,8 @@ struct llama_kvtool {
     // copies of cells and of the fixed state
     //
 
-    // Copy a layer's first n cells to out or from in: all keys cell by cell, then all values cell by cell. If both
-    // pointers are null, copy nothing. Returns the number of bytes
+    // Copy a layer's first n cells to `out`, or from `in`: all keys cell by cell, then all values cell by cell. If both
+    // are null, copy nothing. Returns the number of bytes
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
     // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. A table holds
