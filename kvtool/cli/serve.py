@@ -126,7 +126,7 @@ def serve(
 
     try:
         from kvtool.serve.http.app import Site
-        from kvtool.serve.http.gate import Limits
+        from kvtool.serve.http.gate import Limits, own_names
         from kvtool.serve.http.server import serve as answer
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
@@ -154,7 +154,7 @@ def serve(
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
-    local_only = endpoints.is_loopback(address) and not keys
+    is_local = endpoints.is_loopback(address)
     site = Site(
         name,
         run.policy,
@@ -170,7 +170,7 @@ def serve(
         ),
         Limits(
             keys,
-            local_only=local_only,
+            names=None if keys else own_names(serving.host, is_local=is_local),
             origins=serving.allow_origin,
             read_timeout=serving.read_timeout,
         ),
@@ -185,7 +185,7 @@ def serve(
             explain_run(engine, site.policy, "chat")
         else:
             say(archive_limit(engine, pool.n_max))
-        if not endpoints.is_loopback(address) and not keys:
+        if not is_local and not keys:
             say("there is no API key: whoever reaches the port can use the model")
         elif "*" in serving.allow_origin and not keys:
             say("there is no API key: any web page that a browser here opens can use the model")

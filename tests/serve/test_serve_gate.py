@@ -6,14 +6,16 @@ import asyncio
 import gzip
 import json
 import re
+import socket
 import threading
 import zlib
 from contextlib import suppress
 
 import pytest
 
+from kvtool.errors import LibraryError
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.http import app, gate
+from kvtool.serve.http import app, gate, server
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
@@ -238,15 +240,70 @@ def test_only_local_and_allowed_origins_may_send_requests(origins, origin, may):
         assert before.headers["access-control-allow-private-network"] == "true"
 
 
-def test_servers_own_page_may_ask_under_any_host_name():
-    for scheme, host, may in (
-        ("http", "gpu.lan:8080", True),
-        ("https", "gpu.lan:8080", True),
-        ("http", "gpu.lan", False),
-        ("app", "gpu.lan:8080", False),
-    ):
-        headers = {"Host": "gpu.lan:8080", "Origin": f"{scheme}://{host}"}
-        assert send("/v1/models", headers=headers).status_code == (200 if may else 403)
+def test_servers_own_page_may_ask_under_each_name_of_the_machine():
+    limits = Limits(names=frozenset({"gpu.lan"}))
+    for name in ("gpu.lan:8080", "192.168.1.5:8080", "[fd00::1]:8080"):
+        for scheme, host, may in (
+            ("http", name, True),
+            ("https", name, True),
+            ("http", "gpu.lan", False),
+            ("app", name, False),
+        ):
+            headers = {"Host": name, "Origin": f"{scheme}://{host}"}
+            answer = send("/v1/models", headers=headers, limits=limits)
+            assert answer.status_code == (200 if may else 403)
+
+
+OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_local", "accepted", "refused"),
+    [
+        ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
+        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil.example")),
+        ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
+    ],
+)
+def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused, monkeypatch):
+    """A web page whose own name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
+    monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
+    limits = Limits(names=gate.own_names(value, is_local=is_local))
+
+    def asked(host, limits):
+        headers = {"Host": f"{host}:8080", "Origin": f"http://{host}:8080"}
+        return send("/v1/models", headers=headers, limits=limits)
+
+    for host in accepted:
+        assert asked(host, limits).status_code == 200, host
+    wrong = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[bad", "")
+    for host in (*refused, *wrong):
+        answer = asked(host, limits)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host"), host
+        words = f"this server does not answer as {host}:8080; use its IP address, or --api-key-file"
+        assert answer.json()["error"]["message"] == words
+    assert send("/v1/models", headers={"Host": "evil.example"}, limits=Limits()).status_code == 200
+
+
+def test_serve_limits_host_names_unless_it_has_a_key(chat_model, monkeypatch, tmp_path):
+    def names(*options):
+        """Return the host names that `kvtool serve` allows with these options."""
+        limits = []
+
+        def serve(site, *_):
+            limits.append(site.limits)
+            raise LibraryError("it does not run")
+
+        monkeypatch.setattr(server, "serve", serve)
+        called("serve", "-m", chat_model, "--port", "0", *options)
+        return limits[0].names
+
+    keys = tmp_path / "keys.txt"
+    keys.write_text("secret\n")
+    own = gate.own_names("0.0.0.0", is_local=False)
+    assert names() == names("--host", "127.0.0.1") == {"localhost", "127.0.0.1"}
+    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == own
+    assert names("--api-key-file", keys) == names("--host", "0.0.0.0", "--api-key-file", keys) is None
 
 
 def test_api_key_file_without_a_key_is_refused(tmp_path):
