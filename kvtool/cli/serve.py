@@ -296,12 +296,12 @@ def _connect(site: Site, pool: SlotPool) -> None:
     slot = pool.slots[0]
     engine, model, template = slot.engine, slot.model, slot.template
 
-    def detokenize(tokens: list[int]) -> str:
+    def detokenize(tokens: list[int]) -> bytes:
         if any(not 0 <= token < model.n_vocab for token in tokens):
             from kvtool.serve.api.errors import ApiError
 
             raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
-        return text_of(model, tokens)
+        return b"".join(model.piece(token, special=True) for token in tokens)
 
     site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
     site.detokenize = detokenize

@@ -352,6 +352,11 @@ def test_tokenize_returns_pieces_and_can_read_markers_as_text(server):
     body = {"content": "a</s>"}
     whole = server.ask("/tokenize", body | {"with_pieces": True}).json()["tokens"]
     assert [each["piece"] for each in whole] == ["a", "</s>"]
+    parts = server.ask("/tokenize", {"content": "\u00e9", "with_pieces": True}).json()["tokens"]
+    assert [each["piece"] for each in parts] == [[0xC3], [0xA9]]
+    tokens = [each["id"] for each in parts]
+    assert server.ask("/detokenize", {"tokens": tokens}).json()["content"] == "\u00e9"
+    assert server.ask("/detokenize", {"tokens": tokens[:1]}).json()["content"] == "\ufffd"
     assert len(server.ask("/tokenize", body | {"parse_special": False}).json()["tokens"]) > 3
 
 

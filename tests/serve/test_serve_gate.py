@@ -140,7 +140,7 @@ def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch)
     for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):
         assert post(content, encoding)[0] == 200
         assert not thread()
-    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: "a")}
+    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: b"a")}
     for path, content in (("tokenize", b'{"content": "a"}'), ("detokenize", b'{"tokens": [1]}')):
         assert send(f"/{path}", "POST", content=content, **tokenizer).status_code == 200
         assert not thread()

@@ -59,7 +59,8 @@ class Site:
     tokenize
         `tokenize(text, adds_special, parses_special)` returns the tokens of a text.
     detokenize
-        `detokenize(tokens)` returns the text of tokens.
+        `detokenize(tokens)` returns the text of tokens as UTF-8. It may be incomplete: a token may be part of
+        a character.
     count
         Returns the number of tokens of a chat's prompt.
     has_metrics
@@ -85,7 +86,7 @@ class Site:
     created: int = 0
     props: dict[str, Any] | None = None
     tokenize: Callable[[str, bool, bool], list[int]] | None = None
-    detokenize: Callable[[list[int]], str] | None = None
+    detokenize: Callable[[list[int]], bytes] | None = None
     count: Callable[[ChatRequest], int] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -371,10 +372,20 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         assert site.tokenize
         assert site.detokenize
         plain = site.tokenize(content, adds_special, parses_special)
-        return [{"id": each, "piece": site.detokenize([each])} for each in plain] if with_pieces else plain
+        if not with_pieces:
+            return plain
+        return [{"id": each, "piece": _piece(site.detokenize([each]))} for each in plain]
 
     # use other threads here and below, because long texts take time
     return JSONResponse({"tokens": await _unless_gone(http, site.threads.run(tokens))})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Return the text of a token. If it is not UTF-8, return a list of its bytes, as llama-server does."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -382,7 +393,8 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
-    text = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
+    data = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
+    text = data.decode("utf-8", "replace")
     return JSONResponse({"content": text, "prompt": text})
 
 
