@@ -178,10 +178,31 @@ def chat(
 
     places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
     """
+    places = dict(places or {})
     try:
-        return _chat(body, defaults, name, places or {})
+        return _chat(_without_custom_tools(body, places), defaults, name, places)
     except ApiError as error:
-        raise ClientPlaces(places or {}).in_error(error) from None
+        raise ClientPlaces(places).in_error(error) from None
+
+
+def _without_custom_tools(body: object, places: dict[str, str]) -> object:
+    """Return a body in which custom tools are unknown fields, so that the answer lists them as ignored.
+
+    Calls of custom tools are texts, not JSON. places: the places of tools that get another index are added.
+    """
+    given = body.get("tools") if isinstance(body, dict) else None
+    if not (isinstance(body, dict) and isinstance(given, list)):
+        return body
+    tools, custom = [], {}
+    for i, tool in enumerate(given):
+        where = f"tools[{i}]"
+        if isinstance(tool, dict) and tool.get("type") == "custom":
+            custom[where] = tool
+        else:
+            if custom:
+                places[f"tools[{len(tools)}]"] = where
+            tools.append(tool)
+    return {**body, "tools": tools, **custom}
 
 
 def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
