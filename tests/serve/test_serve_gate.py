@@ -374,17 +374,22 @@ def test_log_says_if_stopping_the_server_cut_an_answer(stream):
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
 
 
-def test_log_says_if_the_client_disconnected():
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
-    asgi_app = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
+    site = Site("m", "h2o", waiting, props={}, log=lines.append)
+    asgi_app = app.make(site)
+    is_gone = asyncio.Event()
 
     async def answering():
         job = await asyncio.to_thread(waiting.get)
-        job.emit("piece", deltas=[{"content": "x"}], listed=[])
+        if stream:
+            job.emit("piece", deltas=[{"content": "x"}], listed=[])
+        else:
+            is_gone.set()
 
     async def goes():
-        parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}'}]
-        is_gone = asyncio.Event()
+        parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}' if stream else BODY}]
 
         async def receive():
             if not parts:
@@ -406,4 +411,6 @@ def test_log_says_if_the_client_disconnected():
 
     asyncio.run(both())
     (line,) = lines
-    assert re.fullmatch(r"\S+ \S+ ::1 POST /v1/chat/completions 200 \d+ ms, the client has gone", line)
+    status = 200 if stream else 499
+    assert re.fullmatch(rf"\S+ \S+ ::1 POST /v1/chat/completions {status} \d+ ms, the client has gone", line)
+    assert (site.counts.answered, site.counts.refused, site.counts.abandoned) == (0, 0, 1)

@@ -114,6 +114,7 @@ def make(site: Site) -> Starlette:
                 site.counts.refused += 1
                 return _failed(request, error)
             except ClientDisconnect:
+                site.counts.abandoned += 1
                 return Response(status_code=499)
 
         return Route(path, endpoint, methods=[method])
@@ -231,7 +232,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
             first = await _unless_gone(http, _next_event(job, skipped))
             if first and first["kind"] == "error":
                 raise first["error"]
-            return _Streamed(job, _stream(site, job, request, bodies, first))
+            return _Streamed(job, _stream(site, job, request, bodies, first), site.counts)
         return await _unless_gone(http, _complete(site, job, request, bodies))
     except BaseException:
         job.cancel()
@@ -250,18 +251,22 @@ class _Streamed(StreamingResponse):
     """A streamed response.
 
     When it ends, it cancels its job, even if the client left before the first line.
+
+    counts: counts the request if the client leaves before the end.
     """
 
-    def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
+    def __init__(self, job: Job, lines: AsyncIterator[str], counts: Counts) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._job = job
+        self._job, self._counts = job, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
+            if not (self._job.end or self._job.error):
+                self._counts.abandoned += 1
 
 
 async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
