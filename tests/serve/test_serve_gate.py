@@ -261,12 +261,12 @@ OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
     ("value", "is_local", "accepted", "refused"),
     [
         ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
-        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil.example")),
+        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil")),
         ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
     ],
 )
 def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused, monkeypatch):
-    """A web page whose own name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
+    """A web page whose name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
     monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
     limits = Limits(names=gate.own_names(value, is_local=is_local))
 

@@ -186,7 +186,7 @@ def _top(record: Body) -> dict[str, float] | None:
 
 
 def _token(record: Body) -> str:
-    """Return the text of a token. If it is not UTF-8, return its bytes as OpenAI writes them: "bytes:\\xe9"."""
+    """Return the text of a token. If it is not UTF-8, return its bytes in OpenAI's form: "bytes:\\xe9"."""
     data = bytes(record["bytes"])
     try:
         return data.decode()

@@ -165,10 +165,18 @@ class TextRequest(Request):
         The text, or its tokens.
     echo
         True if the answer begins with the prompt.
+    reuses
+        True to read only the tokens after the beginning that an earlier text has in common with the prompt.
     """
 
     prompt: str | list[int]
     echo: bool
+    reuses: bool
+
+    @property
+    def is_scored(self) -> bool:
+        """True if the answer has the log-probabilities of the prompt's tokens."""
+        return self.echo and self.logprobs is not None
 
 
 def chat(
@@ -193,7 +201,8 @@ def _without_custom_tools(body: object, places: dict[str, str]) -> object:
     given = body.get("tools") if isinstance(body, dict) else None
     if not (isinstance(body, dict) and isinstance(given, list)):
         return body
-    tools, custom = [], {}
+    tools: list[object] = []
+    custom: dict[str, object] = {}
     for i, tool in enumerate(given):
         where = f"tools[{i}]"
         if isinstance(tool, dict) and tool.get("type") == "custom":
@@ -275,6 +284,7 @@ def text(body: object, defaults: Defaults) -> TextRequest:
     return TextRequest(
         prompt=_prompt(fields.pop("prompt")),
         echo=fields.flag("echo"),
+        reuses=fields.flag("cache_prompt", True),
         logprobs=_logprobs(fields),
         places=ClientPlaces({}),
         **_common(fields, defaults),

@@ -151,8 +151,10 @@ class Parser:
         if self._is_start and bare:
             # a list of calls begins with "[{"; "[" may also begin a tag
             first = f"[{bare[1:].lstrip()[:1]}" if bare[0] == "[" else bare[0]
-            # Llama writes ";" between calls
-            opens = ("{", "[{") if not self._follows_call else ("{", ";") if self._bare_reader is _json else ()
+            opens: tuple[str, ...] = ("{", "[{")
+            if self._follows_call:
+                # Llama writes ";" between calls
+                opens = ("{", ";") if self._bare_reader is _json else ()
             if self._bare_reader and first in opens:
                 self._begin(text, len(text) - len(bare), bare[0], self._bare_reader)
                 return
