@@ -179,7 +179,7 @@ def _site(
     from kvtool.serve.api.requests import Defaults
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.http.app import Site
-    from kvtool.serve.http.gate import Limits
+    from kvtool.serve.http.gate import Limits, own_names
     from kvtool.serve.queue import JobQueue
 
     name = Path(run.model).stem if run.model else next(iter(registry()))
@@ -199,7 +199,7 @@ def _site(
         ),
         Limits(
             keys,
-            local_only=is_local and not keys,
+            names=None if keys else own_names(serving.host, is_local=is_local),
             origins=serving.allow_origin,
             read_timeout=serving.read_timeout,
         ),
@@ -330,12 +330,12 @@ def _connect(site: Site, pool: SlotPool) -> None:
     slot = pool.slots[0]
     engine, model, template = slot.engine, slot.model, slot.template
 
-    def detokenize(tokens: list[int]) -> str:
+    def detokenize(tokens: list[int]) -> bytes:
         if any(not 0 <= token < model.n_vocab for token in tokens):
             from kvtool.serve.api.errors import ApiError
 
             raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
-        return text_of(model, tokens)
+        return b"".join(model.piece(token, special=True) for token in tokens)
 
     site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
     site.detokenize = detokenize

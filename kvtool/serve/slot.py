@@ -15,7 +15,6 @@ import numpy as np
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import Offsets, logprobs, unknown
-from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import RAW, TemplateError
 from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
@@ -26,6 +25,7 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
+from kvtool.serve import prompts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.api.thinking import ThinkingOptions
@@ -107,9 +107,11 @@ class Slot:
 
     def n_shared(self, request: Request) -> int:
         """Return how many tokens at the start of a request need not be read, because the engine has them."""
-        if not (self._resumer and isinstance(request, ChatRequest)):
-            return 0
         try:
+            if isinstance(request, TextRequest):
+                return prompts.n_reused(self.writer, request, prompts.tokens_of(self.model, request.prompt))
+            if not (self._resumer and isinstance(request, ChatRequest)):
+                return 0
             self._resumer.use(self._rendering(request)[0])
             return self._resumer.n_shared(request.messages, _tools_in_prompt(request))
         except (ApiError, KvtoolError, RecursionError):
@@ -229,22 +231,26 @@ class Slot:
         started = time.perf_counter()
         if self._resumer:
             self._resumer.forget_chat()
-        self.writer.reset()
-        tokens = _tokens(self.model, request.prompt)
+        tokens = prompts.tokens_of(self.model, request.prompt)
         self._check_length(len(tokens))
-        job.prompt_counts = {"n_prompt": len(tokens), "n_cached": 0}
-        is_scored = request.echo and request.logprobs is not None
+        n_cached = prompts.rewind(self.writer, request, tokens)
+        job.prompt_counts = {"n_prompt": len(tokens), "n_cached": n_cached}
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
-        if not self.writer.read(tokens, self._scoring(tokens, text, request) if is_scored else None):
+        after_step = self._scoring(tokens, text, request) if request.is_scored else None
+        if not prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
-        prompt_read: PromptRead = {**job.prompt_counts, "read_s": time.perf_counter() - started}
+        prompt_read: PromptRead = {
+            "n_prompt": len(tokens),
+            "n_cached": max(n_cached - self.writer.n_reread, 0),
+            "read_s": time.perf_counter() - started,
+        }
         self.writer.sampler.start(0)
         reply = Reply()
         job.emit({"kind": "read"})
         if request.echo:
             self._emit_piece(job, reply.repeat(text))
-        written = self._write(job, self._continued(request, is_scored), reply)
+        written = self._write(job, self._continued(request), reply)
         self._end(job, request, reply, prompt_read, written)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
@@ -265,9 +271,9 @@ class Slot:
 
         return after_step
 
-    def _continued(self, request: TextRequest, is_scored: bool) -> Pieces:
+    def _continued(self, request: TextRequest) -> Pieces:
         yield from self.writer.write(self._most_tokens(request))
-        if is_scored and (token := self.writer.ending) is not None:
+        if request.is_scored and (token := self.writer.ending) is not None:
             # also list the end token: programs that score a prompt expect an answer of one token, and
             # therefore drop the last entry
             logits = self.engine.context.next_logits
@@ -400,22 +406,6 @@ def _tools_in_prompt(request: ChatRequest) -> list[dict[str, Any]]:
     """Return the tools that the prompt lists. Deferred tools are not listed, but may still be called."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]
-
-
-def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
-    """Return the tokens i32[n] of a prompt.
-
-    Raises ApiError if there is no token, or if a token is not in the vocabulary.
-    """
-    if isinstance(prompt, str):
-        tokens = model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
-    elif prompt and (min(prompt) < 0 or max(prompt) >= model.n_vocab):
-        raise ApiError.at("prompt", f"must have tokens in 0..{model.n_vocab - 1}")
-    else:
-        tokens = np.array(prompt, np.int32)
-    if not len(tokens):
-        raise ApiError.at("prompt", "must have at least one token")
-    return tokens
 
 
 def text_of(model: Model, tokens: list[int]) -> str:

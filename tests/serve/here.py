@@ -10,7 +10,7 @@ from functools import partial
 import httpx2 as httpx
 
 from kvtool.cli import serve
-from kvtool.config.run import WriteOptions
+from kvtool.config.run import ChatOptions
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
@@ -98,10 +98,10 @@ def here(model, **options):
 
     Requests without a temperature are answered greedily.
 
-    options: fields of `WriteOptions`.
+    options: fields of `ChatOptions`. Without `checkpoints`, the server makes no checkpoints.
     """
-    raw = {"model": str(model), "threads": 1, **options}
-    run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
+    raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
+    run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
     opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), 2**32)
     ready, pools, failed = threading.Event(), [], []

@@ -156,6 +156,8 @@ def test_disconnected_client_stops_its_answer(server, client):
     assert ask(client.with_options(timeout=PATIENCE_S), [message("user", "Hello.")])
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         until(lambda: "kvtool_requests_running 0\n" in http.get("/metrics").text)
+        abandoned = re.search(r"^kvtool_requests_abandoned_total (\d+)$", http.get("/metrics").text, re.M)
+        assert int(abandoned[1]) >= 2
 
 
 def test_models_props_tokenize_and_metrics_answer(server, client):

@@ -251,7 +251,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
     for status, kind, path, how in (
         (400, "invalid_request_error", count, {"count": too_long}),
         (401, "authentication_error", "/v1/messages", {"limits": Limits(("key",))}),
-        (403, "permission_error", "/v1/messages", {"limits": Limits(local_only=True), "headers": evil}),
+        (403, "permission_error", "/v1/messages", {"limits": Limits(names=frozenset()), "headers": evil}),
         (404, "not_found_error", "/v1/messages/batches", {}),
         (405, "invalid_request_error", "/v1/messages", {"method": "GET"}),
         (413, "request_too_large", "/v1/messages", {"limits": Limits(most_bytes=9)}),

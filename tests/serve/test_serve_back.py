@@ -9,8 +9,11 @@ import pytest
 from kvtool.chats import session
 from kvtool.chats.undo import Mark, turn_label
 from kvtool.llama.model import Model
+from kvtool.serve.api import requests
+from kvtool.serve.api.requests import Defaults
 from tests import tiny
 from tests.serve.asking import ask, message
+from tests.serve.here import here
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
 
@@ -208,3 +211,102 @@ def test_changed_chat_is_reread_if_earlier_tokens_were_forgotten(talker):
             messages.append(answer.reply)
         assert answer.stats["forgotten"] > 100
         assert ask(server.url, [*messages[:3], message("user", "Other.")]).n_cached == 0
+
+
+PROMPT = "A tide is slow, and the moon is far. " * 12
+
+
+def continued(server, prompt, **more):
+    """Return (text, (number of tokens of the prompt, of cached tokens, of tokens of the text))."""
+    body = {"prompt": prompt, "max_tokens": 6, **more}
+    answer = server.ask("/v1/completions", body).json()
+    assert "ignored" not in answer["kvtool"]
+    usage = answer["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], (usage["prompt_tokens"], n_cached, usage["completion_tokens"])
+
+
+def check_prompts(model, n_batch=1, **options):
+    """Check how many tokens equal and longer prompts reuse. Return a longer prompt and its answer.
+
+    n_batch: the server goes back to a multiple of this number of tokens.
+    """
+    with here(model, **options) as server:
+        slot = server.pool.slots[0]
+        text, (n, n_cached, n_written) = continued(server, PROMPT)
+        assert n_cached == 0
+        n_same = (n - 1) // n_batch * n_batch
+        assert n_same > n / 2
+        assert continued(server, PROMPT) == (text, (n, n_same, n_written))
+        longer = [*slot.writer.tokens.tolist(), *slot.model.tokenize(" and it is deep").tolist()]
+        rest, counts = continued(server, longer)
+        assert counts[:2] == (len(longer), n + n_written)
+        # go back to the first prompt
+        assert slot.n_shared(requests.check_text({"prompt": PROMPT}, Defaults())) == n_same
+        assert continued(server, PROMPT) == (text, (n, n_same, n_written))
+        assert continued(server, PROMPT, cache_prompt=False) == (text, (n, 0, n_written))
+        # a prompt is read again if its tokens are scored
+        assert continued(server, PROMPT, echo=True, logprobs=0)[1] == (n, 0, n_written)
+        for more in ({"cache_prompt": False}, {"echo": True, "logprobs": 0}):
+            assert slot.n_shared(requests.check_text({"prompt": PROMPT, **more}, Defaults())) == 0
+        # an error is left to the answer
+        assert slot.n_shared(requests.check_text({"prompt": ""}, Defaults())) == 0
+    return longer, rest
+
+
+KEEPS_ALL = {
+    "recall": {"policy": "recall", "budget": "96", "options": ["search=all"], "archive_type": "f16"},
+    "full": {"policy": "full"},
+}
+FORGETS = {"policy": "h2o", "budget": "96", "checkpoints": "64MiB"}
+
+
+@pytest.mark.parametrize("options", KEEPS_ALL.values(), ids=KEEPS_ALL)
+def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
+    longer, rest = check_prompts(talker, **options)
+    with here(talker, **options) as server:
+        assert continued(server, longer)[0] == rest
+        same, other = ([*server.pool.slots[0].model.tokenize(text).tolist()] for text in (PROMPT, "the sun"))
+        changed = same[:-40] + other
+        text, (n, _, n_written) = continued(server, changed)
+        continued(server, same)
+        assert continued(server, changed) == (text, (n, len(same) - 40, n_written))
+
+
+def test_prompt_of_a_text_is_read_from_a_checkpoint_if_the_policy_evicts(talker):
+    check_prompts(talker, n_batch=256, **FORGETS)
+    with here(talker, **FORGETS) as server:
+        for prompt, n_cached in (
+            (PROMPT * 3, 0),
+            # the server makes a checkpoint every 1,024 tokens
+            ((PROMPT * 3)[:-40] + "the sun", 1024),
+            ((PROMPT * 2)[:-40] + "the sun", 0),
+            # a short prompt gets no checkpoint
+            (PROMPT[:99], 0),
+            (PROMPT[:99], 0),
+        ):
+            assert continued(server, prompt)[1][1] == n_cached
+
+
+def test_prompt_of_a_text_is_read_from_a_checkpoint_with_recurrent_layers(hybrid_talker):
+    with here(hybrid_talker, policy="full", checkpoints="64MiB") as server:
+        text, (n, _, n_written) = continued(server, PROMPT[:40])
+        assert continued(server, PROMPT[:40]) == (text, (n, n - 1, n_written))
+
+
+@pytest.mark.parametrize("options", [KEEPS_ALL["recall"], FORGETS], ids=["recall", "h2o"])
+def test_text_after_a_chat_pins_and_holds_nothing(talker, options):
+    with here(talker, **options) as server:
+        slot = server.pool.slots[0]
+        first = continued(server, PROMPT)[0]
+        for chat in ([SYSTEM, message("user", "Hi.")], [message("user", PROMPT)]):
+            server.chat(chat)
+            assert continued(server, PROMPT)[0] == first
+            assert (slot.engine.n_pinned, slot.engine.n_held) == (0, 0)
+        # the tokens of a chat are reused unless some are pinned
+        for before in ([], [SYSTEM]):
+            server.chat([*before, message("user", PROMPT)])
+            tokens = slot.writer.tokens.tolist()
+            _, (_, n_cached, _) = continued(server, [*tokens, 70])
+            assert n_cached == (0 if before and options is FORGETS else len(tokens))
+            assert (slot.engine.n_pinned, slot.engine.n_held) == (0, 0)

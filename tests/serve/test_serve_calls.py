@@ -157,7 +157,7 @@ def test_call_after_a_thought_is_found_and_a_call_in_it_is_not(format, text, cal
 @pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
 def test_broken_calls_and_calls_of_unknown_tools_are_text(format, inside):
     texts = [OPENS[format.name] + inside, f"a\n{OPENS[format.name]}{inside}\n</tool_call> b \n"]
-    if format is LLAMA and inside[:1] == "{":
+    if format is LLAMA and inside.startswith(("{", "[{")):
         texts += [inside, f" {inside}; x"]
     for text in texts:
         if len(text) < 200:
@@ -280,8 +280,7 @@ def test_code_block_with_calls_is_parsed_as_calls(format, inside, calls, opening
     # models may leave out the closing line
     check_cuts(format, f"{opening}\n{inside}", calls)
     # models may also leave out both the opening and the closing line
-    bare = f"\n{inside}\n"
-    check_cuts(format, bare, calls if inside[0] == "{" else [bare])
+    check_cuts(format, f"\n{inside}\n", calls)
 
 
 @each_json_format
@@ -299,9 +298,9 @@ def test_code_block_without_calls_is_text(format, inside, opening, close):
 
 
 def test_bare_json_object_next_to_text_is_text():
-    bare = BLOCKS["one"][0]
-    for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):
-        check_cuts(HERMES, text, [text])
+    for bare in (BLOCKS["one"][0], BLOCKS["a list"][0]):
+        for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):
+            check_cuts(HERMES, text, [text])
 
 
 @pytest.mark.parametrize("format", OTHERS, ids=[format.name for format in OTHERS])
@@ -337,6 +336,9 @@ def test_text_is_held_back_only_while_it_may_be_a_call():
         "",
         "",
     ]
+    assert texts(HERMES, ["[", "\n", "1, ", '{"name"']) == ["", "", "[\n1,", ' {"name"']
+    assert texts(HERMES, ["[", "{", '"', "x"]) == ["", "", "", '[{"x']
+    assert texts(formats.MISTRAL, ["[", "TOOL", "s"]) == ["", "", "[TOOLs"]
     assert texts(HERMES, ["<tool_call>", "\n", "is a tag"]) == ["", "", "<tool_call>\nis a tag"]
     assert texts(formats.XML, ["<function=", "no", ">"]) == ["", "", "<function=no>"]
     assert texts(formats.GLM, ["<tool_call>no", "\nx"]) == ["", "<tool_call>no\nx"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 from contextlib import closing
 
 import numpy as np
@@ -188,3 +189,14 @@ def test_two_servers_cannot_use_one_folder(tmp_path):
     refused = pytest.raises(SessionError, match="is in use by another server; name another folder")
     with lock_folder(tmp_path), refused, lock_folder(tmp_path):
         pass
+
+
+def test_only_its_user_can_read_a_folder_that_the_server_creates(tmp_path):
+    new, mine = tmp_path / "above" / "new", tmp_path / "mine"
+    mine.mkdir()
+    mine.chmod(0o755)
+    for folder, mode in ((new, 0o700), (mine, 0o755)):
+        # the second server finds a folder that exists
+        for _ in range(2):
+            with lock_folder(folder):
+                assert stat.S_IMODE(folder.stat().st_mode) == mode

@@ -14,11 +14,13 @@ from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import HARMLESS, INERT, NEUTRAL
 from kvtool.serve.api.requests import Defaults
+from kvtool.serve.api.tools import Choice
 from kvtool.serve.queue import Job, answer
 from kvtool.serve.tools.formats import HERMES
 from tests.serve.answered import checked
 from tests.serve.asking import message, pieces_of
 from tests.serve.here import here
+from tests.serve.test_serve_tools import tool
 
 HI = [message("user", "Hi.")]
 
@@ -184,6 +186,46 @@ def test_hosted_tools_are_listed_as_ignored():
     assert request.ignored == ["tools[1]"]
 
 
+def test_custom_tools_of_a_chat_are_listed_as_ignored():
+    custom = {"type": "custom", "custom": {"name": "patch"}}
+    request = chat(tools=[custom, tool("f"), custom, tool("g")])
+    assert [each["function"]["name"] for each in request.tools] == ["f", "g"]
+    assert request.ignored == ["tools[0]", "tools[2]"]
+    assert request.places.in_text("tools[1].function.parameters") == "tools[3].function.parameters"
+    assert chat(tools=[custom]).choice == Choice("none")
+    for tools, param in (
+        ([custom, tool("f"), tool("a b")], "tools[2].function.name"),
+        ([custom, tool("f"), custom, tool("f")], "tools[3].function.name"),
+        ([custom, {"type": "web_search"}], "tools[1].type"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            chat(tools=tools)
+        assert caught.value.param == param
+        assert caught.value.message.startswith(param)
+
+
+def test_items_of_hosted_tools_are_listed_as_ignored():
+    kinds = ("web_search_call", "computer_call_output", "mcp_list_tools", "local_shell_call")
+    items = [{"type": kind, "id": "x"} for kind in kinds]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    asked = [message("user", "x"), items[0], thought, *items[1:3], message("assistant", "y"), items[3]]
+    request = checked({"input": [*asked, message("user", "z")]}, "responses")
+    reply = message("assistant", "y") | {"reasoning_content": "Hm."}
+    assert request.messages == [message("user", "x"), reply, message("user", "z")]
+    assert request.ignored == ["input[1]", "input[3]", "input[4]", "input[6]"]
+
+
+def test_call_of_a_custom_tool_is_shown_with_its_text_as_input():
+    call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "+a\n"}
+    result = {"type": "custom_tool_call_output", "call_id": "1"}
+    for output in ("done", [{"type": "input_text", "text": "done"}]):
+        asked = [message("user", "x"), call, result | {"output": output}]
+        _, reply, answer = checked({"input": asked}, "responses").messages
+        function = {"name": "patch", "arguments": '{"input": "+a\\n"}'}
+        assert reply["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
+        assert (answer["tool_call_id"], answer["content"]) == ("1", "done")
+
+
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):
@@ -222,6 +264,8 @@ PARAMETERS = {"type": "object", "properties": 5}
             "input[0].output",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call"}, {"type": "websearch"}]}, "input[1].type"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "1"}]}, "input[0].input"),
         ({"max_output_tokens": "x"}, "max_output_tokens"),
         ({"max_output_tokens": -2}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -352,6 +396,11 @@ def test_tokenize_returns_pieces_and_can_read_markers_as_text(server):
     body = {"content": "a</s>"}
     whole = server.ask("/tokenize", body | {"with_pieces": True}).json()["tokens"]
     assert [each["piece"] for each in whole] == ["a", "</s>"]
+    parts = server.ask("/tokenize", {"content": "\u00e9", "with_pieces": True}).json()["tokens"]
+    assert [each["piece"] for each in parts] == [[0xC3], [0xA9]]
+    tokens = [each["id"] for each in parts]
+    assert server.ask("/detokenize", {"tokens": tokens}).json()["content"] == "\u00e9"
+    assert server.ask("/detokenize", {"tokens": tokens[:1]}).json()["content"] == "\ufffd"
     assert len(server.ask("/tokenize", body | {"parse_special": False}).json()["tokens"]) > 3
 
 

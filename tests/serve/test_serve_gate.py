@@ -6,15 +6,17 @@ import asyncio
 import gzip
 import json
 import re
+import socket
 import threading
 import zlib
 from contextlib import suppress
 
 import pytest
 
+from kvtool.errors import LibraryError
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.http import app, gate
+from kvtool.serve.http import app, gate, server
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import JobQueue
@@ -140,7 +142,7 @@ def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch)
     for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):
         assert post(content, encoding)[0] == 200
         assert [thread(), thread()] == [False, False]
-    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: "a")}
+    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: b"a")}
     for path, content in (("tokenize", b'{"content": "a"}'), ("detokenize", b'{"tokens": [1]}')):
         assert send(f"/{path}", "POST", content=content, **tokenizer).status_code == 200
         assert not thread()
@@ -240,15 +242,70 @@ def test_only_local_and_allowed_origins_may_send_requests(origins, origin, may):
         assert before.headers["access-control-allow-private-network"] == "true"
 
 
-def test_servers_own_page_may_ask_under_any_host_name():
-    for scheme, host, may in (
-        ("http", "gpu.lan:8080", True),
-        ("https", "gpu.lan:8080", True),
-        ("http", "gpu.lan", False),
-        ("app", "gpu.lan:8080", False),
-    ):
-        headers = {"Host": "gpu.lan:8080", "Origin": f"{scheme}://{host}"}
-        assert send("/v1/models", headers=headers).status_code == (200 if may else 403)
+def test_servers_own_page_may_ask_under_each_name_of_the_machine():
+    limits = Limits(names=frozenset({"gpu.lan"}))
+    for name in ("gpu.lan:8080", "192.168.1.5:8080", "[fd00::1]:8080"):
+        for scheme, host, may in (
+            ("http", name, True),
+            ("https", name, True),
+            ("http", "gpu.lan", False),
+            ("app", name, False),
+        ):
+            headers = {"Host": name, "Origin": f"{scheme}://{host}"}
+            answer = send("/v1/models", headers=headers, limits=limits)
+            assert answer.status_code == (200 if may else 403)
+
+
+OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_local", "accepted", "refused"),
+    [
+        ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
+        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil")),
+        ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
+    ],
+)
+def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused, monkeypatch):
+    """A web page whose name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
+    monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
+    limits = Limits(names=gate.own_names(value, is_local=is_local))
+
+    def asked(host, limits):
+        headers = {"Host": f"{host}:8080", "Origin": f"http://{host}:8080"}
+        return send("/v1/models", headers=headers, limits=limits)
+
+    for host in accepted:
+        assert asked(host, limits).status_code == 200, host
+    wrong = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[bad", "")
+    for host in (*refused, *wrong):
+        answer = asked(host, limits)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host"), host
+        words = f"this server does not answer as {host}:8080; use its IP address, or --api-key-file"
+        assert answer.json()["error"]["message"] == words
+    assert send("/v1/models", headers={"Host": "evil.example"}, limits=Limits()).status_code == 200
+
+
+def test_serve_limits_host_names_unless_it_has_a_key(chat_model, monkeypatch, tmp_path):
+    def names(*options):
+        """Return the host names that `kvtool serve` allows with these options."""
+        limits = []
+
+        def serve(site, *_):
+            limits.append(site.limits)
+            raise LibraryError("it does not run")
+
+        monkeypatch.setattr(server, "serve", serve)
+        called("serve", "-m", chat_model, "--port", "0", *options)
+        return limits[0].names
+
+    keys = tmp_path / "keys.txt"
+    keys.write_text("secret\n")
+    own = gate.own_names("0.0.0.0", is_local=False)
+    assert names() == names("--host", "127.0.0.1") == {"localhost", "127.0.0.1"}
+    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == own
+    assert names("--api-key-file", keys) == names("--host", "0.0.0.0", "--api-key-file", keys) is None
 
 
 def test_api_key_file_without_a_key_is_refused(tmp_path):
@@ -319,17 +376,22 @@ def test_log_says_if_stopping_the_server_cut_an_answer(stream):
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
 
 
-def test_log_says_if_the_client_disconnected():
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
-    asgi_app = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
+    site = Site("m", "h2o", waiting, props={}, log=lines.append)
+    asgi_app = app.make(site)
+    is_gone = asyncio.Event()
 
     async def answering():
         job = await asyncio.to_thread(waiting.get)
-        job.emit({"kind": "piece", "deltas": [{"content": "x"}]})
+        if stream:
+            job.emit({"kind": "piece", "deltas": [{"content": "x"}]})
+        else:
+            is_gone.set()
 
     async def goes():
-        parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}'}]
-        is_gone = asyncio.Event()
+        parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}' if stream else BODY}]
 
         async def receive():
             if not parts:
@@ -351,4 +413,6 @@ def test_log_says_if_the_client_disconnected():
 
     asyncio.run(both())
     (line,) = lines
-    assert re.fullmatch(r"\S+ \S+ ::1 POST /v1/chat/completions 200 \d+ ms, the client has gone", line)
+    status = 200 if stream else 499
+    assert re.fullmatch(rf"\S+ \S+ ::1 POST /v1/chat/completions {status} \d+ ms, the client has gone", line)
+    assert (site.counts.answered, site.counts.refused, site.counts.abandoned) == (0, 0, 1)

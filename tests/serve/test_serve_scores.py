@@ -72,11 +72,20 @@ def test_prompt_as_text_or_tokens_has_the_same_scores_and_offsets(tmp_path):
     assert two["text_offset"] == [0, *(at + 3 for at in one["text_offset"][1:])]
     for choice in (of_text, of_tokens):
         for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
-            if token.isascii() and token != "<s>":
+            if not token.startswith(("bytes:", "<s>")):
                 assert choice["text"][at:].startswith(token)
     pieces = [piece["choices"][0]["logprobs"] or {} for piece in pieces_of(stream)]
     for name, whole in one.items():
         assert [each for piece in pieces for each in piece.get(name, [])] == whole
+
+
+def test_tokens_that_are_not_utf_8_are_listed_by_their_bytes(chat_model):
+    with here(chat_model, policy="full") as server:
+        scores = scored(server, "A \u00e9", logprobs=20)["logprobs"]
+    assert scores["tokens"][:4] == ["A", " ", r"bytes:\xc3", r"bytes:\xa9"]
+    for token, top in zip(scores["tokens"][1:], scores["top_logprobs"][1:], strict=True):
+        assert len({*top, token}) == len(top) >= 20
+        assert sum(key.startswith("bytes:") for key in top) > 1
 
 
 def test_end_token_is_listed_after_a_scored_prompt(chat_model):

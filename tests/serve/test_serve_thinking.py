@@ -200,6 +200,9 @@ def test_efforts_and_template_variables_reach_the_template(serve, api, more, sho
     ("source", "api", "more", "remark"),
     [
         (PLAIN, "chat", {"reasoning_effort": "medium"}, "reasoning_effort: # has no thinking"),
+        (PLAIN, "chat", {"thinking_budget": 9}, "thinking_budget: # has no thinking to limit"),
+        (PLAIN, "responses", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens: # has no thinking"),
+        (PLAIN, "chat", {"reasoning": {"effort": "low", "max_tokens": 9}}, "reasoning.effort: # has no"),
         (SWITCHED, "chat", {"reasoning_effort": "low"}, f"reasoning_effort: # {ON_FOR_LOW}"),
         (SWITCHED, "responses", {"reasoning": {"effort": "low"}}, f"reasoning.effort: # {ON_FOR_LOW}"),
         (SWITCHED, "messages", {"output_config": {"effort": "low"}}, f"output_config.effort: # {ON_FOR_LOW}"),

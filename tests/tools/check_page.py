@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Dialog, expect, sync_playwright
 
 from tests.serve.browsing import Visitor, answer, done, launched, piece, refuse, send, server, wait_asked
 
@@ -94,11 +94,21 @@ def stop(visit: Visitor) -> None:
 
 @check
 def edit(visit: Visitor) -> None:
-    """An edited message is sent with the history before it.
+    """An edited message is sent with the history before it. The page asks before it deletes later messages.
 
     The server restores this history from a snapshot.
     """
     with visit.page() as page:
+        asked = []
+
+        def reply(dialog: Dialog) -> None:
+            asked.append(dialog.message)
+            if len(asked) == 1:
+                dialog.dismiss()
+            else:
+                dialog.accept()
+
+        page.on("dialog", reply)
         for text in ("My name is Ann.", "I live in Oslo.", "I like tea."):
             send(page, text)
         responses = []
@@ -114,13 +124,24 @@ def edit(visit: Visitor) -> None:
         page.get_by_label("Edit your message").nth(1).click()
         area.fill("I live in Rome.")
         area.press("Enter")
+        # the user has answered no
+        expect(area).to_have_value("I live in Rome.")
+        expect(page.locator("article")).to_have_count(6)
+        assert responses == []
+        area.press("Enter")
         done(page)
+        assert asked == ["Delete all messages after this one?"] * 2
         expect(page.locator(".user .body")).to_have_text(["My name is Ann.", "I live in Rome."])
         expect(page.locator(".assistant")).to_have_count(2)
         messages = responses[0].request.post_data_json["messages"]
         assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
         assert messages[-1]["content"] == "I live in Rome."
         assert re.search(r'"cache_n": [1-9]', responses[0].text())
+        # the last message has no later messages
+        page.get_by_label("Edit your message").last.click()
+        area.press("Enter")
+        done(page)
+        assert len(asked) == len(responses) == 2
 
 
 @check
@@ -409,7 +430,7 @@ def errors(visit: Visitor) -> None:
         again = page.locator(".foot").get_by_role("button", name="Retry")
         send(page, "hi", wait=False)
         refuse(page, 429, "the queue is full (64 waiting); try again later")
-        expect(foot).to_have_text("the queue is full (64 waiting); try again laterRetry")
+        expect(foot).to_have_text("The queue is full (64 waiting); try again laterRetry")
         visit.shot(page, "error")
         again.click()
         page.evaluate("lose()")

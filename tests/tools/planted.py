@@ -264,7 +264,7 @@ PLANTED = {
     "serve, hosts": Fault(
         "pages under any name may ask",
         "kvtool/serve/http/gate.py",
-        "if not limits.local_only:",
+        "if limits.names is None:",
         "if limits:",
         ("serve/test_serve.py::test_models_props_tokenize_and_metrics_answer",),
     ),

@@ -168,7 +168,7 @@ class CompletionBodies(AnswerBodies):
         if self._is_chat:
             return {"content": records}
         return {
-            "tokens": [record["token"] for record in records],
+            "tokens": [_token(record) for record in records],
             "token_logprobs": [record["logprob"] for record in records],
             "top_logprobs": [_top(record) for record in records],
             "text_offset": [record["text_offset"] for record in records],
@@ -181,9 +181,18 @@ def _top(record: Body) -> dict[str, float] | None:
         return None
     logprobs: dict[str, float] = {}
     for top in [*record["top_logprobs"], record]:
-        # several tokens may have the same text, for example parts of a character; keep the likeliest token
-        logprobs.setdefault(top["token"], top["logprob"])
+        # several tokens may have the same text; keep the likeliest token
+        logprobs.setdefault(_token(top), top["logprob"])
     return logprobs
+
+
+def _token(record: Body) -> str:
+    """Return the text of a token. If it is not UTF-8, return its bytes in OpenAI's form: "bytes:\\xe9"."""
+    data = bytes(record["bytes"])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{data.decode('ascii', 'backslashreplace')}"
 
 
 def _timings(name: str, n: int, seconds: float) -> Body:

@@ -165,10 +165,18 @@ class TextRequest(Request):
         The text, or its tokens.
     echo
         True if the answer begins with the prompt.
+    reuses
+        True to read only the tokens after the beginning that an earlier text has in common with the prompt.
     """
 
     prompt: str | list[int]
     echo: bool
+    reuses: bool
+
+    @property
+    def is_scored(self) -> bool:
+        """True if the answer has the log-probabilities of the prompt's tokens."""
+        return self.echo and self.logprobs is not None
 
 
 def check_chat(
@@ -178,10 +186,32 @@ def check_chat(
 
     places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
     """
+    places = dict(places or {})
     try:
-        return _check_chat(body, defaults, name, places or {})
+        return _check_chat(_without_custom_tools(body, places), defaults, name, places)
     except ApiError as error:
-        raise ClientPlaces(places or {}).in_error(error) from None
+        raise ClientPlaces(places).in_error(error) from None
+
+
+def _without_custom_tools(body: object, places: dict[str, str]) -> object:
+    """Return a body in which custom tools are unknown fields, so that the answer lists them as ignored.
+
+    Calls of custom tools are texts, not JSON. places: the places of tools that get another index are added.
+    """
+    given = body.get("tools") if isinstance(body, dict) else None
+    if not (isinstance(body, dict) and isinstance(given, list)):
+        return body
+    tools: list[object] = []
+    custom: dict[str, object] = {}
+    for i, tool in enumerate(given):
+        where = f"tools[{i}]"
+        if isinstance(tool, dict) and tool.get("type") == "custom":
+            custom[where] = tool
+        else:
+            if custom:
+                places[f"tools[{len(tools)}]"] = where
+            tools.append(tool)
+    return {**body, "tools": tools, **custom}
 
 
 def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
@@ -252,6 +282,7 @@ def check_text(body: object, defaults: Defaults) -> TextRequest:
     return TextRequest(
         prompt=_prompt(fields.pop("prompt")),
         echo=fields.flag("echo"),
+        reuses=fields.flag("cache_prompt", True),
         logprobs=_logprobs(fields),
         places=ClientPlaces({}),
         **_common(fields, defaults),

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, need, shown, wrong
+from kvtool.serve.api.fields import Fields, need, need_text, shown, wrong
 from kvtool.serve.api.messages import loaded
 from kvtool.serve.events import End
 
@@ -18,6 +18,15 @@ _STORED = ("previous_response_id", "conversation")
 
 _REFUSED = ("background", "prompt", "max_tool_calls")
 """Other fields that only OpenAI's servers can support. They are refused."""
+
+_HOSTED_ITEMS = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("computer_call", "computer_call_output", "tool_search_call", "tool_search_output"),
+    *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+    *("apply_patch_call", "apply_patch_call_output"),
+    *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+)
+"""Types of items that belong to tools which kvtool ignores. They are left out."""
 
 _LOGPROBS = "message.output_text.logprobs"
 """With this item in "include", a request asks for log-probabilities."""
@@ -33,7 +42,8 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
     places: dict[str, str] = {}
-    chat: Body = {"messages": _messages(fields, places)}
+    messages, ignored = _messages(fields, places)
+    chat: Body = {"messages": messages} | ignored
     if (n := fields.pop("max_output_tokens")) is not None:
         chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
     if tools := fields.pop("tools"):
@@ -59,10 +69,14 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     return copied | chat, places
 
 
-def _messages(fields: Fields, places: dict[str, str]) -> list[Body]:
-    """Convert the instructions and the input to messages of a chat."""
+def _messages(fields: Fields, places: dict[str, str]) -> tuple[list[Body], Body]:
+    """Convert the instructions and the input to messages of a chat.
+
+    Also return the items that are left out, by their places in the request.
+    """
     asked, instructions = fields.pop("input"), fields.text("instructions")
     messages: list[Body] = []
+    ignored: Body = {}
     if instructions:
         places["messages[0].content"] = places["messages[0]"] = "instructions"
         messages.append({"role": "system", "content": instructions})
@@ -71,14 +85,18 @@ def _messages(fields: Fields, places: dict[str, str]) -> list[Body]:
         messages.append({"role": "user", "content": asked})
     elif isinstance(asked, list):
         for i, item in enumerate(asked):
-            _add_item(messages, places, item, f"input[{i}]")
+            if isinstance(item, dict) and item.get("type") in _HOSTED_ITEMS:
+                # pass it on as an unknown field, so that the answer lists it as ignored
+                ignored[f"input[{i}]"] = item
+            else:
+                _add_item(messages, places, item, f"input[{i}]")
         # leave out a thought at the end, because it has no reply
         _pop_thought(messages)
     else:
         raise wrong("input", "a string or a list", asked)
     if not messages:
         raise ApiError.at("input", "must have at least one item")
-    return messages
+    return messages, ignored
 
 
 def _add_item(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
@@ -94,9 +112,12 @@ def _add_item(messages: list[Body], places: dict[str, str], item: object, where:
     elif kind == "reasoning":
         text = "".join([thought.get("reasoning_content", ""), _thought(item)])
         messages.append({"role": "assistant", "reasoning_content": text})
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         name = _full_name(item.get("namespace"), item.get("name"))
-        function = {"name": name, "arguments": item.get("arguments")}
+        is_custom = kind == "custom_tool_call"
+        # the input of a custom tool is a text; show it to the model as the only argument
+        arguments = {"input": need_text(item, "input", where)} if is_custom else item.get("arguments")
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if not (messages and messages[-1].get("role") == "assistant"):
             messages.append({"role": "assistant", "content": None} | thought)
@@ -104,7 +125,7 @@ def _add_item(messages: list[Body], places: dict[str, str], item: object, where:
         at = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
         calls.append(call)
         places |= {f"{at}.id": f"{where}.call_id", f"{at}.function": where, at: where}
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
     else:

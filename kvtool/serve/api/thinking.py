@@ -37,6 +37,8 @@ class ThinkingOptions:
         instead.
     budget
         Maximum number of tokens of a thought. None for no limit.
+    budget_name
+        Field of the request that sets the budget, for remarks. "" if the request has no such field.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class ThinkingOptions:
     name: str = ""
     is_needed: bool = False
     budget: int | None = None
+    budget_name: str = ""
 
 
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
@@ -65,7 +68,7 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     limits = [each for each in (budget, default.budget) if each is not None and each >= 0]
     if effort is None:
         effort, where = default.effort, default.name
-    return ThinkingOptions(variables, effort, where, is_needed, min(limits, default=None))
+    return ThinkingOptions(variables, effort, where, is_needed, min(limits, default=None), name)
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, dict[str, int | None]]:
@@ -150,6 +153,8 @@ def template_for(
             raise ApiError(message, param=options.name, code="unsupported_parameter")
         if why:
             remarks.append(f"{options.name}: the model's chat template {why}")
+    elif options.budget_name and not (efforts.has_thoughts or efforts.levels):
+        remarks.append(f"{options.budget_name}: the model's chat template has no thinking to limit")
     for name in options.variables.keys() - template.reads:
         remarks.append(f"chat_template_kwargs.{shown(name)}: the model's chat template does not read it")
     changed = template.under({**variables, **options.variables})

@@ -60,7 +60,8 @@ class Site:
     tokenize
         `tokenize(text, adds_special, parses_special)` returns the tokens of a text.
     detokenize
-        `detokenize(tokens)` returns the text of tokens.
+        `detokenize(tokens)` returns the text of tokens as UTF-8. It may be incomplete: a token may be part of
+        a character.
     count
         Returns the number of tokens of a chat's prompt.
     has_metrics
@@ -86,7 +87,7 @@ class Site:
     created: int = 0
     props: dict[str, Any] | None = None
     tokenize: Callable[[str, bool, bool], list[int]] | None = None
-    detokenize: Callable[[list[int]], str] | None = None
+    detokenize: Callable[[list[int]], bytes] | None = None
     count: Callable[[ChatRequest], int] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -114,6 +115,7 @@ def make(site: Site) -> Starlette:
                 site.counts.refused += 1
                 return _failed(request, error)
             except ClientDisconnect:
+                site.counts.abandoned += 1
                 return Response(status_code=499)
 
         return Route(path, endpoint, methods=[method])
@@ -240,7 +242,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
             first = await _unless_gone(http, _next_event(job, skipped))
             if first and first["kind"] == "error":
                 raise first["error"]
-            return _Streamed(job, _stream(site, job, request, bodies, first))
+            return _Streamed(job, _stream(site, job, request, bodies, first), site.counts)
         return await _unless_gone(http, _complete(site, job, request, bodies))
     except BaseException:
         job.cancel()
@@ -259,18 +261,22 @@ class _Streamed(StreamingResponse):
     """A streamed response.
 
     When it ends, it cancels its job, even if the client left before the first line.
+
+    counts: counts the request if the client leaves before the end.
     """
 
-    def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
+    def __init__(self, job: Job, lines: AsyncIterator[str], counts: Counts) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._job = job
+        self._job, self._counts = job, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
+            if not (self._job.end or self._job.error):
+                self._counts.abandoned += 1
 
 
 async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
@@ -382,10 +388,20 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         assert site.tokenize
         assert site.detokenize
         plain = site.tokenize(content, adds_special, parses_special)
-        return [{"id": each, "piece": site.detokenize([each])} for each in plain] if with_pieces else plain
+        if not with_pieces:
+            return plain
+        return [{"id": each, "piece": _piece(site.detokenize([each]))} for each in plain]
 
     # use other threads here and below, because long texts take time
     return JSONResponse({"tokens": await _unless_gone(http, site.threads.run(tokens))})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Return the text of a token. If it is not UTF-8, return a list of its bytes, as llama-server does."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -397,7 +413,8 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
 
     tokens = await gate.checked(site.limits, http, check)
     assert site.detokenize
-    text = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
+    data = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
+    text = data.decode("utf-8", "replace")
     return JSONResponse({"content": text, "prompt": text})
 
 

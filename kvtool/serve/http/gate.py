@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -46,8 +48,9 @@ class Limits:
     ----------
     keys
         API keys. Each request must have one of these keys. Empty if requests need no key.
-    local_only
-        True if the host in a request must be this machine.
+    names
+        Host names that requests may have, in lower case. IP addresses are always allowed. None allows all
+        names.
     origins
         Origins of web pages and apps that may send requests. Pages from this machine are always allowed. "*"
         allows all origins.
@@ -58,7 +61,7 @@ class Limits:
     """
 
     keys: tuple[str, ...] = ()
-    local_only: bool = False
+    names: frozenset[str] | None = None
     origins: tuple[str, ...] = ()
     most_bytes: int = 64 * 2**20
     read_timeout: float = 30.0
@@ -122,26 +125,47 @@ def check_host(limits: Limits, http: Request) -> None:
     CORS does not prevent such requests, because browsers send a request even if the page may not read the
     answer.
 
-    With `local_only`, also raise ApiError if the host in the request is not this machine: a web page can let
-    its own host name resolve to this machine's address.
+    Also raise ApiError if the host name in the request is not in `names`: a web page can let its own host
+    name resolve to this machine's address (DNS rebinding). An IP address cannot be used in this way.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")
     is_own = origin in (f"http://{host}", f"https://{host}")
     if origin and not limits.keys and not (is_own or limits.allows(origin)):
         raise _wrong_origin(origin)
-    if not limits.local_only:
+    if limits.names is None:
         return
     try:
-        name = urlsplit(f"//{host}").hostname
+        name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
-        name = None
-    if name not in ("localhost", "127.0.0.1", "::1"):
+        name = ""
+    if name not in limits.names and not _is_address(name):
         raise ApiError(
-            "this server answers only as localhost and 127.0.0.1; --host and --api-key-file open it",
+            f"this server does not answer as {shown(host)}; use its IP address, or --api-key-file",
             status=403,
             code="wrong_host",
         )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def own_names(host: str, *, is_local: bool) -> frozenset[str]:
+    """Return the names for `Limits.names` of a server that needs no key. This does not use DNS.
+
+    host: the value of --host. is_local: True if only programs on this machine can reach the server.
+    """
+    names = {"localhost", host.lower()}
+    if not is_local:
+        name = socket.gethostname().lower()
+        for own in (name, name.partition(".")[0]):
+            names |= {own, f"{own}.local"}
+    return frozenset(names)
 
 
 def _wrong_origin(origin: str) -> ApiError:

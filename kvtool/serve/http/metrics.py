@@ -13,6 +13,7 @@ class Counts:
 
     answered: int = 0
     refused: int = 0
+    abandoned: int = 0
     cached: int = 0
     read: int = 0
     written: int = 0
@@ -35,6 +36,7 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
     rows: list[tuple[str, str, str, float]] = [
         ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
         ("requests_refused_total", "counter", "Requests that got an error.", counts.refused),
+        ("requests_abandoned_total", "counter", "Requests whose client left early.", counts.abandoned),
         ("cached_tokens_total", "counter", "Tokens of prompts that were in the cache.", counts.cached),
         ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
         ("prompt_seconds_total", "counter", "Seconds of reading.", counts.read_s),

@@ -314,7 +314,8 @@ def lock_folder(folder: Path | None) -> Iterator[Path]:
             yield Path(path)
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # other users must not read chats
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         with locked(folder / LOCK, wait=False):
             for file in folder.iterdir():
                 if session.SERVED.fullmatch(file.name) and is_locked(session.lock_of(file)):

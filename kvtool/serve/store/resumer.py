@@ -20,7 +20,7 @@ from kvtool.serve.rendering import Rendering
 from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
-_LEAST_START = 256
+LEAST_START = 256
 """Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
 
 _LOADS, _MOST_LOADS = 32, 256
@@ -348,7 +348,7 @@ class Resumer:
     @property
     def _least(self) -> int:
         """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
-        return 1 if self._engine.checkpoints.are_small else _LEAST_START
+        return 1 if self._engine.checkpoints.are_small else LEAST_START
 
     def store_reply(
         self, history: History, messages: list[Message], reply: Message, tools: list[Any]

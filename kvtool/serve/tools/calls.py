@@ -181,10 +181,16 @@ class Parser:
             text = text.lstrip()
         bare = text.lstrip()
         if self._is_start and bare:
-            # Llama writes ";" between calls
-            opens = "{" if not self._follows_call else "{;" if self._bare_reader is _json else ""
-            if self._bare_reader and bare[0] in opens:
+            # a list of calls begins with "[{"; "[" may also begin a tag
+            first = f"[{bare[1:].lstrip()[:1]}" if bare[0] == "[" else bare[0]
+            opens: tuple[str, ...] = ("{", "[{")
+            if self._follows_call:
+                # Llama writes ";" between calls
+                opens = ("{", ";") if self._bare_reader is _json else ()
+            if self._bare_reader and first in opens:
                 self._begin(text, len(text) - len(bare), bare[0], self._bare_reader)
+                return
+            if self._bare_reader and first == "[" and not (self._follows_call or has_ended):
                 return
             self._is_start = False
         if bare:
@@ -210,8 +216,8 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # skip the tag, but not a brace, because the brace is part of the call
-        self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag), self._one_call)
+        # skip the tag, but not a brace or bracket, because it is part of the call
+        self._source = _GrowingText(text[at:], 0 if tag in ("{", "[") else len(tag), self._one_call)
         self._reading = reader(self._source, self._tools)
 
     def _numbered(self, calls: Calls) -> Iterator[TextOrCall]:

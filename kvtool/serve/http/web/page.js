@@ -178,6 +178,8 @@ function edit(node, i) {
   };
   const send = () => {
     if (!(area.value.trim() || files?.length) || runs.has(chat.id)) return;
+    const isLast = !chat.messages.slice(i + 1).some(({ role }) => role === "user");
+    if (!isLast && !confirm("Delete all messages after this one?")) return;
     chat.messages.splice(i, Infinity, { role: "user", content: area.value, files });
     answer(chat);
   };
