@@ -70,7 +70,7 @@ class _EvalSampling(Options):
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
         f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
         f"--min-p {GenerationOptions.min_p}.",
-        least=0,
+        minimum=0,
     )
     seed: int = redeclared(
         GenerationOptions,
@@ -78,7 +78,7 @@ class _EvalSampling(Options):
         0,
         help="Random seed of each answer; needs --temp.",
         default_text=True,
-        least=0,
+        minimum=0,
         read=None,
     )
 
@@ -96,7 +96,9 @@ class _EvalOptions(Options):
         default_text=False,
         read=repeated,
     )
-    limit: int | None = option("--limit N", None, "Ask only the first N items.", default_text="all", least=1)
+    limit: int | None = option(
+        "--limit N", None, "Ask only the first N items.", default_text="all", minimum=1
+    )
     chat: bool | None = option(
         "--chat/--raw", None, "Ask in the chat template or as plain text.", default_text="the task's own"
     )
@@ -104,7 +106,7 @@ class _EvalOptions(Options):
         "--max-prompt N",
         None,
         "Cut the middle out of prompts longer than N tokens, unless a fact is hidden in them.",
-        least=16,
+        minimum=16,
         default_text="the trained context",
     )
     records: str | None = option(

@@ -62,8 +62,8 @@ class _OutputOptions(Options):
         "sampler changes them.",
         group=OUTPUT,
         default_text="off",
-        least=0,
-        most=1000,
+        minimum=0,
+        maximum=1000,
     )
 
 

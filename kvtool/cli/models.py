@@ -44,7 +44,7 @@ _OF_ENTRY = ("sha256", "size", "licence", "note")
 _WIDE = 140
 """In terminals at least this wide, the list also shows the sources of models."""
 
-_LEAST_DEVICE = 2**20
+_MIN_DEVICE = 2**20
 """Smallest memory of a GPU that --device accepts, in bytes.
 
 If a user types a smaller number, the unit was probably forgotten.
@@ -264,7 +264,7 @@ def _device_bytes(text: str) -> int:
     n_bytes = 0
     with suppress(UsageError):
         n_bytes = parse_bytes(text)
-    if n_bytes < _LEAST_DEVICE:
+    if n_bytes < _MIN_DEVICE:
         raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
     return n_bytes
 
@@ -299,7 +299,7 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
         "swa": layers.n_swa,
         "swa_layers": len(layers.of(Kind.SLIDING)),
         "shared_layers": layers.n_shared,
-        "index_cells": layers.most_cells if layers.has_index else None,
+        "index_cells": layers.max_cells if layers.has_index else None,
         "recurrent_layers": len(layers.of(Kind.RECURRENT)),
         **types,
         "cell_bytes": layers.cell_bytes(**types),

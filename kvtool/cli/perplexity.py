@@ -37,16 +37,16 @@ class _PerplexityRun(ScoreOptions):
 @dataclass(frozen=True)
 class _PerplexityOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
     )
     windows: int | None = option(
         "--windows N",
         None,
         "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
-        least=3,
+        minimum=3,
     )
     stride: int | None = option(
-        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", least=1
+        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", minimum=1
     )
 
 

@@ -55,7 +55,7 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class _ServeOptions(Options):
     host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
-    port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
+    port: int = _serving("--port N", 8080, "Port to listen on.", minimum=0, maximum=65535)
     api_key_file: Path | None = _serving(
         "--api-key-file", None, "File of API keys, one per line; every request needs one."
     )
@@ -77,14 +77,14 @@ class _ServeOptions(Options):
         "--parallel N",
         2,
         "Maximum number of requests answered at the same time, each with its own cache; 1 with --rpc.",
-        least=1,
+        minimum=1,
     )
-    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", least=1)
+    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", minimum=1)
     read_timeout: float = _serving(
         "--read-timeout SECONDS",
         30.0,
         "Maximum time for receiving the body of a request, in seconds.",
-        least=0.1,
+        minimum=0.1,
     )
     strict_model: bool = _serving(
         "--strict-model", False, "Refuse requests that name a model other than the running one."
@@ -135,7 +135,7 @@ def serve(
     from kvtool.llama import endpoints
 
     address = endpoints.address(serving.host)
-    is_local, most_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
+    is_local, max_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
     site = _site(run, serving, system, generation, is_local=is_local)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
@@ -159,7 +159,7 @@ def serve(
         say(f"serving {site.model} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
 
     with listening:
-        opened = partial(_opened, site, run, generation, serving, most_bytes)
+        opened = partial(_opened, site, run, generation, serving, max_bytes)
         interrupt.end_by(answer(site, opened, listening, ready))
 
 
@@ -210,14 +210,14 @@ def _site(
 
 @contextmanager
 def _opened(
-    site: Site, run: RunOptions, generation: GenerationOptions, serving: _ServeOptions, most_bytes: int
+    site: Site, run: RunOptions, generation: GenerationOptions, serving: _ServeOptions, max_bytes: int
 ) -> Iterator[SlotPool]:
     """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
 
     Also set `site.policy`, because `open_run` may have replaced the requested policy, and the thinking of
     `site.defaults`. Raises KvtoolError.
 
-    most_bytes: maximum size of all stored chats.
+    max_bytes: maximum size of all stored chats.
     """
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.prompt import template_of
@@ -239,7 +239,7 @@ def _opened(
         site.policy = run.policy
         folder = stack.enter_context(lock_folder(serving.sessions))
         fixed, kept = fixed_of(first, run.policy), run.session_values() | generation.session_values()
-        chats = stack.enter_context(closing(ChatStore(folder, most_bytes, fixed)))
+        chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
         if chats.n_others:
             others = f"{chats.n_others:,} files in {folder} are damaged, archives without a chat"
             say(f"{others}, or of another model, policy or options; they stay as they are")

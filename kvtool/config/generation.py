@@ -31,7 +31,7 @@ class _LengthOptions(Options):
         "-n, --predict, --n-predict N",
         2048,
         "Maximum tokens of a reply; -1 means no limit.",
-        least=-1,
+        minimum=-1,
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
         also=("predict", "num_predict", "max_new_tokens"),
@@ -50,7 +50,7 @@ class _LengthOptions(Options):
         None,
         "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
         default_text="no limit",
-        least=-1,
+        minimum=-1,
         read=unless(-1),
     )
 
@@ -79,7 +79,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         "Random seed of the sampler.",
         group=SAMPLING,
         default_text="random",
-        least=-1,
+        minimum=-1,
         read=unless(-1),
     )
 

@@ -83,7 +83,7 @@ def open_context(
 ) -> AnyContext:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if the cache needs more cells than the model allows (`Layers.most_cells`). Raises
+    Raises UsageError if the cache needs more cells than the model allows (`Layers.max_cells`). Raises
     LibraryError if the policy or the settings need the patch, but the library is unpatched.
     """
     n_cell = sizes.n_start
@@ -137,8 +137,8 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError for more cells than the model allows (`Layers.most_cells`)."""
-    if n_cell > (n_most := model.layers.most_cells):
+    """Raise UsageError for more cells than the model allows (`Layers.max_cells`)."""
+    if n_cell > (n_most := model.layers.max_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
             f"choose a smaller --budget, --batch-size or --ctx-size: {n_cell:,} cells are needed"

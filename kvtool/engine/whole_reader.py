@@ -18,7 +18,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
-_LEAST = 256
+_MIN_ROOM = 256
 """Number of tokens that a prompt must leave free in the context for a reconstruction pass.
 
 The pass uses this room to repeat a chunk of the prompt. For short chunks and short contexts, less room is
@@ -102,7 +102,7 @@ class WholeReader:
         True. Does not check the setting `positions`, which may forbid segments.
         """
         in_one = self.in_segments or self.n_segments(n) == 1
-        return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
+        return in_one and self.n_cells(n) <= self._cache.context.model.layers.max_cells
 
     def gpu_has_room(self, n: int) -> bool:
         """True if whole reading of a prompt of n tokens is faster than streaming, and a GPU has room for it.
@@ -160,7 +160,7 @@ class WholeReader:
                 f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}, and {who}; "
                 f"continue {instead}"
             )
-        if self.n_cells(n) > (n_most := model.layers.most_cells):
+        if self.n_cells(n) > (n_most := model.layers.max_cells):
             instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
             raise UsageError(
                 f"{model.path.name} chooses {n_most:,} cells by an index: a prompt of {n:,} tokens{twice} "
@@ -301,7 +301,7 @@ class Reconstruction:
         Below 1 if the context is too short.
         """
         n_ctx = self._cache.n_ctx
-        return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
+        return n_ctx - self.n_before - min(self.words.n_chunk, _MIN_ROOM, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
         """Return the length of a chunk for a segment of n tokens."""

@@ -57,7 +57,7 @@ class Recall(Ranked):
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.exact < 0:
             raise ValueError(f"exact must not be negative, got {self.exact}")
-        most = self._most_recalled
+        most = self._max_recalled
         if most < 1:
             raise ValueError(
                 f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
@@ -81,14 +81,14 @@ class Recall(Ranked):
         # 128 for each query head of a row, because each head needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
-            half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)
+            half = max(min((self.budget - self.slack) // 2, self._max_recalled), 1)
             return replace(self, recalled=self.recalled or half, exact=exact)
         if self.recalled not in (0, n_group):
             raise ValueError(
                 "recalled is for models whose values are a part of their keys (MLA); in this one each step "
                 f"makes {n_group} cells of what it recalls: leave out -o recalled"
             )
-        if n_group > self._most_recalled:
+        if n_group > self._max_recalled:
             raise ValueError(
                 f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
                 f"{n_group} cells for what is recalled in this model and {self.slack} slack"
@@ -101,7 +101,7 @@ class Recall(Ranked):
         return RecallSettings(self.recalled or 1, self.chunk, n_exact)
 
     @property
-    def _most_recalled(self) -> int:
+    def _max_recalled(self) -> int:
         """Maximum of `recalled`: larger values leave no room for the sinks and the newest token."""
         return self.budget - self.slack - self.sinks - 1
 

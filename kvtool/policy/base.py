@@ -72,7 +72,7 @@ class Policy:
     has_rest
         True if the policy chooses among tokens that are not in sinks or window. False if the window has all
         tokens except the sinks.
-    most_window
+    max_window
         Largest window that `fit` chooses.
     evicts
         False if the policy never evicts: the cache grows until it is full.
@@ -90,7 +90,7 @@ class Policy:
     sums: ClassVar[tuple[str, ...]] = ()
     capped: ClassVar[bool] = False
     has_rest: ClassVar[bool] = True
-    most_window: ClassVar[int] = sys.maxsize
+    max_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
     adjustable: ClassVar[tuple[str, ...]] = ()
 
@@ -230,11 +230,11 @@ class Policy:
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` that has no default becomes half of the kept tokens, but at most `most_window`.
+        A `window` that has no default becomes half of the kept tokens, but at most `max_window`.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:
-            params["window"] = max(min((budget - slack) // 2, cls.most_window), 1)
+            params["window"] = max(min((budget - slack) // 2, cls.max_window), 1)
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.events import End, Event, PromptCounts
 
-MOST_EVENTS = 2**14
+MAX_EVENTS = 2**14
 """If this many events are unsent, the client has probably stopped reading. The job is then cancelled."""
 
 
@@ -56,7 +56,7 @@ class Job:
         """Add an event. The engine's thread calls this. If nobody reads the events, the job is cancelled."""
         if self.is_cancelled:
             return
-        if self._events.qsize() >= MOST_EVENTS:
+        if self._events.qsize() >= MAX_EVENTS:
             error = ApiError("the answer was not read", status=408, code="timeout")
             event = {"kind": "error", "error": error}
             self.cancel()

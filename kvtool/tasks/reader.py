@@ -44,7 +44,7 @@ def n_held(model: Model, template: Template | None) -> int:
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
 
 
-def most_tokens(answer: str) -> int:
+def max_tokens_of(answer: str) -> int:
     """Maximum number of tokens of an answer: one for each byte, and one for the space before it."""
     return len(answer.encode()) + 1
 

@@ -140,8 +140,8 @@ def test_steps_search_the_archive_if_no_tokens_can_be_resident(tiny_model, arch,
 
 def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
-    monkeypatch.setattr(residents, "_MOST_MEANS", 48)
-    monkeypatch.setattr(residents, "_MOST_SETS", 0)
+    monkeypatch.setattr(residents, "_MAX_MEANS", 48)
+    monkeypatch.setattr(residents, "_MAX_SETS", 0)
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH

@@ -39,7 +39,7 @@ N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
 N_SIGNAL = 7
 LARGEST = 2**31 - 1
-MOST = 2**40
+MAX_POSITION = 2**40
 """Positions in a stream are smaller than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
 
@@ -457,7 +457,7 @@ class Fuzz:
         n_cell = self.cells[0] - self.n_recall
         cells = self.rng.integers(0, n_cell, self.one_of(0, 1, 16, 16, 16, 300)).astype(np.int32)
         begin, end = self.spans[0]
-        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MOST - 20)
+        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MAX_POSITION - 20)
         n, pointer, n_max = len(cells), cells.ctypes.data, self.one_of(1, 5, 256, 300, 10_000, 2**62)
         spoil = int(self.rng.integers(0, 20))
         if spoil == 0 and n:
@@ -467,11 +467,17 @@ class Fuzz:
         elif spoil == 2:
             pointer = None
         elif spoil == 3:
-            pos = self.one_of(-1, pos + 1, MOST, 2**62, -(2**62))
+            pos = self.one_of(-1, pos + 1, MAX_POSITION, 2**62, -(2**62))
         elif spoil == 4:
             n_max = self.one_of(0, -1, -(2**62))
         ok = n >= 0 and (n == 0 or (pointer is not None and bool(((cells >= 0) & (cells < n_cell)).all())))
-        ok = ok and 0 <= pos <= MOST - n and n_max > 0 and (not self.size or pos == end) and self.n_recall > 0
+        ok = (
+            ok
+            and 0 <= pos <= MAX_POSITION - n
+            and n_max > 0
+            and (not self.size or pos == end)
+            and self.n_recall > 0
+        )
         status = lib.llama_kvtool_archive(self.pointer, pointer, n, pos, n_max)
         self.expect("archive", status, ok)
         if ok and n:
@@ -480,8 +486,8 @@ class Fuzz:
         self.check_archive()
 
     def base(self):
-        base = self.one_of(0, 5, 300, 100_000, MOST - 1, MOST, -1, 2**62, -(2**62))
-        ok = 0 <= base < MOST and self.n_recall > 0
+        base = self.one_of(0, 5, 300, 100_000, MAX_POSITION - 1, MAX_POSITION, -1, 2**62, -(2**62))
+        ok = 0 <= base < MAX_POSITION and self.n_recall > 0
         self.expect("base", lib.llama_kvtool_base(self.pointer, base), ok)
 
     def forget_tokens(self):
@@ -497,7 +503,10 @@ class Fuzz:
         (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
         end = int(self.rng.integers(begin, last + 1)) if self.maybe(0.5) else last
         cell, n = self.one_of(0, 0, 7, n_cell - 1), self.one_of(0, 1, 5, 40, end - begin)
-        base, coming = self.one_of(0, 5, 300, 100_000, MOST - 1), self.one_of(0, end, end + 70, MOST - 1)
+        base, coming = (
+            self.one_of(0, 5, 300, 100_000, MAX_POSITION - 1),
+            self.one_of(0, end, end + 70, MAX_POSITION - 1),
+        )
         spoil = int(self.rng.integers(0, 20))
         if spoil == 0:
             cell = self.one_of(-1, n_cell + 1, LARGEST)
@@ -506,9 +515,9 @@ class Fuzz:
         elif spoil == 2:
             end = self.one_of(-1, begin - 1, last + 1, 2**62, -(2**62))
         elif spoil == 3:
-            base, coming = self.one_of(-1, MOST, 2**62), self.one_of(0, -1, MOST)
+            base, coming = self.one_of(-1, MAX_POSITION, 2**62), self.one_of(0, -1, MAX_POSITION)
         ok = 0 <= cell <= n_cell - n and n >= 0 and begin + n <= end <= last and len(set(self.spans)) == 1
-        ok = ok and 0 <= base < MOST and 0 <= coming < MOST and self.n_recall > 0
+        ok = ok and 0 <= base < MAX_POSITION and 0 <= coming < MAX_POSITION and self.n_recall > 0
         status = lib.llama_kvtool_rewind(self.pointer, cell, n, end, base, coming)
         self.expect("rewind", status, ok)
         if ok:
@@ -525,7 +534,13 @@ class Fuzz:
         if self.maybe(0.2):
             begin, end = known
         if self.maybe(0.2):
-            wrong = ((end + 1, end), (-1, end), (known[0] - 1, end), (begin, known[1] + 1), (0, MOST + 1))
+            wrong = (
+                (end + 1, end),
+                (-1, end),
+                (known[0] - 1, end),
+                (begin, known[1] + 1),
+                (0, MAX_POSITION + 1),
+            )
             begin, end = wrong[self.rng.integers(len(wrong))]
         n_bytes = lib.llama_kvtool_get_archive(self.pointer, 0, None, 0, 1)
         n = max(n_bytes, 0) * max(min(end - begin, 20_000), 0)
@@ -540,7 +555,7 @@ class Fuzz:
         if self.maybe(0.3):
             shift = int(self.rng.integers(0, 2000))
             begin, end = begin + shift, end + shift
-        ok = may and begin >= 0 and end <= MOST
+        ok = may and begin >= 0 and end <= MAX_POSITION
         status = lib.llama_kvtool_set_archive(self.pointer, layer, None, None, 0, begin, end)
         self.expect("set_archive", status, ok)
         if end - begin <= 20_000 and self.maybe(0.3):
@@ -574,13 +589,13 @@ class Fuzz:
         if self.maybe(0.5) and len(table) == 3:
             table = np.concatenate((table, [self.one_of(0, table[0], table[1] + 1), 7]))
         if self.maybe(0.5):
-            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MOST)
+            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MAX_POSITION)
         begin, end, far = table[:3].tolist()
         first, base = table[3::2].tolist(), table[4::2].tolist()
         ok = self.n_recall > 0 and all(span == (begin, end) for span in self.spans) and 0 <= far <= end
         ok = ok and (begin == end or (bool(first) and first[0] <= begin))
         ok = ok and first == sorted({*first}) and all(0 <= at <= end for at in first)
-        ok = ok and all(0 <= at < MOST for at in base)
+        ok = ok and all(0 <= at < MAX_POSITION for at in base)
         pointer, n = table.ctypes.data, len(table)
         if self.maybe(0.1):
             wrong = [(None, n), *((pointer, other) for other in (0, -1, 4, 2))]
@@ -604,7 +619,10 @@ class Fuzz:
                 256 * int(n) for n in np.sort(self.rng.integers(-1, self.spans[0][1] // 256 + 2, 2))
             )
         if self.maybe(0.2):
-            begin, end = self.one_of(begin, -256, begin + 1, MOST), self.one_of(end, 2**62, end - 1, -(2**62))
+            begin, end = (
+                self.one_of(begin, -256, begin + 1, MAX_POSITION),
+                self.one_of(end, 2**62, end - 1, -(2**62)),
+            )
         least, most = (n // 256 * 256 for n in self.spans[0])
         may = self.n_recall > 0 and len(set(self.spans)) == 1
         may = may and begin % 256 == end % 256 == 0 and least <= begin <= end <= most
@@ -674,7 +692,7 @@ class Fuzz:
             "attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok
         )
         if ok and n:
-            assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
+            assert ((out == -1) | ((out >= 0) & (out < MAX_POSITION))).all()
             # a key's attention, at most 1, is summed over the step's tokens and the row's N_GROUP query heads
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 

@@ -254,7 +254,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
         (403, "permission_error", "/v1/messages", {"limits": Limits(names=frozenset()), "headers": evil}),
         (404, "not_found_error", "/v1/messages/batches", {}),
         (405, "invalid_request_error", "/v1/messages", {"method": "GET"}),
-        (413, "request_too_large", "/v1/messages", {"limits": Limits(most_bytes=9)}),
+        (413, "request_too_large", "/v1/messages", {"limits": Limits(max_bytes=9)}),
         (429, "rate_limit_error", "/v1/messages", {}),
         (500, "api_error", count, {"count": broken}),
         (529, "overloaded_error", "/v1/messages", {"is_loaded": False}),

@@ -97,9 +97,9 @@ def test_unparsable_body_is_refused_with_the_reason(body, words):
 
 
 def test_decompressed_body_may_not_exceed_the_limit():
-    limits = Limits(most_bytes=10_000)
+    limits = Limits(max_bytes=10_000)
     for data, encoding in ((gzip.compress(b" " * 10**6), "gzip"), (zlib.compress(b" " * 10**6), "deflate")):
-        assert len(data) < limits.most_bytes
+        assert len(data) < limits.max_bytes
         assert post(data, encoding, limits=limits)[:2] == (413, "the body has more than 10000 bytes")
     parts = gzip.compress(b" " * 6_000)
     assert post(parts * 2, "gzip", limits=limits)[0] == 413

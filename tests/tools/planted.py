@@ -88,8 +88,8 @@ PLANTED = {
     "chats, loops": Fault(
         "a matrix of zeros counts as a loop",
         "kvtool/chats/loops.py",
-        "np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)",
-        "LEAST_TOKENS",
+        "np.where(self._n_sign < _BLOCKS, MIN_TOKENS, MIN_SIGNS)",
+        "MIN_TOKENS",
         ("chats/test_loops.py",),
     ),
     "runs, models that fit": Fault(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
 _POLICIES = "recall", "h2o"
-_LEAST, _MOST = 32, 2**24
+_MIN_DEPTH, _MAX_DEPTH = 32, 2**24
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _BenchOptions(Options):
         "512,8k,32k",
         "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
     )
-    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", least=1)
+    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", minimum=1)
     seconds: float = option(
         "--seconds S",
         6.0,
@@ -72,8 +72,8 @@ class _BenchOptions(Options):
             n = int(match[1]) * (1024 if match[2] else 1) if match else None
             if n is None:
                 raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
-            if not _LEAST <= n <= _MOST:
-                raise UsageError(f"a depth of --depths must be in {_LEAST}..{_MOST}, got {n}")
+            if not _MIN_DEPTH <= n <= _MAX_DEPTH:
+                raise UsageError(f"a depth of --depths must be in {_MIN_DEPTH}..{_MAX_DEPTH}, got {n}")
             depths.append(n)
         if not depths:
             raise UsageError("--depths names no depth; give some, such as 512,8k")

@@ -131,7 +131,7 @@ def settings(terminal: Terminal) -> None:
     names = [
         name
         for name in declared(GenerationOptions)
-        if name in _MOST or getattr(generation, name) != getattr(default, name)
+        if name in _COMMON or getattr(generation, name) != getattr(default, name)
     ]
     two_columns(terminal, {name: setting(terminal, name) for name in names})
     terminal.note(f"/show settings shows all {len(declared(GenerationOptions))}")
@@ -148,7 +148,7 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
 """Words that a user can type after /show, each with the function that /show calls."""
 
 
-_MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
+_COMMON = ("n", "temp", "top_k", "top_p", "min_p", "seed")
 """Settings that /set without a name always shows."""
 
 

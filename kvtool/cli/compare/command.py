@@ -64,7 +64,7 @@ class _Grid(Options):
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", least=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", minimum=2
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class _CompareOptions(Options):
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
     plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this picture.")
-    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", least=1)
+    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", minimum=1)
     shard: str | None = option(
         "--shard I/N", None, "Do every N-th run, beginning with the I-th, to share the work among machines."
     )

@@ -12,7 +12,7 @@ from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
 from kvtool.serve.api.messages import loaded
-from kvtool.serve.api.requests import MOST_STOPS
+from kvtool.serve.api.requests import MAX_STOPS
 from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")
@@ -72,7 +72,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
     if not is_counted:
         _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
         chat["max_tokens"] = n_max
-    if stops := fields.texts("stop_sequences", MOST_STOPS):
+    if stops := fields.texts("stop_sequences", MAX_STOPS):
         chat["stop"], places["stop"] = list(stops), "stop_sequences"
     if given is not None:
         chat["tools"] = tools

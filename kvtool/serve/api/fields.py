@@ -13,7 +13,7 @@ from kvtool.serve.api.errors import ApiError
 
 _T = TypeVar("_T")
 
-MOST_DEEP = 200
+MAX_DEPTH = 200
 """Maximum nesting depth of a request's JSON. It is limited, because recursive functions process it."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
@@ -162,7 +162,7 @@ def parsed(data: bytes) -> Any:
 
 def _check_depth(body: object) -> None:
     level: list[Any] = [body]
-    for _ in range(MOST_DEEP):
+    for _ in range(MAX_DEPTH):
         parents = (each for each in level if isinstance(each, (dict, list)))
         level = [*chain.from_iterable(each.values() if isinstance(each, dict) else each for each in parents)]
         if not level:
@@ -171,7 +171,7 @@ def _check_depth(body: object) -> None:
 
 
 def _too_deep() -> ApiError:
-    return ApiError(f"the body is nested too deeply; the most are {MOST_DEEP} levels")
+    return ApiError(f"the body is nested too deeply; the most are {MAX_DEPTH} levels")
 
 
 class _NotJson(ValueError):

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-MOST = 100_000
+MAX_MESSAGES = 100_000
 """Maximum number of messages of a request."""
 
 
@@ -28,8 +28,8 @@ def check(value: object) -> list[Message]:
     given = need(value, list, "messages")
     if not given:
         raise ApiError.at("messages", "must have at least one message")
-    if len(given) > MOST:
-        raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MOST:,}")
+    if len(given) > MAX_MESSAGES:
+        raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
     _name_calls(messages)
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))

@@ -27,7 +27,7 @@ _STRUCTURED: dict[str, Kind] = {"json": "schema", "grammar": "grammar", "regex":
 _TYPES: dict[Kind, type] = {"schema": dict, "grammar": str, "regex": str, "choice": list}
 _ANY_OBJECT = {"type": "object"}
 
-_MOST_REMARKS = 20
+_MAX_REMARKS = 20
 """Maximum number of keywords of a schema that an answer lists."""
 
 
@@ -90,7 +90,7 @@ def _place(where: str, pointer: str) -> str:
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:
     """Return remarks on keywords of a schema that are not enforced. where: the field with the schema."""
-    listed = schema.left_out[:_MOST_REMARKS]
+    listed = schema.left_out[:_MAX_REMARKS]
     return [f"{_place(where, each.where)}: {each.keyword} cannot be enforced" for each in listed]
 
 

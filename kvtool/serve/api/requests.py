@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
-from kvtool.llama.sampling import MOST, Sampling
+from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
 from kvtool.serve.api.errors import ApiError, ClientPlaces
@@ -19,11 +19,11 @@ from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 
-MOST_LOGPROBS = 20
-MOST_STOPS = 16
-MOST_BREAKERS = 64
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_BREAKERS = 64
 
-MOST_IGNORED = 20
+MAX_IGNORED = 20
 """An answer lists at most this many ignored fields."""
 
 _KINDS = get_type_hints(Sampling)
@@ -230,7 +230,7 @@ def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapp
     if begun and choice.kind == "required":
         raise ApiError.at("tool_choice", "must be auto or none if the last message is continued")
     has_logprobs = fields.flag("logprobs")
-    n_top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    n_top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if n_top and not has_logprobs:
         raise ApiError.at("top_logprobs", "needs logprobs to be true")
     key = fields.text("prompt_cache_key")
@@ -293,7 +293,7 @@ def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
     # In /v1/completions, "logprobs" is a number. But some clients send false, as in /v1/chat/completions:
     # treat false as no log-probabilities
-    return None if value is None or value is False else need_whole(value, "logprobs", 0, MOST_LOGPROBS)
+    return None if value is None or value is False else need_whole(value, "logprobs", 0, MAX_LOGPROBS)
 
 
 def _prompt(value: object) -> str | list[int]:
@@ -330,7 +330,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "n_share": _n_share(fields.mapping("kvtool")),
     }
     fields.check_rest()
-    return common | {"ignored": [shown(each) for each in fields.left[:MOST_IGNORED]]}
+    return common | {"ignored": [shown(each) for each in fields.left[:MAX_IGNORED]]}
 
 
 def _n_max(fields: Fields, default: int | None) -> int | None:
@@ -374,15 +374,15 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         is_whole = _KINDS[parameter] is int
         value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
-            value = MOST if value == -1 and parameter in _ALL_WRITTEN else value
+            value = MAX_LOOK_BACK if value == -1 and parameter in _ALL_WRITTEN else value
             try:
                 declared(Sampling)[parameter].check(value, name)
             except UsageError as error:
                 raise ApiError(str(error), param=name) from None
             changes.setdefault(parameter, value)
-    if stops := tuple(each for each in fields.texts("stop", MOST_STOPS) if each):
+    if stops := tuple(each for each in fields.texts("stop", MAX_STOPS) if each):
         changes["stop"] = stops
-    if breakers := fields.texts("dry_sequence_breakers", MOST_BREAKERS):
+    if breakers := fields.texts("dry_sequence_breakers", MAX_BREAKERS):
         changes["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
     if bias := _bias(fields.pop("logit_bias")):
         changes["logit_bias"] = bias

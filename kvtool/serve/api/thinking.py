@@ -17,7 +17,7 @@ _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 """Fields for the maximum number of tokens of a thought, as other servers name them."""
 
-_MOST = 2**31 - 1
+_MAX_BUDGET = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
             raise ApiError.at(f"chat_template_kwargs.{name}", "cannot be set; it follows from the request")
-    budgets = {name: fields.whole(name, -1, _MOST) for name in _BUDGETS}
+    budgets = {name: fields.whole(name, -1, _MAX_BUDGET) for name in _BUDGETS}
     effort, where, is_needed, more = _effort(fields)
     given = ((name, each) for name, each in (budgets | more).items() if each is not None)
     name, budget = next(given, ("", None))
@@ -121,7 +121,7 @@ def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, in
 
 def _whole(value: dict[str, Any], of: str, name: str) -> int | None:
     n = value.get(name)
-    return None if n is None else need_whole(n, f"{of}.{name}", -1, _MOST)
+    return None if n is None else need_whole(n, f"{of}.{name}", -1, _MAX_BUDGET)
 
 
 def _level(value: Any, name: str) -> str | None:

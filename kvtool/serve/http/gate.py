@@ -54,7 +54,7 @@ class Limits:
     origins
         Origins of web pages and apps that may send requests. Pages from this machine are always allowed. "*"
         allows all origins.
-    most_bytes
+    max_bytes
         Maximum number of bytes of a body, before and after decoding.
     read_timeout
         Maximum time until a body has arrived, in seconds.
@@ -63,7 +63,7 @@ class Limits:
     keys: tuple[str, ...] = ()
     names: frozenset[str] | None = None
     origins: tuple[str, ...] = ()
-    most_bytes: int = 64 * 2**20
+    max_bytes: int = 64 * 2**20
     read_timeout: float = 30.0
 
     def allows(self, origin: str) -> bool:
@@ -204,7 +204,7 @@ async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> 
 
     def work() -> _T:
         is_encoded = encoding in _ENCODINGS
-        return check(parsed(_decoded(data, encoding, limits.most_bytes) if is_encoded else data))
+        return check(parsed(_decoded(data, encoding, limits.max_bytes) if is_encoded else data))
 
     # use another thread, because large data take time, and decoded data can be a thousand times as long
     return await asyncio.to_thread(work)
@@ -214,8 +214,8 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
     parts, n = [], 0
     async for part in http.stream():
         n += len(part)
-        if n > limits.most_bytes:
-            raise _too_large(limits.most_bytes)
+        if n > limits.max_bytes:
+            raise _too_large(limits.max_bytes)
         parts.append(part)
     return b"".join(parts)
 

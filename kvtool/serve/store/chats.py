@@ -73,7 +73,7 @@ class ChatStore:
     ----------
     folder
         The folder. It is made if it is missing. Only one server at a time may use it.
-    most_bytes
+    max_bytes
         Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
         Values that a session must have to be continued, for example the model's digest. Sessions with other
@@ -90,9 +90,9 @@ class ChatStore:
         If the folder cannot be read or made.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, fixed: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, max_bytes: int, fixed: dict[str, Any]) -> None:
         self.folder = folder
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.fixed = fixed
         self.chats: list[StoredChat] = []
         self.n_others = 0
@@ -209,10 +209,10 @@ class ChatStore:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Delete the least recently used chats until all files together have at most `most_bytes`."""
+        """Delete the least recently used chats until all files together have at most `max_bytes`."""
         n_bytes = self.n_bytes
         for chat in sorted(self.chats, key=lambda each: each.used):
-            if n_bytes > self.most_bytes and chat is not keep:
+            if n_bytes > self.max_bytes and chat is not keep:
                 self.drop(chat)
                 n_bytes -= chat.n_bytes
 

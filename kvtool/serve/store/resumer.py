@@ -20,10 +20,10 @@ from kvtool.serve.rendering import Rendering
 from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
-LEAST_START = 256
+MIN_START = 256
 """Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
 
-_LOADS, _MOST_LOADS = 32, 256
+_LOADS, _MAX_LOADS = 32, 256
 """Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but not longer than
 reading 256 tokens.
 
@@ -201,7 +201,7 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MOST_LOADS)
+            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MAX_LOADS)
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
                 break
@@ -348,7 +348,7 @@ class Resumer:
     @property
     def _least(self) -> int:
         """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
-        return 1 if self._engine.checkpoints.are_small else LEAST_START
+        return 1 if self._engine.checkpoints.are_small else MIN_START
 
     def store_reply(
         self, history: History, messages: list[Message], reply: Message, tools: list[Any]
