@@ -54,9 +54,12 @@ def ends() -> None:
     signal.signal(signal.SIGINT, end)
 
 
-def raises() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def ignores() -> None:
+    """Make Ctrl-C do nothing.
+
+    Programs that this process starts still receive Ctrl-C. (They would not with SIG_IGN.)
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import signal
 import termios
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from prompt_toolkit.application import Application, create_app_session
@@ -18,6 +19,7 @@ from prompt_toolkit.output import DummyOutput
 
 from kvtool.chats import session
 from kvtool.cli.chat import screen
+from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
@@ -477,6 +479,38 @@ def test_ctrl_c_interrupts_only_the_question_of_a_command(monkeypatch):
         screen.Terminal(None, None, "recall").confirm("Replace it?")
         assert handlers == [signal.default_int_handler]
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_a_file_is_inserted_takes_the_turn_back(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("words")
+    model = SimpleNamespace(tokenize=lambda text, start: signal.raise_signal(signal.SIGINT))
+    writer = SimpleNamespace(engine=SimpleNamespace(model=model))
+    terminal = screen.Terminal(SimpleNamespace(writer=writer), None, "recall")
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        terminal.say(f"@{tmp_path}/a.txt")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().out == "cancelled; the chat is as it was before\n"
+    assert (terminal.typed, terminal.selects, terminal.edits) == (f"@{tmp_path}/a.txt", True, False)
+
+
+def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
+    asked = []
+
+    def ask(default, selected):
+        asked.append(signal.getsignal(signal.SIGINT))
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return "words"
+
+    noted = lambda text: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    terminal = SimpleNamespace(typed="", selects=False, edits=False, note=noted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert loop._ask(terminal, SimpleNamespace(ask=ask)) == "words"
     finally:
         signal.signal(signal.SIGINT, before)
 

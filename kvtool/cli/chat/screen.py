@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvtool.chats.undo import UndoneTurn
     from kvtool.engine.loop import Engine
 
+_CANCELLED = "cancelled; the chat is as it was before"
+
 _N_LINES = 8
 """When a chat is continued, at most this many lines of the last turn are shown."""
 
@@ -91,12 +93,12 @@ class Terminal:
 
     def confirm(self, question: str) -> bool:
         """Ask a question. Return True if the answer is "y" or "yes"."""
-        with interrupt.raising(), self.keys.normal():
-            try:
+        try:
+            with interrupt.raising(), self.keys.normal():
                 return confirmed(f"{question} [y/N] ")
-            except (EOFError, KeyboardInterrupt):
-                self.console.print()
-                return False
+        except (EOFError, KeyboardInterrupt):
+            self.console.print()
+            return False
 
     def status(self) -> str:
         """Return a line about the chat: its length, where its tokens are, the cache size and the speed."""
@@ -150,11 +152,17 @@ class Terminal:
             notes.append(f"inserted {path}, {format_tokens(n)}")
 
         try:
-            sent = with_files(
-                text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
-            )
+            # reading a long file and counting its tokens takes seconds
+            with interrupt.raising():
+                sent = with_files(
+                    text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
+                )
             if again:
                 replaced = self.conversation.take_out_turn()
+        except KeyboardInterrupt:
+            self.note(_CANCELLED)
+            self._refuse(text, again)
+            return
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self._refuse(text, again)
@@ -204,7 +212,7 @@ class Terminal:
             if not is_read or (conversation.writer.stop and not (hung_up() or conversation.has_written)):
                 conversation.undo_turn()
                 self._restore(replaced, *before)
-                self.note("cancelled; the chat is as it was before")
+                self.note(_CANCELLED)
                 if replaced and sent != conversation.newest_turn:
                     # keep the edited turn at the prompt: the user can send it again, or press Ctrl-C
                     self._refuse(text, again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvtool.cli.progress import restoring_progress
 from kvtool.config.generation import EFFORTS, GenerationOptions
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options import declared
+from kvtool.system import interrupt
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Commands:
         rest = "".join(text)
         command = OF_NAME.get(typed.lower())
         # ignore Ctrl-C, so that no command stops halfway
-        signal.signal(signal.SIGINT, lambda *_: None)
+        interrupt.ignores()
         try:
             if command is None:
                 self._refuse(typed, shown(line))

@@ -52,7 +52,8 @@ def run(terminal: Terminal) -> None:
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     """Return the next text that the user types, or None if the user leaves."""
-    interrupt.raises()
+    # the prompt handles Ctrl-C itself; while there is no prompt, another Ctrl-C must not end the chat
+    interrupt.ignores()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
     # if the prompt appears with a default text, drop the characters that the user typed before: otherwise
