@@ -181,6 +181,34 @@ def test_typing_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, key
     assert typed_at(keys, "/foo bar", selected=True) == line
 
 
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        (f"{PASTE}  if x \\\r    and y:\r{PASTED}\r", "  if x \\\n    and y:"),
+        (f'{PASTE}"""Return x.\r\rMore."""\rdef f():\r{PASTED}\r', '"""Return x.\n\nMore."""\ndef f():'),
+        (f'{PASTE}"""one\rtwo"""{PASTED}\r', '"""one\ntwo"""'),
+        (f"{PASTE}\r  one\rtwo \\{PASTED}\r", "\n  one\ntwo \\"),
+        (f"{PASTE}/system is\ra word{PASTED}\r", "/system is\na word"),
+        # what is typed before and after a paste belongs to the text
+        (f"What is {PASTE}a \\\rb{PASTED}?\r", "What is a \\\nb?"),
+        (f"{PASTE}a\rb{PASTED} \\\r", "a\nb \\"),
+        # a typed mark or command includes the text that is pasted after it
+        (f'"""\r{PASTE}  a \\\rb{PASTED}\r"""\r', "  a \\\nb"),
+        (f'{PASTE}a \\\rb{PASTED}\x15\x15\x15"""\rc\r"""\r', "c"),
+    ],
+)
+def test_pasted_lines_are_sent_unchanged(typed_at, keys, sent):
+    typed = typed_at(keys)
+    assert meant(typed) == (sent, False)
+    # if the history offers this text later, Enter sends it again
+    assert not goes_on(typed)
+
+
+def test_lines_pasted_after_a_command_belong_to_it(typed_at):
+    assert meant(typed_at(f"/system {PASTE}one\rtwo{PASTED}\r")) == ("/system one\ntwo", True)
+    assert meant(typed_at(f"{PASTE}/help\r{PASTED}\r")) == ("/help", True)
+
+
 def test_an_offered_line_is_not_selected(typed_at):
     assert typed_at(" more\r", "one") == "one more"
 
