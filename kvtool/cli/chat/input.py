@@ -215,6 +215,9 @@ def with_files(
             if is_line and re.search(r"[/\\]|\.\w+$", name):
                 missing(name)
             return match[0]
+        # a pipe may give no text, and a device may give text without end
+        if not (path.is_file() or path.is_dir()):
+            raise InputError(f"cannot read {path}: it is not a regular file")
         try:
             file_text = decoded(path.read_bytes()).rstrip("\n")
         except UnicodeDecodeError as error:
