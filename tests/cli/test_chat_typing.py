@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import termios
@@ -551,6 +552,37 @@ def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_pa
     assert re.fullmatch(rf"inserted {tmp_path}/my note.txt, \d+ tokens", inserted)
     assert said.count("inserted") == 1
     assert "inserted" not in chat.say("and @someone")
+
+
+@pytest.mark.parametrize("leaving", ["/exit\r", "\x04"])
+def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, leaving):
+    path, other, full = tmp_path / "chat.kv", tmp_path / "other.kv", resource.RLIM_INFINITY
+    chat = terminal("--session", path)
+    chat.say("one")
+    pid = chat.process.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, full))
+    for turn in ("two", "three"):
+        assert f"cannot write {path}: File too large" in chat.say(turn)
+    asks = "2 turns were not saved; /save FILE saves the chat in another file, and /exit leaves without them"
+    chat.type(leaving)
+    chat.wait_for(f"{asks}\n\n> ")
+    assert "cannot write" in chat.say("/retry")
+    chat.type(leaving)
+    chat.wait_for(f"{asks}\n\n> ")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, full))
+    assert f"saved to {other}" in chat.say(f"/save {other}")
+    chat.type(leaving)
+    assert chat.process.wait(PATIENCE_S) == 0
+    assert user_messages(path) == ["one"]
+    assert user_messages(other) == ["one", "two", "three"]
+    again = terminal("--session", path)
+    resource.prlimit(again.process.pid, resource.RLIMIT_FSIZE, (100, full))
+    again.say("four")
+    again.type(leaving)
+    again.wait_for("1 turn was not saved; ")
+    again.wait_for("\n\n> ")
+    again.type(leaving)
+    assert again.process.wait(PATIENCE_S) == 9
 
 
 def test_plain_has_no_colours(terminal):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.chat.files import ChatFiles
+from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
@@ -76,6 +76,8 @@ class Terminal:
     last_typed: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
     keys: Keys = field(default_factory=lambda: Keys())
+    # `version` of the chat when the user last wanted to leave it with unsaved turns, or None
+    _left: int | None = None
 
     def __post_init__(self) -> None:
         if self.plain:
@@ -123,6 +125,21 @@ class Terminal:
         for spare in self.files.recovered:
             # if `spare` is FILE.1, its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
+
+    def may_leave(self) -> bool:
+        """Return True if the chat may end.
+
+        If turns are not saved because saving failed, return False once and say how to save them.
+        """
+        n, version = self.files.n_unsaved, self.conversation.version
+        if not n or self._left == version:
+            return True
+        self._left = version
+        self.error(
+            f"{turns(n)} {'was' if n == 1 else 'were'} not saved; /save FILE saves the chat in another file, "
+            "and /exit leaves without them"
+        )
+        return False
 
     def show_last(self) -> None:
         """Show the last turn and its reply again."""

@@ -36,14 +36,18 @@ def run(terminal: Terminal) -> None:
     if terminal.files.run.model is None and (better := better_model()):
         terminal.note(better)
     prompt = Prompt({name: command.words for name, command in OF_NAME.items()})
-    while (typed := _ask(terminal, prompt)) is not None:
+    while True:
+        if (typed := _ask(terminal, prompt)) is None:
+            if terminal.may_leave():
+                break
+            continue
         with terminal.keys.waiting():
             text, is_command = meant(typed)
             again, terminal.edits = terminal.edits, False
             if again and (is_command or not text):
                 terminal.note(_KEPT)
             if is_command:
-                if not commands.run(text):
+                if not commands.run(text) and terminal.may_leave():
                     break
             elif text:
                 # a terminal without UTF-8 may send invalid bytes
