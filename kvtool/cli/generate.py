@@ -140,8 +140,10 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
     if argument is not None and "prompt" in prompts.typed:
         raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
     prompt, files = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
-    if not files and os.path.isfile(prompt or ""):
-        say(f"{prompt} is a file; use -f {prompt} to read it")
+    if not files and prompt and os.path.isfile(prompt):
+        from shlex import quote
+
+        say(f"{prompt} is a file; use -f {quote(prompt)} to read it")
     text = "" if any(map(is_stdin, files)) else read_stdin()
     if files:
         file_text = "\n\n".join(read_text(file).rstrip("\n") for file in files)

@@ -463,6 +463,8 @@ def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
     assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
     assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
     assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
+    for given in ("a b.gguf", '"a b.gguf"'):
+        assert chat.say(f"/set model {given}") == f"model {start} --model 'a b.gguf'`"
     assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
     for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
         shown = chat.say(f"/set {wrong} 1")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.cli import near
@@ -222,7 +223,7 @@ class Commands:
         if not text:
             show.settings(self.terminal)
             return
-        self._check_start(name, given)
+        self._check_start(name, value)
         name = GenerationOptions.field(name)
         if name == "think":
             self._think(value)
@@ -248,7 +249,7 @@ class Commands:
         ours = near.ours(name)
         for option in declared(type(self.files.run)).values():
             if ours in option.flags:
-                call = " ".join(filter(None, ("kvtool chat", option.name, value)))
+                call = " ".join(filter(None, ("kvtool chat", option.name, value and quote(value))))
                 raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
 
     def _reset(self) -> None:
