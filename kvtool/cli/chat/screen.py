@@ -190,8 +190,8 @@ class Terminal:
             self.note(line)
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
-        with interrupt.hanging_up(writer) as hung_up:
-            if not self._replied(text, sent, replaced, hung_up):
+        with interrupt.terminating(writer) as ended:
+            if not self._replied(text, sent, replaced, ended):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -208,15 +208,15 @@ class Terminal:
             self.note(self.status())
 
     def _replied(
-        self, text: str, sent: str, replaced: UndoneTurn | None, hung_up: Callable[[], bool]
+        self, text: str, sent: str, replaced: UndoneTurn | None, ended: Callable[[], bool]
     ) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        replaced: the turn that this turn replaces, or None. hung_up: a function that returns True if the
-        terminal was closed.
+        replaced: the turn that this turn replaces, or None. ended: a function that returns True if a signal
+        ends the process after the turn.
         """
         conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
         before = self.last_typed, self.thought
@@ -226,7 +226,7 @@ class Terminal:
             is_read = self._read_turn(sent)
             if is_read:
                 self._answer(again)
-            if not is_read or (conversation.writer.stop and not (hung_up() or conversation.has_written)):
+            if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
                 conversation.undo_turn()
                 self._restore(replaced, *before)
                 self.note(_CANCELLED)
