@@ -364,7 +364,8 @@ def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path, m
     (tmp_path / "more notes.txt").write_text("And Tom.\n")
     two = "-f", file, "-f", tmp_path / "more notes.txt"
     assert answered(*two) == answered("Say hello.\n\nAnd Tom.") != wanted
-    assert answered("Go on.", *two, stdin="Bye.") == answered("Go on.", stdin="Say hello.\n\nAnd Tom.\n\nBye.")
+    whole = "Say hello.\n\nAnd Tom.\n\nBye."
+    assert answered("Go on.", *two, stdin="Bye.") == answered("Go on.", stdin=whole)
     # the variable for a repeatable option takes several values, or the name of one file with blanks
     for names, prompt in ((two[3], "And Tom."), (f"{file} {file}", "Say hello.\n\nSay hello.")):
         monkeypatch.setenv("KVTOOL_GENERATE_FILE", str(names))

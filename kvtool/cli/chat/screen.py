@@ -207,9 +207,7 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(
-        self, text: str, sent: str, replaced: UndoneTurn | None, ended: Callable[[], bool]
-    ) -> bool:
+    def _replied(self, text: str, sent: str, replaced: UndoneTurn | None, ended: Callable[[], bool]) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
