@@ -304,6 +304,7 @@ def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(terminal, tmp_path):
 BUSY = """
 import ctypes, os, signal
 from dataclasses import dataclass
+from pathlib import Path
 from kvtool.policies.local import Local
 
 @dataclass(frozen=True)
