@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import chain, pairwise
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -592,5 +593,5 @@ def with_archive(path: Path, arrays: Mapping[str, np.ndarray]) -> ArchivedArrays
 def _useless(name: str, what: str, owner: str) -> SessionError:
     return SessionError(
         f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
-        f"restore it, or print the text with `kvtool session export {owner}`"
+        f"restore it, or print the text with `kvtool session export {quote(owner)}`"
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from shlex import quote
 from types import NoneType
 from typing import Any, BinaryIO
 
@@ -294,7 +295,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
 def _damaged(name: str, is_cut: bool) -> SessionError:
     return SessionError(
         f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
-        f"`kvtool session export {name}` prints the text, unless that is damaged too"
+        f"`kvtool session export {quote(name)}` prints the text, unless that is damaged too"
     )
 
 

@@ -20,7 +20,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.options import OUTPUT, Options, option, redeclared
+from kvtool.options import OUTPUT, Options, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
 from kvtool.units import format_tokens
@@ -41,10 +41,12 @@ class _AnswerOptions(GenerationOptions):
 @dataclass(frozen=True)
 class _PromptOptions(Options):
     prompt: str | None = option("-p, --prompt", None, "The prompt, given as an option.")
-    file: str | None = option(
+    file: tuple[str, ...] = option(
         "-f, --file FILE",
-        None,
-        "Read the prompt from a file. If another prompt is given, the file's text follows it.",
+        (),
+        "Read the prompt from a file. If another prompt is given, the file's text follows it. Repeatable.",
+        default_text=False,
+        read=repeated,
     )
 
 
@@ -137,12 +139,14 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
     """
     if argument is not None and "prompt" in prompts.typed:
         raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
-    prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
-    if file is None and os.path.isfile(prompt or ""):
-        say(f"{prompt} is a file; use -f {prompt} to read it")
-    text = "" if file and is_stdin(file) else read_stdin()
-    if file is not None:
-        file_text = read_text(file).rstrip("\n")
+    prompt, files = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
+    if not files and prompt and os.path.isfile(prompt):
+        from shlex import quote
+
+        say(f"{prompt} is a file; use -f {quote(prompt)} to read it")
+    text = "" if any(map(is_stdin, files)) else read_stdin()
+    if files:
+        file_text = "\n\n".join(read_text(file).rstrip("\n") for file in files)
         if prompt is None:
             prompt = file_text
         else:

@@ -140,7 +140,9 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
     if not group and name in NOT_HERE:
         return f"{line}; {NOT_HERE[name]}"
     if not group and name.endswith(".gguf"):
-        return f"{line}; use `kvtool chat {name}`"
+        from shlex import quote
+
+        return f"{line}; use `kvtool chat {quote(name)}`"
     if not group and " " in name:
         return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
     # imported here and not above, because every command imports this file

@@ -23,6 +23,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError, alike, suggestion
 from kvtool.options import declared
+from kvtool.system.texts import exists
 
 VARIABLE = "KVTOOL_"
 NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
@@ -279,7 +280,9 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     for param in params:
         name = variable(param, words)
         if text := os.environ.get(name):
-            result[param.name] = Setting(tuple(text.split()) if param.multiple else text, f"${name}")
+            # the name of a file may have blanks
+            values = (text,) if exists(text) else tuple(text.split())
+            result[param.name] = Setting(values if param.multiple else text, f"${name}")
     return result
 
 

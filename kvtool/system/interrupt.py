@@ -54,9 +54,12 @@ def ends() -> None:
     signal.signal(signal.SIGINT, end)
 
 
-def raises() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def ignores() -> None:
+    """Make Ctrl-C do nothing.
+
+    Programs that this process starts still receive Ctrl-C. (They would not with SIG_IGN.)
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 @contextmanager
@@ -119,29 +122,32 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def hanging_up(writer: Any) -> Iterator[Callable[[], bool]]:
-    """Inside the block, closing the terminal (SIGHUP) stops the writer after its current step.
+def terminating(writer: Any) -> Iterator[Callable[[], bool]]:
+    """Inside the block, SIGHUP (the terminal is closed) and SIGTERM stop the writer after its current step.
 
-    The block can then save the text. After the block, SIGHUP is raised again and ends the process. Yields a
-    function that returns True if the terminal was closed.
+    The block can then save the text. After the block, the signal is raised again and ends the process. Yields
+    a function that returns True if there was such a signal.
 
-    If SIGHUP is ignored or does not exist (Windows), this does nothing.
+    A signal that is ignored or does not exist (SIGHUP on Windows) stays so.
     """
-    number, came = getattr(signal, "SIGHUP", None), False
-    if number is None or signal.getsignal(number) == signal.SIG_IGN:
-        yield lambda: False
-        return
+    came: list[int] = []
 
-    def stop(*_: object) -> None:
-        nonlocal came
-        came = writer.stop = True
+    def stop(number: int, _: object) -> None:
+        came.append(number)
+        writer.stop = True
 
-    before = signal.signal(number, stop)
+    numbers = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+    before = {
+        number: signal.signal(number, stop)
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
-        yield lambda: came
+        yield lambda: bool(came)
     finally:
-        signal.signal(number, before)
-        if came:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
             signal.raise_signal(number)
 
 

@@ -217,6 +217,8 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     path.write_bytes(data)
     one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
+    named = shutil.copy(path, tmp_path / "a b.kvs")
+    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool session export '{named}'` prints the text")
     assert exported(path) == text
 
 
@@ -302,6 +304,9 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
         talk(TURNS[:6], *RECALL, session="other")
         (tmp_path / "other.archive").rename(archive)
     one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
+    named = shutil.copy(path, tmp_path / "a b.kvs")
+    if what == "is missing":
+        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool session export '{named}'`\n")
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)

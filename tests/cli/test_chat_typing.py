@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import termios
-from pathlib import Path
-from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from prompt_toolkit.application import Application, create_app_session
@@ -18,6 +18,7 @@ from prompt_toolkit.output import DummyOutput
 
 from kvtool.chats import session
 from kvtool.cli.chat import screen
+from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
@@ -96,10 +97,9 @@ def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="there is no file "):
             with_files(f"Explain {wrong}")
     os.mkfifo("pipe")
-    writer = Thread(target=Path("pipe").write_text, args=["from a pipe\n"])
-    writer.start()
-    assert with_files("Explain @pipe") == "Explain from a pipe"
-    writer.join()
+    for name in ("pipe", "/dev/zero"):
+        with pytest.raises(InputError, match=f"cannot read {name}: it is not a regular file"):
+            with_files(f"Explain @{name}")
     # an @ in code does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     # no file can have a name this long
@@ -177,6 +177,34 @@ def typed_at(monkeypatch, tmp_path):
 )
 def test_typing_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
     assert typed_at(keys, "/foo bar", selected=True) == line
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        (f"{PASTE}  if x \\\r    and y:\r{PASTED}\r", "  if x \\\n    and y:"),
+        (f'{PASTE}"""Return x.\r\rMore."""\rdef f():\r{PASTED}\r', '"""Return x.\n\nMore."""\ndef f():'),
+        (f'{PASTE}"""one\rtwo"""{PASTED}\r', '"""one\ntwo"""'),
+        (f"{PASTE}\r  one\rtwo \\{PASTED}\r", "\n  one\ntwo \\"),
+        (f"{PASTE}/system is\ra word{PASTED}\r", "/system is\na word"),
+        # what is typed before and after a paste belongs to the text
+        (f"What is {PASTE}a \\\rb{PASTED}?\r", "What is a \\\nb?"),
+        (f"{PASTE}a\rb{PASTED} \\\r", "a\nb \\"),
+        # a typed mark or command includes the text that is pasted after it
+        (f'"""\r{PASTE}  a \\\rb{PASTED}\r"""\r', "  a \\\nb"),
+        (f'{PASTE}a \\\rb{PASTED}\x15\x15\x15"""\rc\r"""\r', "c"),
+    ],
+)
+def test_pasted_lines_are_sent_unchanged(typed_at, keys, sent):
+    typed = typed_at(keys)
+    assert meant(typed) == (sent, False)
+    # if the history offers this text later, Enter sends it again
+    assert not goes_on(typed)
+
+
+def test_lines_pasted_after_a_command_belong_to_it(typed_at):
+    assert meant(typed_at(f"/system {PASTE}one\rtwo{PASTED}\r")) == ("/system one\ntwo", True)
+    assert meant(typed_at(f"{PASTE}/help\r{PASTED}\r")) == ("/help", True)
 
 
 def test_an_offered_line_is_not_selected(typed_at):
@@ -436,6 +464,8 @@ def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
     assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
     assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
     assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
+    for given in ("a b.gguf", '"a b.gguf"'):
+        assert chat.say(f"/set model {given}") == f"model {start} --model 'a b.gguf'`"
     assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
     for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
         shown = chat.say(f"/set {wrong} 1")
@@ -481,6 +511,38 @@ def test_ctrl_c_interrupts_only_the_question_of_a_command(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_while_a_file_is_inserted_takes_the_turn_back(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("words")
+    model = SimpleNamespace(tokenize=lambda text, start: signal.raise_signal(signal.SIGINT))
+    writer = SimpleNamespace(engine=SimpleNamespace(model=model))
+    terminal = screen.Terminal(SimpleNamespace(writer=writer), None, "recall")
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        terminal.say(f"@{tmp_path}/a.txt")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().out == "cancelled; the chat is as it was before\n"
+    assert (terminal.typed, terminal.selects, terminal.edits) == (f"@{tmp_path}/a.txt", True, False)
+
+
+def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
+    asked = []
+
+    def ask(default, selected):
+        asked.append(signal.getsignal(signal.SIGINT))
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return "words"
+
+    noted = lambda text: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    terminal = SimpleNamespace(typed="", selects=False, edits=False, note=noted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert loop._ask(terminal, SimpleNamespace(ask=ask)) == "words"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_path):
     chat = terminal("--session", tmp_path / "chat.kv")
     (tmp_path / "z.txt").write_text(" \n")
@@ -493,6 +555,37 @@ def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_pa
     assert re.fullmatch(rf"inserted {tmp_path}/my note.txt, \d+ tokens", inserted)
     assert said.count("inserted") == 1
     assert "inserted" not in chat.say("and @someone")
+
+
+@pytest.mark.parametrize("leaving", ["/exit\r", "\x04"])
+def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, leaving):
+    path, other, full = tmp_path / "chat.kv", tmp_path / "other.kv", resource.RLIM_INFINITY
+    chat = terminal("--session", path)
+    chat.say("one")
+    pid = chat.process.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, full))
+    for turn in ("two", "three"):
+        assert f"cannot write {path}: File too large" in chat.say(turn)
+    asks = "2 turns were not saved; /save FILE saves the chat in another file, and /exit leaves without them"
+    chat.type(leaving)
+    chat.wait_for(f"{asks}\n\n> ")
+    assert "cannot write" in chat.say("/retry")
+    chat.type(leaving)
+    chat.wait_for(f"{asks}\n\n> ")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, full))
+    assert f"saved to {other}" in chat.say(f"/save {other}")
+    chat.type(leaving)
+    assert chat.process.wait(PATIENCE_S) == 0
+    assert user_messages(path) == ["one"]
+    assert user_messages(other) == ["one", "two", "three"]
+    again = terminal("--session", path)
+    resource.prlimit(again.process.pid, resource.RLIMIT_FSIZE, (100, full))
+    again.say("four")
+    again.type(leaving)
+    again.wait_for("1 turn was not saved; ")
+    again.wait_for("\n\n> ")
+    again.type(leaving)
+    assert again.process.wait(PATIENCE_S) == 9
 
 
 def test_plain_has_no_colours(terminal):

@@ -341,6 +341,10 @@ def test_prompt_that_names_a_file_gets_a_hint(chat_model, tmp_path):
     assert kvtool(*command, "notes.md", cwd=tmp_path).stderr == line
     assert kvtool(*command, "-p", "notes.md", cwd=tmp_path).stderr == line
     assert kvtool(*command, "-f", "notes.md", cwd=tmp_path).stderr == ""
+    (tmp_path / "my notes.md").write_text("Hello.")
+    line = "my notes.md is a file; use -f 'my notes.md' to read it\n"
+    assert kvtool(*command, "my notes.md", cwd=tmp_path).stderr == line
+    assert "use `kvtool chat 'my model.gguf'`" in kvtool("my model.gguf").stderr
     # neither prompt is the name of a file
     for prompt in ("notes", "word " * 200):
         assert "is a file" not in kvtool(*command, prompt, cwd=tmp_path).stderr

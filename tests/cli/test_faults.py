@@ -426,20 +426,34 @@ def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, held, tmp_path,
     assert reply["content"]
 
 
-@pytest.mark.parametrize("end", ["signal", "pipe"])
-def test_sighup_or_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
+def test_sigterm_during_a_reply_keeps_the_turn(terminal, held, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.wait_for("> ")
+    chat.type("Tell me a long story of the sea.\n")
+    held.wait()
+    chat.process.terminate()
+    held.go()
+    assert chat.process.wait(PATIENCE_S) == -signal.SIGTERM
+    _, reply = sessions.read(path)[0]["messages"]
+    assert reply["content"]
+    os.close(chat.master)
+
+
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, "pipe"])
+def test_signal_or_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
     path = tmp_path / "chat.kv"
     options = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
     chat = start(RUN, "chat", "-m", talker, *options, stdin=subprocess.PIPE)
     chat.stdin.write("Tell me a long story of the sea.\n")
     chat.stdin.flush()
     held.wait()
-    if end == "signal":
-        chat.send_signal(signal.SIGHUP)
-    else:
+    if end == "pipe":
         chat.stdout.close()
+    else:
+        chat.send_signal(end)
     held.go()
-    assert chat.wait(PATIENCE_S) == (-signal.SIGHUP if end == "signal" else 128 + signal.SIGPIPE)
+    assert chat.wait(PATIENCE_S) == (128 + signal.SIGPIPE if end == "pipe" else -end)
     assert sessions.read(path)[0]["messages"][1]["content"]
     for pipe in (chat.stdin, chat.stdout, chat.stderr):
         pipe.close()

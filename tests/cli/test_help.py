@@ -344,7 +344,7 @@ def test_cache_types_ignore_upper_and_lower_case():
     assert _Grid.from_values({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
 
 
-def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path):
+def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
@@ -361,6 +361,16 @@ def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path):
     )
     both = answered("Go on.", stdin="Say hello.")
     assert answered("Go on.", "-f", file) == answered("-p", "Go on.", "--file", file) == both != wanted
+    (tmp_path / "more notes.txt").write_text("And Tom.\n")
+    two = "-f", file, "-f", tmp_path / "more notes.txt"
+    assert answered(*two) == answered("Say hello.\n\nAnd Tom.") != wanted
+    whole = "Say hello.\n\nAnd Tom.\n\nBye."
+    assert answered("Go on.", *two, stdin="Bye.") == answered("Go on.", stdin=whole)
+    # the variable for a repeatable option takes several values, or the name of one file with blanks
+    for names, prompt in ((two[3], "And Tom."), (f"{file} {file}", "Say hello.\n\nSay hello.")):
+        monkeypatch.setenv("KVTOOL_GENERATE_FILE", str(names))
+        assert answered() == answered("-f", "-", stdin=prompt)
+    monkeypatch.delenv("KVTOOL_GENERATE_FILE")
     system = answered("Say hello.", "--system", "Be brief.")
     assert answered("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
 

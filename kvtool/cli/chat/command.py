@@ -136,7 +136,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             continue
         interrupt.stops(writer)
         writer.ends_loops = generation.stop_loops == "on"
-        with interrupt.hanging_up(writer):
+        with interrupt.terminating(writer):
             is_empty = _write_reply(conversation, files, line)
             files.check()
             sys.stdout.write("\n")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -146,6 +147,8 @@ class ChatFiles:
             if saved and self._would_lose(saved) and not may_replace(self._described(path, saved)):
                 return False
             self._write(path)
+        # the user has saved the turns that the session lacks
+        self.unsaved = None
         return True
 
     def keep(self, *, undone: bool = False) -> None:
@@ -183,6 +186,16 @@ class ChatFiles:
             else:
                 self._saved_version = self.chat.version
                 self._saved = self._comparable()
+
+    @property
+    def n_unsaved(self) -> int:
+        """Number of replies that the session lacks because the last save failed."""
+        if not self.unsaved or not self.path or self._saved_version is not None:
+            return 0
+        saved = self._saved["messages"] if self._saved and self._saved["id"] == self.chat.id else []
+        messages = self.chat.messages
+        n_same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(saved, messages, strict=False))))
+        return sum(message["role"] == "assistant" for message in messages[n_same:])
 
     def moved_line(self) -> str | None:
         """Return a message if the last save renamed another chat's archive, else None."""

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import has_selection, is_searching
+from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -49,23 +50,29 @@ class Prompt:
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
+        # True if the text at the prompt includes several pasted lines. It is then sent as it is
+        self._is_pasted = False
         self._session: PromptSession[str] = PromptSession(
             history=_history(),
             completer=_Completer(commands),
             complete_while_typing=False,
-            key_bindings=_keys(),
+            key_bindings=self._keys(),
             enable_suspend=True,
             multiline=True,
             prompt_continuation="  ",
             enable_history_search=True,
         )
+        self._session.default_buffer.on_text_changed += self._changed
 
     def ask(self, default: str = "", *, selected: bool = False) -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
+        Pasted lines are returned in the form in which they could be typed: see `typed_as`.
+
         default: text that is already at the prompt. selected: True to select this text. Typing then replaces
         the text. An arrow key ends the selection and keeps the text.
         """
+        self._is_pasted = False
         return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
 
     def _select(self) -> None:
@@ -76,6 +83,43 @@ class Prompt:
         if buffer.selection_state:
             # in prompt_toolkit's shift mode, typed text replaces the selection
             buffer.selection_state.enter_shift_mode()
+
+    def _changed(self, buffer: Buffer) -> None:
+        self._is_pasted &= bool(buffer.text)
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        # while the user searches the history, prompt_toolkit itself handles Enter
+        @keys.add("enter", filter=~is_searching)
+        def _(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.complete_state and buffer.complete_state.current_completion:
+                buffer.complete_state = None
+            elif self._is_pasted:
+                # the history stores this text, and a text from the history is treated as typed
+                buffer.text = typed_as(buffer.text.rstrip("\n"))
+                buffer.validate_and_handle()
+            elif goes_on(buffer.text):
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add(Keys.BracketedPaste, filter=~is_searching)
+        def _(event: KeyPressEvent) -> None:
+            buffer, text = event.current_buffer, with_lf(event.data)
+            if buffer.selection_state:
+                buffer.cut_selection()
+            # a typed mark or command includes the text that is pasted after it
+            if "\n" in text.strip() and not buffer.text.lstrip().startswith((BLOCK, *_OF_LINES)):
+                self._is_pasted = True
+            buffer.insert_text(text)
+
+        @keys.add("escape", "enter")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        return keys
 
     def forget(self) -> bool:
         """Drop text that was typed before the prompt appeared. Return True if there was any."""
@@ -107,7 +151,8 @@ def meant(typed: str) -> tuple[str, bool]:
     '''
     text = typed.strip()
     if text.startswith(BLOCK):
-        return text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False
+        text = text.removeprefix(BLOCK).removesuffix(BLOCK)
+        return text.removeprefix("\n").removesuffix("\n"), False
     # remove only backslashes at line ends; all other backslashes belong to the text
     text = re.sub(r"\\\n", "\n", text)
     is_line = "\n" not in text
@@ -120,9 +165,12 @@ def meant(typed: str) -> tuple[str, bool]:
 
 
 def typed_as(text: str) -> str:
-    """Return a text that the user can type to send a turn. `meant` converts this text back to the turn."""
+    """Return a text that the user can type to send a turn with Enter.
+
+    `meant` converts this text back to the turn.
+    """
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
-    return next((typed for typed in ways if meant(typed) == (text, False)), text)
+    return next((typed for typed in ways if meant(typed) == (text, False) and not goes_on(typed)), text)
 
 
 def goes_on(typed: str) -> bool:
@@ -167,6 +215,9 @@ def with_files(
             if is_line and re.search(r"[/\\]|\.\w+$", name):
                 missing(name)
             return match[0]
+        # a pipe may give no text, and a device may give text without end
+        if not (path.is_file() or path.is_dir()):
+            raise InputError(f"cannot read {path}: it is not a regular file")
         try:
             file_text = decoded(path.read_bytes()).rstrip("\n")
         except UnicodeDecodeError as error:
@@ -208,32 +259,6 @@ class _File(FileHistory):
         # a full disk must not end the chat
         with suppress(OSError, UnicodeError):
             super().store_string(string)
-
-
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-
-    # while the user searches the history, prompt_toolkit itself handles Enter
-    @keys.add("enter", filter=~is_searching)
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.complete_state and buffer.complete_state.current_completion:
-            buffer.complete_state = None
-        elif goes_on(buffer.text):
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add(Keys.BracketedPaste, filter=has_selection)
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.cut_selection()
-        event.current_buffer.insert_text(with_lf(event.data))
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
 
 
 class _Completer(Completer):

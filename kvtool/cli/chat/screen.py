@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.chat.files import ChatFiles
+from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from kvtool.chats.undo import UndoneTurn
     from kvtool.engine.loop import Engine
+
+_CANCELLED = "cancelled; the chat is as it was before"
 
 _N_LINES = 8
 """When a chat is continued, at most this many lines of the last turn are shown."""
@@ -74,6 +76,8 @@ class Terminal:
     last_typed: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
     keys: Keys = field(default_factory=lambda: Keys())
+    # `version` of the chat when the user last wanted to leave it with unsaved turns, or None
+    _left: int | None = None
 
     def __post_init__(self) -> None:
         if self.plain:
@@ -91,12 +95,12 @@ class Terminal:
 
     def confirm(self, question: str) -> bool:
         """Ask a question. Return True if the answer is "y" or "yes"."""
-        with interrupt.raising(), self.keys.normal():
-            try:
+        try:
+            with interrupt.raising(), self.keys.normal():
                 return confirmed(f"{question} [y/N] ")
-            except (EOFError, KeyboardInterrupt):
-                self.console.print()
-                return False
+        except (EOFError, KeyboardInterrupt):
+            self.console.print()
+            return False
 
     def status(self) -> str:
         """Return a line about the chat: its length, where its tokens are, the cache size and the speed."""
@@ -121,6 +125,21 @@ class Terminal:
         for spare in self.files.recovered:
             # if `spare` is FILE.1, its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
+
+    def may_leave(self) -> bool:
+        """Return True if the chat may end.
+
+        If turns are not saved because saving failed, return False once and say how to save them.
+        """
+        n, version = self.files.n_unsaved, self.conversation.version
+        if not n or self._left == version:
+            return True
+        self._left = version
+        self.error(
+            f"{turns(n)} {'was' if n == 1 else 'were'} not saved; /save FILE saves the chat in another file, "
+            "and /exit leaves without them"
+        )
+        return False
 
     def show_last(self) -> None:
         """Show the last turn and its reply again."""
@@ -150,11 +169,17 @@ class Terminal:
             notes.append(f"inserted {path}, {format_tokens(n)}")
 
         try:
-            sent = with_files(
-                text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
-            )
+            # reading a long file and counting its tokens takes seconds
+            with interrupt.raising():
+                sent = with_files(
+                    text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
+                )
             if again:
                 replaced = self.conversation.take_out_turn()
+        except KeyboardInterrupt:
+            self.note(_CANCELLED)
+            self._refuse(text, again)
+            return
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self._refuse(text, again)
@@ -165,8 +190,8 @@ class Terminal:
             self.note(line)
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
-        with interrupt.hanging_up(writer) as hung_up:
-            if not self._replied(text, sent, replaced, hung_up):
+        with interrupt.terminating(writer) as ended:
+            if not self._replied(text, sent, replaced, ended):
                 return
             if writer.stop:
                 self.note("stopped")
@@ -182,16 +207,14 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(
-        self, text: str, sent: str, replaced: UndoneTurn | None, hung_up: Callable[[], bool]
-    ) -> bool:
+    def _replied(self, text: str, sent: str, replaced: UndoneTurn | None, ended: Callable[[], bool]) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        replaced: the turn that this turn replaces, or None. hung_up: a function that returns True if the
-        terminal was closed.
+        replaced: the turn that this turn replaces, or None. ended: a function that returns True if a signal
+        ends the process after the turn.
         """
         conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
         before = self.last_typed, self.thought
@@ -201,10 +224,10 @@ class Terminal:
             is_read = self._read_turn(sent)
             if is_read:
                 self._answer(again)
-            if not is_read or (conversation.writer.stop and not (hung_up() or conversation.has_written)):
+            if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
                 conversation.undo_turn()
                 self._restore(replaced, *before)
-                self.note("cancelled; the chat is as it was before")
+                self.note(_CANCELLED)
                 if replaced and sent != conversation.newest_turn:
                     # keep the edited turn at the prompt: the user can send it again, or press Ctrl-C
                     self._refuse(text, again)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.cli import near
@@ -17,6 +17,7 @@ from kvtool.cli.progress import restoring_progress
 from kvtool.config.generation import EFFORTS, GenerationOptions
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options import declared
+from kvtool.system import interrupt
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Commands:
         rest = "".join(text)
         command = OF_NAME.get(typed.lower())
         # ignore Ctrl-C, so that no command stops halfway
-        signal.signal(signal.SIGINT, lambda *_: None)
+        interrupt.ignores()
         try:
             if command is None:
                 self._refuse(typed, shown(line))
@@ -222,7 +223,7 @@ class Commands:
         if not text:
             show.settings(self.terminal)
             return
-        self._check_start(name, given)
+        self._check_start(name, value)
         name = GenerationOptions.field(name)
         if name == "think":
             self._think(value)
@@ -248,7 +249,7 @@ class Commands:
         ours = near.ours(name)
         for option in declared(type(self.files.run)).values():
             if ours in option.flags:
-                call = " ".join(filter(None, ("kvtool chat", option.name, value)))
+                call = " ".join(filter(None, ("kvtool chat", option.name, value and quote(value))))
                 raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
 
     def _reset(self) -> None:

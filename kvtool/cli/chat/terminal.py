@@ -36,14 +36,18 @@ def run(terminal: Terminal) -> None:
     if terminal.files.run.model is None and (better := better_model()):
         terminal.note(better)
     prompt = Prompt({name: command.words for name, command in OF_NAME.items()})
-    while (typed := _ask(terminal, prompt)) is not None:
+    while True:
+        if (typed := _ask(terminal, prompt)) is None:
+            if terminal.may_leave():
+                break
+            continue
         with terminal.keys.waiting():
             text, is_command = meant(typed)
             again, terminal.edits = terminal.edits, False
             if again and (is_command or not text):
                 terminal.note(_KEPT)
             if is_command:
-                if not commands.run(text):
+                if not commands.run(text) and terminal.may_leave():
                     break
             elif text:
                 # a terminal without UTF-8 may send invalid bytes
@@ -52,7 +56,8 @@ def run(terminal: Terminal) -> None:
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     """Return the next text that the user types, or None if the user leaves."""
-    interrupt.raises()
+    # the prompt handles Ctrl-C itself; while there is no prompt, another Ctrl-C must not end the chat
+    interrupt.ignores()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
     # if the prompt appears with a default text, drop the characters that the user typed before: otherwise
