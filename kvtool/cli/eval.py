@@ -434,7 +434,6 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         say(line)
     if cut := sum(record.get("is_cut", False) for record in results.records):
         say(f"{cut} of {len(results)} prompts were too long; their middle was cut out")
-    # compute the groups only once, because the interval of each mean takes thousands of random samples
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}

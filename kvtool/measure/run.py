@@ -137,15 +137,16 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     from kvtool.measure.statistics import block_sums, mean_of_text, perplexity_of
 
     n, sums = len(nll), block_sums(nll)
-    value, error = mean_of_text(sums, n)
-    low, high = statistics.interval(*statistics.joined(sums, statistics.block_counts(n)))
+    blocks = statistics.joined(sums, statistics.block_counts(n))
+    value, error = statistics.mean_error(*blocks)
+    low, high = (end if end is None else perplexity_of(end) for end in statistics.interval(*blocks))
     record: dict[str, Any] = {
         "n_scored": n,
         "perplexity": perplexity_of(value),
-        "perplexity_low": perplexity_of(low),
-        "perplexity_high": perplexity_of(high),
+        "perplexity_low": low,
+        "perplexity_high": high,
         "nll": value,
-        "nll_stderr": error,
+        "nll_stderr": None if np.isnan(error) else error,
         "nll_blocks": sums.tolist(),
     }
     names = ("nll_minus_full", "kl", "top1")
