@@ -91,7 +91,7 @@ def perplexity(
         if args.windows is None:
             check_length(engine, len(tokens))
         noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
-        before_text(engine, opened.run, noun, n)
+        before_text(engine, opened.run, noun, n, is_all=True)
         n_all = _n_scored(len(tokens), args.windows, args.stride)
         policies.load_kernels(engine.policy)
         started = time.monotonic()

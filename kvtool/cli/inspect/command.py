@@ -92,7 +92,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:
-            explain_run(engine, policy, "text", len(tokens))
+            explain_run(engine, policy, "text", len(tokens), is_all=True)
         policies.load_kernels(engine.policy)
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:
