@@ -69,16 +69,18 @@ def block_length(values: np.ndarray) -> float:
     return float(np.clip(length, 1, np.ceil(min(3 * np.sqrt(n), n / 3))))
 
 
-def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def joined(sums: np.ndarray, counts: np.ndarray, n_least: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Join adjacent blocks of a text to the length that `block_length` recommends. Return (sums, counts).
 
-    sums, counts: f64[block]. To compare two runs, pass the differences of their sums. At least 8 blocks
-    remain. If there are 8 or fewer, they are not joined.
+    sums, counts: f64[block]. To compare two runs, pass the differences of their sums. n_least: minimum number
+    of tokens of a joined block, in the mean. At least 8 blocks remain, even if they are shorter. If there are
+    8 or fewer, they are not joined.
     """
     n = len(sums)
     if n <= _LEAST_BLOCKS:
         return sums, counts
     length = block_length(sums - sums.sum() / counts.sum() * counts)
+    length = max(length, n_least * n / counts.sum())
     n_block = int(np.clip(n / length, _LEAST_BLOCKS, n))
     starts = np.arange(n_block) * n // n_block
     return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtool.measure import statistics
+from kvtool.measure.run import quality
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (31, 1), (64, 2), (8191, 255), (8192, 256), (10**6, 256)])
@@ -147,6 +148,29 @@ def test_joining_keeps_the_sums_and_at_least_eight_blocks():
         assert joined.sum() == pytest.approx(sums.sum())
         assert numbers.sum() == counts.sum()
         assert len(joined) < n or n < 9
+
+
+@pytest.mark.parametrize(("n", "n_block"), [(1000, 8), (1500, 8), (2048, 8), (4096, 16)])
+def test_joined_blocks_have_256_tokens_if_eight_of_them_remain(n, n_block):
+    values = np.random.default_rng(0).normal(size=n)
+    # of these independent values, blocks would otherwise be short
+    sums, counts = statistics.block_sums(values), statistics.block_counts(n)
+    assert len(statistics.joined(sums, counts)[0]) > n_block
+    assert len(statistics.joined(sums, counts, 256)[0]) == n_block
+
+
+def test_interval_of_a_perplexity_is_students_over_eight_blocks_of_a_short_text():
+    nll = np.random.default_rng(0).normal(3, 1, size=1504)
+    blocks = nll.reshape(8, 188)
+    record, error = quality(nll), blocks.mean(axis=1).std(ddof=1) / np.sqrt(8)
+    assert record["nll_stderr"] == pytest.approx(error, rel=0.02)
+    assert record["perplexity_low"] == pytest.approx(np.exp(nll.mean() - 2.365 * error), rel=0.01)
+    assert record["perplexity_high"] == pytest.approx(np.exp(nll.mean() + 2.365 * error), rel=0.01)
+
+
+def test_perplexity_of_one_token_has_no_interval():
+    record = quality(np.ones(1))
+    assert {record[name] for name in ("perplexity_low", "perplexity_high", "nll_stderr")} == {None}
 
 
 def test_joined_blocks_widen_errors_of_strongly_dependent_texts():
