@@ -435,8 +435,8 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         # some items may not fit in the cache under this policy: report the errors, and score all other items
         say(line)
     if cut := sum(record.get("is_cut", False) for record in results.records):
-        say(f"{cut} of {len(results)} prompts were too long; their middle was cut out")
-    # compute the groups only once, because the interval of each mean takes thousands of random samples
+        were, their = ("was", "its") if cut == 1 else ("were", "their")
+        say(f"{cut} of {len(results)} prompts {were} too long; {their} middle was cut out")
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 
-def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None:
+def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0, *, is_all: bool = False) -> None:
     """Explain on stderr how the engine will run, for --explain.
 
     policy: name of the policy. noun: kind of the first text, such as "prompt". n_text: number of tokens of
-    this text, or 0 if it is unknown.
+    this text, or 0 if it is unknown. is_all: True if the engine reads nothing after this text.
     """
     lines = {
         "policy": policy_line(engine, policy),
         "rows": _rows(engine),
         "budget": _budget(engine),
         "memory": _memory(engine),
-        "eviction": _eviction(engine, noun, n_text),
+        "eviction": _eviction(engine, noun, n_text, is_all=is_all),
         "positions": _positions(engine, noun, n_text),
         "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, noun, n_text)])),
     }
@@ -41,16 +41,22 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
 
 
 def before_text(
-    engine: Engine, run: RunOptions, noun: str, n: int = 0, info: ModelInfo | None = None
+    engine: Engine,
+    run: RunOptions,
+    noun: str,
+    n: int = 0,
+    info: ModelInfo | None = None,
+    *,
+    is_all: bool = False,
 ) -> None:
     """Write to stderr how a text will be read.
 
     Without --explain, write only if the text is too long or the budget is very small.
 
-    noun, info: see `Notice`. n: number of tokens of the text, or 0 if it is unknown.
+    noun, info: see `Notice`. n, is_all: see `explain_run`.
     """
     if run.explain:
-        explain_run(engine, run.policy, noun, n)
+        explain_run(engine, run.policy, noun, n, is_all=is_all)
     else:
         say_spare(engine)
     Notice(engine, noun, info)(n, is_explained=run.explain)
@@ -273,10 +279,13 @@ def _memory(engine: Engine) -> str:
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
 
-def _eviction(engine: Engine, noun: str, n_text: int) -> str:
+def _eviction(engine: Engine, noun: str, n_text: int, *, is_all: bool) -> str:
     first = engine.first_plan(n_text)
     if first is None:
         return "never"
+    # a plan that is due after the last token of a streamed text is never made
+    if is_all and n_text <= first and not engine.reads_whole(n_text):
+        return f"never: the {noun} fits"
     every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
     behind = f", including the {noun}'s {n_text:,}" if 0 < n_text < first else ""
     kind = "the policy first chooses" if engine.policy.ragged else "first"

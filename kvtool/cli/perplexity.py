@@ -74,8 +74,8 @@ def perplexity(
     def length(loaded: Model) -> int:
         nonlocal tokens
         # with a stride, a piece is scored only if a token follows it, as in llama-perplexity
-        start, n_least = args.windows is None, (args.windows or 2) + (args.stride is not None)
-        tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
+        start, n_min = args.windows is None, (args.windows or 2) + (args.stride is not None)
+        tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_min=n_min)
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)
@@ -91,7 +91,7 @@ def perplexity(
         if args.windows is None:
             check_length(engine, len(tokens))
         noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
-        before_text(engine, opened.run, noun, n)
+        before_text(engine, opened.run, noun, n, is_all=True)
         n_all = _n_scored(len(tokens), args.windows, args.stride)
         policies.load_kernels(engine.policy)
         started = time.monotonic()

@@ -21,7 +21,7 @@ from kvtool.system.texts import json_text
 
 @dataclass(frozen=True)
 class _PolicyOptions(Options):
-    budget: int | None = option(
+    budget: str | None = option(
         "--budget N", None, "Show the parameters for a budget of N tokens per KV head."
     )
     evict_every: int | None = redeclared(RunOptions, "evict_every")
@@ -46,7 +46,7 @@ def policies(
     """List the policies, or explain one with its parameters, defaults and paper."""
     from kvtool import policies as known
 
-    budget = args.budget
+    budget = None if args.budget is None else _cells(args.budget)
     if budget is None and (args.options or args.evict_every):
         raise UsageError("-o and --evict-every need --budget: without it they change nothing")
     if args.options and not name:
@@ -83,6 +83,22 @@ def policies(
         _print_names(listed)
     else:
         _print_table(listed, budget)
+
+
+def _cells(budget: str) -> int:
+    """Return the number of tokens in a budget. Raises UsageError for shares and bytes: they need a model."""
+    from kvtool.units import parse_count
+
+    try:
+        n, in_bytes = parse_count(budget)
+    except UsageError:
+        in_bytes = True
+    if in_bytes:
+        raise UsageError(
+            f"--budget must be a number of tokens here, got {budget!r}; kvtool generate --explain also takes "
+            "a share (10%) or bytes (64MiB), because it has a model"
+        )
+    return n
 
 
 def _print_one(policy: dict[str, Any], budget: int | None) -> None:

@@ -45,12 +45,12 @@ def source(file: str | None) -> TextSource:
 
 
 def first_tokens(
-    model: Model, text: TextSource, n: int | None, *, start: bool = True, n_least: int = 2
+    model: Model, text: TextSource, n: int | None, *, start: bool = True, n_min: int = 2
 ) -> np.ndarray:
     """Return the first n tokens of a text, i32[<= n]. Only as much of the text as necessary is read.
 
     n: number of tokens, or None for all tokens. start: True to begin with a BOS token if the model uses one.
-    Raises InputError if the text has fewer than n_least tokens.
+    Raises InputError if the text has fewer than n_min tokens.
     """
     n_bytes = None if n is None else (n + _MARGIN) * _TOKEN_BYTES
     while True:
@@ -59,9 +59,9 @@ def first_tokens(
             break
         n_bytes = 2 * n_bytes if n_bytes else None
     tokens = tokens[:n]
-    if len(tokens) < n_least:
+    if len(tokens) < n_min:
         count = format_tokens(len(tokens))
-        raise InputError(f"{text.name} is too short: {count}, at least {n_least} needed")
+        raise InputError(f"{text.name} is too short: {count}, at least {n_min} needed")
     return tokens
 
 

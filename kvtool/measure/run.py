@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
     from kvtool.measure.divergence import Scores
 
+_MIN_TOKENS = 256
+"""Minimum number of tokens per block, in the mean, for the error of a run's own nll.
+
+Parts of a text differ, in subject and in difficulty, so short blocks depend on each other. In a difference of
+two runs, these variations mostly cancel: its blocks may be shorter.
+"""
+
 Report = Callable[[int, float], None]
 """Function to call after each batch, with the number of tokens scored so far and the sum of their nll."""
 
@@ -137,15 +144,16 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     from kvtool.measure.statistics import block_sums, mean_of_text, perplexity_of
 
     n, sums = len(nll), block_sums(nll)
-    value, error = mean_of_text(sums, n)
-    low, high = statistics.interval(*statistics.joined(sums, statistics.block_counts(n)))
+    blocks = statistics.joined(sums, statistics.block_counts(n), _MIN_TOKENS)
+    value, error = statistics.mean_error(*blocks)
+    low, high = (end if end is None else perplexity_of(end) for end in statistics.interval(*blocks))
     record: dict[str, Any] = {
         "n_scored": n,
         "perplexity": perplexity_of(value),
-        "perplexity_low": perplexity_of(low),
-        "perplexity_high": perplexity_of(high),
+        "perplexity_low": low,
+        "perplexity_high": high,
         "nll": value,
-        "nll_stderr": error,
+        "nll_stderr": None if np.isnan(error) else error,
         "nll_blocks": sums.tolist(),
     }
     names = ("nll_minus_full", "kl", "top1")

@@ -25,7 +25,11 @@ _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of n items' scores. low, high: ends of its 95 % interval; None for a single item."""
+    """Mean of n items' scores.
+
+    low, high: ends of its 95 % interval; None for a single item, and for equal scores other than hits or
+    misses.
+    """
 
     mean: float
     low: float | None

@@ -8,16 +8,20 @@ import math
 import statistics
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
+from kvtool.cli.texts import first_tokens
+from kvtool.errors import InputError
 from kvtool.llama.decoder import FLASH
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure.machine import machine as describe_machine
 from kvtool.models.resolve import resolve
+from kvtool.system.texts import TextSource
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -85,14 +89,12 @@ def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash
 
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
-    """Return the first n tokens of the text. If the text is shorter, the program ends."""
-    # as in `kvtool perplexity`: read_text would change line ends
-    text = path.read_bytes().decode("utf-8-sig")
-    # do not tokenize all of a long text: 16 characters per token are always enough
-    tokens = model.tokenize(text[: 16 * n], start=True)
-    if len(tokens) < n:
-        sys.exit(f"{path} is too short: {len(tokens)} tokens, at least {n} needed")
-    return tokens[:n]
+    """Return the first n tokens of the text. If it is shorter or cannot be read, the program ends."""
+    try:
+        with closing(TextSource(str(path))) as text:
+            return first_tokens(model, text, n, n_min=n)
+    except InputError as error:
+        sys.exit(str(error))
 
 
 def spread(values: list[float]) -> dict[str, float]:

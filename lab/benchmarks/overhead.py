@@ -244,13 +244,13 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
     return times
 
 
-def _duel(cell: Stock | Kvtool, stock: Stock, n_least: int) -> tuple[float, float]:
+def _duel(cell: Stock | Kvtool, stock: Stock, n_min: int) -> tuple[float, float]:
     """Step `cell` and `stock` in turns. Return the seconds per token of each.
 
-    Make at least n_least steps, and continue until the next eviction of `cell` is due.
+    Make at least n_min steps, and continue until the next eviction of `cell` is due.
     """
     ours, theirs = [], []
-    while len(ours) < n_least or (isinstance(cell, Kvtool) and not cell.is_due):
+    while len(ours) < n_min or (isinstance(cell, Kvtool) and not cell.is_due):
         ours.append(cell.step())
         theirs.append(stock.step())
     return statistics.fmean(ours), statistics.fmean(theirs)

@@ -394,6 +394,11 @@ def line_of(out, label):
     return next(line for line in out.splitlines() if line.startswith(label))
 
 
+def test_table_shows_a_dash_if_a_perplexity_has_no_interval():
+    out = shown([row("h2o", 32, perplexity_low=None, perplexity_high=None)])
+    assert " 30.00 - " in line_of(out, "h2o")
+
+
 def test_table_marks_the_best_run_of_each_budget():
     out = shown()
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")

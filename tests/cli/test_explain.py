@@ -7,7 +7,7 @@ import pytest
 from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, _memory, _prefill, explain_run, long_text, policy_line
 from kvtool.config import report
-from kvtool.measure import perplexity
+from kvtool.measure import holdings, perplexity
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
 
@@ -57,6 +57,30 @@ def test_first_plan_predicts_the_first_eviction_of_a_scored_text(tiny_model, nam
         seen = spy(engine)
         perplexity.stream(engine, text(80))
         assert seen[0] == engine.first_plan(80)
+
+
+@pytest.mark.parametrize("n", [31, 32, 33, 48, 49])
+@pytest.mark.parametrize(
+    ("name", "params", "settings"),
+    [
+        ("h2o", [], {}),
+        ("corm", [], {}),
+        ("buzz", ["kept=true"], {}),
+        ("recall", [], {}),
+        ("h2o", [], {"prefill": "whole"}),
+    ],
+)
+def test_a_text_that_fits_is_reported_if_nothing_follows_it(tiny_model, capsys, name, params, settings, n):
+    policy = policies.fit(name, 48 if name == "recall" else 32, 4, params)
+    with open_engine(tiny_model(), policy, over_budget=False, **settings) as engine:
+        explain_run(engine, name, "text", n, is_all=True)
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eviction")]
+        seen = spy(engine)
+        holdings.watch(engine, text(n))
+        assert ("never: the text fits" in line) == (not seen)
+        # the later tokens of a chat may still need an eviction
+        explain_run(engine, name, "text", n)
+        assert "never" not in capsys.readouterr().err
 
 
 def test_full_has_no_first_plan(tiny_model):

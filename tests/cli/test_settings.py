@@ -99,7 +99,7 @@ def test_policies_command_uses_only_its_own_table(file, monkeypatch):
     assert kvtool("policies", "h2o").returncode == 0
     assert kvtool("config").returncode == 0
     file('budget = "10%"\n[policies]\nbudget = 64')
-    assert effective("policies") == {"budget": 64}
+    assert effective("policies") == {"budget": "64"}
 
 
 def test_a_path_may_begin_with_a_tilde(file):

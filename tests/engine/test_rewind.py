@@ -164,12 +164,12 @@ def test_rewind_to_a_forgotten_window_changes_nothing(tiny_model):
     policy = fit()
     with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
         engine.read(text(600))
-        before, n_least = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
+        before, n_min = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
         assert engine.rewind(300) is None
-        assert engine.rewind(n_least - policy.slack) is None
+        assert engine.rewind(n_min - policy.slack) is None
         assert state(engine) == before
         assert engine.context.has_logits
-        assert engine.rewind(n_least + policy.slack)
+        assert engine.rewind(n_min + policy.slack)
         engine.step(text(1))
         # sinks are never forgotten, so a stream can always go back to them
         assert engine.rewind(3) == 3

@@ -69,12 +69,12 @@ class SlotServer:
         assert "unsaved" not in end["kvtool"], end["kvtool"]["unsaved"]
         return end["message"]["content"], end["n_cached"], end["kvtool"]["tokens"]
 
-    def leave(self, messages, n_least):
-        """Ask, and disconnect when n_least tokens of the prompt have been read."""
+    def leave(self, messages, n_min):
+        """Ask, and disconnect when n_min tokens of the prompt have been read."""
 
         def emit(job, event):
-            assert event["n_all"] > n_least
-            job.is_cancelled = event["n_read"] >= n_least
+            assert event["n_all"] > n_min
+            job.is_cancelled = event["n_read"] >= n_min
 
         self._answer(messages, emit)
 

@@ -41,10 +41,10 @@ def url(request, talker, sliding):
 
 def test_repeated_request_reads_only_its_reply_header(url):
     messages = []
-    for question, n_least in ((LONG, 500), (NEXT, 300)):
+    for question, n_min in ((LONG, 500), (NEXT, 300)):
         messages.append(question)
         answer = ask(url, messages)
-        assert answer.n_read > n_least
+        assert answer.n_read > n_min
         again = ask(url, messages)
         assert again.reply == answer.reply
         assert again.n_read < 8

@@ -457,9 +457,9 @@ def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, op
             assert event["n_cached"] == before["kvtool"]["tokens"]
         # At the user's next message, the template drops the thoughts. The server reads again everything
         # after the start of the first thought.
-        n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
+        n_min = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
         # 2 more tokens may be cached, because the first thought and the first call both begin with "<t"
-        assert n_least <= events[3]["n_cached"] <= n_least + 2
+        assert n_min <= events[3]["n_cached"] <= n_min + 2
     with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
         # If the client does not send thoughts back, only the first reply is read again. After that, the
         # server stores replies without thoughts.

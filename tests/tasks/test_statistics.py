@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from kvtool.measure import statistics
+from kvtool.measure.run import quality
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (31, 1), (64, 2), (8191, 255), (8192, 256), (10**6, 256)])
@@ -41,10 +40,10 @@ def test_standard_error_of_one_block_is_nan():
     assert np.isnan(error)
 
 
-def test_constant_values_have_zero_error_and_interval_width():
+def test_constant_values_have_zero_error_and_no_interval():
     sums, counts = np.full(20, 3.0), np.full(20, 2.0)
     assert statistics.mean_error(sums, counts) == (1.5, 0)
-    assert statistics.interval(sums, counts) == (1.5, 1.5)
+    assert statistics.interval(sums, counts) == (None, None)
 
 
 def _texts(n_text, n, reach):
@@ -62,7 +61,7 @@ def test_intervals_contain_the_mean_about_95_percent_of_the_time():
     texts = _texts(300, 8192, 40)
     for text in texts:
         sums, counts = statistics.block_sums(text), statistics.block_counts(len(text))
-        low, high = statistics.interval(sums, counts, n_draw=500)
+        low, high = statistics.interval(sums, counts)
         held += low <= 0 <= high
         mean, error = statistics.mean_error(sums, counts)
         errors += abs(mean) < 2 * error
@@ -73,21 +72,23 @@ def test_intervals_contain_the_mean_about_95_percent_of_the_time():
     assert alone / 300 < 0.5
 
 
-def test_intervals_are_reproducible_and_narrower_at_a_lower_level():
-    sums = np.random.default_rng(0).random(40)
-    assert statistics.interval(sums, np.ones(40)) == statistics.interval(sums, np.ones(40))
-    low, high = statistics.interval(sums, np.ones(40), level=0.5)
-    assert statistics.interval(sums, np.ones(40))[0] < low < sums.mean() < high
+# Fisher and Yates 1963, Table III
+@pytest.mark.parametrize(
+    ("df", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (7, 2.365), (10, 2.228), (30, 2.042)],
+)
+def test_quantiles_are_those_of_students_table(df, quantile):
+    assert statistics.t_quantile(df) == pytest.approx(quantile, abs=1e-3)
+    assert statistics.t_quantile(10**6) == pytest.approx(1.96, abs=1e-3)
 
 
-def test_interval_of_500_items_takes_less_than_10_mb():
-    sums = np.random.default_rng(0).random(500)
-    tracemalloc.start()
-    statistics.interval(sums, np.ones(500))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    # all draws at once would take three arrays of 10,000 times 500 numbers
-    assert peak < 10_000_000
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_intervals_of_a_few_scores_contain_the_mean_95_percent_of_the_time(n):
+    rng, held = np.random.default_rng(0), 0
+    for scores in rng.normal(size=(1000, n)):
+        low, high = statistics.item_interval(scores, are_hits=False)
+        held += low <= 0 <= high
+    assert 0.93 < held / 1000 < 0.97
 
 
 # Newcombe 1998, Table I, method 3 (81/263, 15/148, 0/20, 1/29)
@@ -102,11 +103,15 @@ def test_hits_and_misses_have_wilsons_interval(hits, n, low, high):
     assert missed == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_other_scores_have_bootstrap_intervals():
-    rng = np.random.default_rng(0)
-    for scores in (rng.random(40), rng.integers(2, size=40).astype(float)):
-        drawn = statistics.interval(scores, np.ones(40))
-        assert statistics.item_interval(scores, are_hits=False) == drawn
+def test_other_scores_have_students_interval():
+    low, high = statistics.item_interval(np.arange(1.0, 6), are_hits=False)
+    half = 2.7764 * np.sqrt(2.5 / 5)
+    assert (low, high) == pytest.approx((3 - half, 3 + half), abs=1e-3)
+
+
+def test_equal_scores_have_no_interval():
+    # in binary, the mean of three times 0.1 is not 0.1
+    assert statistics.item_interval(np.full(3, 0.1), are_hits=False) == (None, None)
 
 
 @pytest.mark.parametrize("are_hits", [True, False])
@@ -143,6 +148,29 @@ def test_joining_keeps_the_sums_and_at_least_eight_blocks():
         assert joined.sum() == pytest.approx(sums.sum())
         assert numbers.sum() == counts.sum()
         assert len(joined) < n or n < 9
+
+
+@pytest.mark.parametrize(("n", "n_block"), [(1000, 8), (1500, 8), (2048, 8), (4096, 16)])
+def test_joined_blocks_have_256_tokens_if_eight_of_them_remain(n, n_block):
+    values = np.random.default_rng(0).normal(size=n)
+    # of these independent values, blocks would otherwise be short
+    sums, counts = statistics.block_sums(values), statistics.block_counts(n)
+    assert len(statistics.joined(sums, counts)[0]) > n_block
+    assert len(statistics.joined(sums, counts, 256)[0]) == n_block
+
+
+def test_interval_of_a_perplexity_is_students_over_eight_blocks_of_a_short_text():
+    nll = np.random.default_rng(0).normal(3, 1, size=1504)
+    blocks = nll.reshape(8, 188)
+    record, error = quality(nll), blocks.mean(axis=1).std(ddof=1) / np.sqrt(8)
+    assert record["nll_stderr"] == pytest.approx(error, rel=0.02)
+    assert record["perplexity_low"] == pytest.approx(np.exp(nll.mean() - 2.365 * error), rel=0.01)
+    assert record["perplexity_high"] == pytest.approx(np.exp(nll.mean() + 2.365 * error), rel=0.01)
+
+
+def test_perplexity_of_one_token_has_no_interval():
+    record = quality(np.ones(1))
+    assert {record[name] for name in ("perplexity_low", "perplexity_high", "nll_stderr")} == {None}
 
 
 def test_joined_blocks_widen_errors_of_strongly_dependent_texts():

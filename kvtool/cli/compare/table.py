@@ -72,8 +72,8 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
         is_best = name in best and record[name] == best[name]
         return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
 
-    ppl = f"{record['perplexity']:.2f}"
-    interval = f"({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})"
+    ppl, low, high = f"{record['perplexity']:.2f}", record["perplexity_low"], record["perplexity_high"]
+    interval = "-" if low is None else f"({low:.2f}-{high:.2f})"
     return {
         "cells": Text(f"{record['cells']:,.0f}"),
         "budget": Text(format_bytes(record["budget_bytes"])),

@@ -83,7 +83,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = first_tokens(loaded, text, args.max_tokens, n_least=1)
+        tokens = first_tokens(loaded, text, args.max_tokens, n_min=1)
         return len(tokens)
 
     with (
@@ -94,7 +94,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:
-            explain_run(engine, policy, "text", len(tokens))
+            explain_run(engine, policy, "text", len(tokens), is_all=True)
         policies.load_kernels(engine.policy)
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:

@@ -70,9 +70,11 @@ def main() -> None:
         parser.error(f"{args.kind} shows all layers and heads: leave out --layer and --head")
     if args.max_tokens < 2:
         parser.error("--max-tokens must be at least 2")
-    model = load_model(args.model)
-    tokens = load_tokens(model, args.file, args.max_tokens)
     try:
+        output.check_writable(args.json)
+        output.check_picture(args.plot)
+        model = load_model(args.model)
+        tokens = load_tokens(model, args.file, args.max_tokens)
         layers = drawn_layers(model, args.kind)
         drawn_places = places(layers, read(model.path).n_head, args.layer, args.head)
         drawn = MAPS[args.kind](Reading(model, tokens, args.threads), drawn_places)

@@ -415,6 +415,38 @@ def test_what_does_not_fit_the_model_gets_one_line(program, arguments, words):
 
 
 @pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("missing", "cannot read {}: No such file or directory"),
+        ("folder", "cannot read {}: Is a directory"),
+        ("binary", "{} is binary; it must be a text"),
+        ("model", "llama.cpp cannot load {}: "),
+        ("--json", "cannot write {}: it must be a file in an existing folder"),
+        ("--plot", "cannot write {}: it must be a file in an existing folder"),
+    ],
+)
+def test_a_file_that_cannot_be_used_gets_one_line(monkeypatch, tmp_path, tiny_model, kind, words):
+    text, path = tmp_path / "text", tmp_path / kind
+    text.write_text("the tide comes in. " * 20)
+    if kind == "folder":
+        path.mkdir()
+    elif kind in ("binary", "model"):
+        path.write_bytes(bytes(100))
+    file, model, more = path, tiny_model(), []
+    if kind == "model":
+        file, model = text, path
+    elif kind.startswith("--"):
+        path = tmp_path / "none" / "file"
+        file, more = text, [kind, path]
+    arguments = ["maps", "share", file, "-m", model, "--max-tokens", 20, *more]
+    monkeypatch.setattr("sys.argv", list(map(str, arguments)))
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code.startswith(words.format(path))
+    assert "\n" not in end.value.code
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["keys"], "invalid choice: 'keys'"),
