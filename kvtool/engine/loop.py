@@ -26,6 +26,7 @@ from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import Policy, State
+from kvtool.policy.checks import check_whole
 
 _I32 = np.dtype(np.int32)
 
@@ -501,6 +502,8 @@ class Engine:
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
+        self.context.check_open()
+        check_whole("n", n, UsageError)
             return n
         n_kept, checkpoint = self.checkpoints.best(n)
         if n == 0 or not (checkpoint or self.rewinds_anywhere):

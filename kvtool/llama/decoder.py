@@ -147,10 +147,10 @@ class Decoder:
     @property
     def handle(self) -> object:
         """Pointer to llama.cpp's context."""
-        self._check_open()
+        self.check_open()
         return self._context
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """Raise UsageError if the cache or its model is closed: llama.cpp would read freed memory."""
         if not (self._context and self.model.is_open):
             raise UsageError("this engine or its model is closed; make a new one")
@@ -165,7 +165,7 @@ class Decoder:
 
     def _decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode i32[n] tokens. Raises OutOfMemory or LibraryError."""
-        self._check_open()
+        self.check_open()
         n = len(tokens)
         self._batch.clear()
         self._batch.add(tokens, pos_0, n_output)
@@ -186,7 +186,7 @@ class Decoder:
 
     def wait(self) -> None:
         """Wait until the devices have finished all decodes. On GPUs and workers, `decode` does not wait."""
-        self._check_open()
+        self.check_open()
         api.llama_synchronize(self._context)
 
     def set_logits(self, logits: np.ndarray) -> None:
@@ -198,7 +198,7 @@ class Decoder:
 
     def logits(self) -> np.ndarray:
         """Return f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
-        self._check_open()
+        self.check_open()
         if self._taken is not None:
             return self._taken
         pointer = api.llama_get_logits(self._context)
@@ -254,19 +254,19 @@ class Decoder:
         """Return the live cells in llama.cpp's format for a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:
             raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
-        n = api.llama_state_seq_get_size(self._context, 0)
+        n = api.llama_state_seq_get_size(self.handle, 0)
         buffer = (ctypes.c_uint8 * n)()
         return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
 
     def set_state(self, data: bytes) -> None:
         """Write cells that `state` returned into an empty cache."""
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
+        if api.llama_state_seq_set_data(self.handle, buffer, len(data), 0) != len(data):
             raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
 
     @property
     def _memory(self) -> object:
-        self._check_open()
+        self.check_open()
         return api.llama_get_memory(self._context)
 
 

@@ -204,6 +204,10 @@ def test_use_after_close_raises_usage_error(tiny_model, first):
     engine.read(text(8))
     (engine if first == "engine" else model).close()
     ways = [
+        lambda: engine.read(text(80)),
+        lambda: dict(engine.save()),
+        lambda: engine.rewind(0),
+        lambda: engine.rewind(8),
         lambda: engine.read(text(1)),
         engine.reset,
         engine.context.logits,
