@@ -301,6 +301,7 @@ class Context(Decoder):
             n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
             edit.n_keep_row = n_keep_row.ctypes.data
         if merge is not None:
+            self.has_merged = True
             terms = np.empty(len(merge.row), TERM)
             for name in TERM.names or ():
                 terms[name] = getattr(merge, name)

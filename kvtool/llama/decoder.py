@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, PlanError, UsageError
 from kvtool.llama.batch import Batch
 from kvtool.llama.bindings import api
 from kvtool.llama.crash import crash_means, damaged
@@ -23,13 +23,19 @@ from kvtool.units import CACHE_TYPES
 FLASH = {"auto": -1, "off": 0, "on": 1}
 """llama.cpp's numbers for the values of --flash-attn."""
 
+_DAMAGED = "the model file may be damaged"
+
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
-def check_finite(values: np.ndarray | float) -> None:
-    """Raise ModelError if a value is not finite. values: logits, or numbers that are computed from them."""
+def check_finite(values: np.ndarray | float, cache: Decoder | None = None) -> None:
+    """Raise an error if a value is not finite: PlanError if a policy has merged values, else ModelError.
+
+    values: logits, or numbers that are computed from them. cache: the cache of these logits, if it is known.
+    """
     if not np.isfinite(values).all():
-        raise ModelError("the model's logits are not finite; the model file may be damaged")
+        kind = PlanError if cache and cache.has_merged else ModelError
+        raise kind(f"the model's logits are not finite; {cache.suspect if cache else _DAMAGED}")
 
 
 class Decoder:
@@ -68,6 +74,12 @@ class Decoder:
         attention.
     OutOfMemory, LibraryError
         If llama.cpp cannot make the cache.
+
+    Attributes
+    ----------
+    has_merged
+        True if values have ever been merged. An infinite value in a free cell still spoils later logits,
+        because llama.cpp multiplies it by 0.
     """
 
     def __init__(
@@ -131,7 +143,12 @@ class Decoder:
         self._taken: np.ndarray | None = None
         self._n_output = self._next = 0
         self._logits_where = (0, 0)
-        self._has_decoded = False
+        self._has_decoded = self.has_merged = False
+
+    @property
+    def suspect(self) -> str:
+        """Likely cause of logits or attention that are not finite."""
+        return "the weights of the policy's merges may be too large" if self.has_merged else _DAMAGED
 
     @property
     def n_threads(self) -> int:

@@ -223,7 +223,7 @@ class Reader:
             raise InputError("an answer without tokens has no likelihood")
         first = perplexity.nll_of(self._last_logits(), tokens[:1])
         nll = np.concatenate([first, *perplexity.steps(self.engine, tokens)])
-        check_finite(nll)
+        check_finite(nll, self.engine.context)
         return Likelihood(-float(nll.sum()), len(nll))
 
     @contextmanager

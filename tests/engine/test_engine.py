@@ -285,6 +285,19 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 
 
 @dataclass(frozen=True, slots=True)
+def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
+    plan = _merging([0], [50], [49], [1e30])
+    with open_engine(
+        tiny_model(), Given(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
+    ) as engine:
+        engine.pin(1)
+        engine.read(text(60))
+        with pytest.raises(
+            PlanError, match="logits are not finite; the weights of the policy's merges may be too"
+        ):
+            perplexity.stream(engine, text(8))
+
+
 class Summing(Policy):
     """Keep the newest tokens and sum attention.
 
