@@ -524,7 +524,8 @@ class Engine:
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
-        archived: False if the caller saves the archive's tokens itself. `restore` needs these tokens.
+        Later steps do not change the arrays. archived: False if the caller saves the archive's tokens itself.
+        `restore` needs these tokens.
         """
         return snapshot.save(self.cache, archived=archived)
 

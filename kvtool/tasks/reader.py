@@ -229,7 +229,7 @@ class Reader:
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
         """Yield a function that restores the current state, to score several texts after one prompt."""
-        saved = {name: array.copy() for name, array in self.engine.save()}
+        saved = dict(self.engine.save())
         logits = self._last_logits().copy()
 
         def back() -> None:
