@@ -85,6 +85,9 @@ class Engine:
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
+        for value, kind in ((model, Model), (policy, Policy), (settings, Settings)):
+            if not isinstance(value, kind):
+                raise TypeError(f"Engine(model, policy, settings) needs a {kind.__name__}, got {value!r}")
         self.model = model
         self.policy = policy = for_model(policy, model) if policy.recall else policy
         sizes = Sizes.of(policy, settings, model)
@@ -499,11 +502,11 @@ class Engine:
         is needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
         the window needs. Raises UsageError if the stream has fewer than n tokens.
         """
+        self.context.check_open()
+        check_whole("n", n, UsageError)
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
-        self.context.check_open()
-        check_whole("n", n, UsageError)
             return n
         n_kept, checkpoint = self.checkpoints.best(n)
         if n == 0 or not (checkpoint or self.rewinds_anywhere):
