@@ -74,6 +74,8 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     check_whole("budget, a number of tokens,", budget, UsageError)
     if evict_every is not None:
         check_whole("evict_every", evict_every, UsageError)
+        if evict_every < 1:
+            raise UsageError(f"evict_every must be at least 1, got {evict_every}")
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 

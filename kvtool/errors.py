@@ -13,7 +13,7 @@ _ALIKE = 0.2
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
-_LIBRARIES = {"importlib", "numba", "numpy"}
+_LIBRARIES = ("importlib.", "numba.", "numpy.", "kvtool.policy.")
 """Packages whose frames `where` skips: if they raise an error, the fault is in their caller."""
 
 
@@ -139,7 +139,7 @@ def where(error: BaseException) -> str:
     while trace and not isinstance(error, SyntaxError):
         file = trace.tb_frame.f_code.co_filename
         inside = file.startswith(_PACKAGE)
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        if f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(_LIBRARIES):
             place = "" if is_own else place
         elif not file.startswith("<") and (is_own or not inside):
             place, is_own = f" ({Path(file).name}, line {trace.tb_lineno})", inside

@@ -147,7 +147,8 @@ def _text(state: dict[str, Any]) -> str:
     kernels, models = state["kernels"], state["models"]
     built = "compiled"
     if not kernels["compiled"]:
-        built = f"not compiled yet: the first run takes longer, or {_COMPILE} does it"
+        cost = "a policy's first run takes longer, and numba takes 100 MiB more memory"
+        built = f"not all compiled: {cost}; {_COMPILE} compiles them"
     elif not kernels["linked"]:
         built += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {built}, {kernels['path']}")

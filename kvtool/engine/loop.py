@@ -26,6 +26,7 @@ from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import Policy, State
+from kvtool.policy.checks import check_whole
 
 _I32 = np.dtype(np.int32)
 
@@ -84,6 +85,9 @@ class Engine:
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
+        for value, kind in ((model, Model), (policy, Policy), (settings, Settings)):
+            if not isinstance(value, kind):
+                raise TypeError(f"Engine(model, policy, settings) needs a {kind.__name__}, got {value!r}")
         self.model = model
         self.policy = policy = for_model(policy, model) if policy.recall else policy
         sizes = Sizes.of(policy, settings, model)
@@ -498,6 +502,8 @@ class Engine:
         is needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
         the window needs. Raises UsageError if the stream has fewer than n tokens.
         """
+        self.context.check_open()
+        check_whole("n", n, UsageError)
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
         if n == self.n_past:
@@ -521,7 +527,8 @@ class Engine:
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
-        archived: False if the caller saves the archive's tokens itself. `restore` needs these tokens.
+        Later steps do not change the arrays. archived: False if the caller saves the archive's tokens itself.
+        `restore` needs these tokens.
         """
         return snapshot.save(self.cache, archived=archived)
 

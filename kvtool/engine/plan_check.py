@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
-from kvtool.policy import Merge, Plan, Policy, View
+from kvtool.policy import Merge, Plan, Policy, Ranked, View
 from kvtool.policy.view import SIGNALS
 
 _Answer = TypeVar("_Answer")
@@ -25,11 +25,17 @@ def ask(policy: Policy, method: Callable[..., _Answer], *args: object) -> _Answe
     except (Exception, SystemExit) as error:
         hint = next(_absent(policy, error, args), None)
         told = TypeError(hint).with_traceback(error.__traceback__) if hint else error
-        raise PlanError(f"{type(policy).__name__}.{method.__name__}: {where(told)}") from error
+        # a policy that inherits `plan` from Ranked defines only `scores`
+        is_ranked = getattr(method, "__func__", None) is Ranked.plan
+        name = "scores" if is_ranked else method.__name__
+        raise PlanError(f"{type(policy).__name__}.{name}: {where(told)}") from error
 
 
 def _absent(policy: Policy, error: BaseException, args: Iterable[object]) -> Iterator[str]:
-    """Yield a line for each signal that the failed code uses, but that `reads` does not name."""
+    """Yield a line for each signal that the failed code uses, but that `reads` does not name.
+
+    If the code got None from somewhere else, yield a line that it may be a signal.
+    """
     code = " ".join(frame.line or "" for frame in extract_tb(error.__traceback__))
     used = {*re.findall(r"\bview\.(\w+)", code), *policy.sums}
     for view in (arg for arg in args if isinstance(arg, View)):
@@ -37,6 +43,8 @@ def _absent(policy: Policy, error: BaseException, args: Iterable[object]) -> Ite
             for name in spec.fields:
                 if name in used and getattr(view, name) is None:
                     yield f"view.{name} is None; add Signal.{signal.name} to reads"
+    if "NoneType" in str(error):
+        yield f"{error}; a signal of the view is None unless it is in reads"
 
 
 def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
@@ -111,8 +112,9 @@ class Settings:
         for name, choices in _CHOICES.items():
             check_choice(getattr(self, name), choices, name)
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
-            if (n := getattr(self, name)) is not None and n < 1:
-                raise UsageError(f"{name} must be at least 1, got {n}")
+            n = getattr(self, name)
+            if n is not None and (not isinstance(n, Integral) or int(n) < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, got {n!r}")
         if self.n_threads is not None and self.n_threads > MAX_THREADS:
             raise UsageError(f"n_threads must be in 1..{MAX_THREADS}, got {self.n_threads}")
         if not 0 <= self.resident <= MAX_RESIDENT:

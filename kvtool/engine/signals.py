@@ -59,7 +59,7 @@ class Signals:
         """Return each signal by its field in a view. Raises PlanError if a value is not finite."""
         values = {name: self._context.read(signal, self._rows.n_kv) for name, signal in self.by_field.items()}
         if any(not np.isfinite(array).all() for array in values.values()):
-            raise PlanError("the model's attention is not finite; the model file may be damaged")
+            raise PlanError(f"the model's attention is not finite; {self._context.suspect}")
         if "important" in values:
             query = self._converted(Signal.IMPORTANT, values["important"]).astype(np.int32)
             values["important"] = np.where(query > 0, query + np.int32(self.since), 0)

@@ -39,6 +39,8 @@ The names were chosen when kvtool supported only sliding layers.
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) for all that the next step depends on, except model, policy and settings.
 
+    Later steps do not change the arrays.
+
     engine
         The counters.
     live, layer_cells
@@ -55,12 +57,12 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
     context, rows = cache.context, cache.rows
     n = rows.n_kv
     yield "engine", np.array(attrgetter(*COUNTERS)(cache), np.int64)
-    yield "live", rows.live
+    yield "live", rows.live.copy()
     yield "layer_cells", context.layer_cells
-    yield "pos", rows.pos[:, :n]
-    yield "rot", rows.rot[:, :n]
+    yield "pos", rows.pos[:, :n].copy()
+    yield "rot", rows.rot[:, :n].copy()
     for i, array in enumerate(cache.state):
-        yield f"state.{i}", array[:, :n]
+        yield f"state.{i}", array[:, :n].copy()
     yield from cache.signals.save()
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)

@@ -159,7 +159,7 @@ class Context(Decoder):
     @property
     def cache_bytes(self) -> int:
         """Size in bytes of the K and V of all layers (also sliding layers), and of recurrent states."""
-        return int(lib.llama_kvtool_cache_bytes(self._context))
+        return int(lib.llama_kvtool_cache_bytes(self.handle))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
         """Return the size of signals and stored queries in bytes. n_cell: i32[layer], cells of each layer.
@@ -169,7 +169,7 @@ class Context(Decoder):
         """
         n_signal = len(self._cleared) + self._recent * self._n_query
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
-        n_deferred = int(lib.llama_kvtool_deferred_bytes(self._context))
+        n_deferred = int(lib.llama_kvtool_deferred_bytes(self.handle))
         return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query) + n_deferred
 
     @cached_property
@@ -183,14 +183,14 @@ class Context(Decoder):
 
     def watch(self, *, on: bool) -> None:
         """Turn the signals of later decodes on or off. They are on at first."""
-        check(lib.llama_kvtool_watch(self._context, on))
+        check(lib.llama_kvtool_watch(self.handle, on))
 
     def see(self, n_seen: int) -> None:
         """Set the number of tokens before the first query of the next decode.
 
         Signals that use 1 / t or log t compute t from this number.
         """
-        check(lib.llama_kvtool_seen(self._context, n_seen))
+        check(lib.llama_kvtool_seen(self.handle, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
         """Return the values f32[row, n_kv] of a signal.
@@ -200,7 +200,7 @@ class Context(Decoder):
         if there is no such query.
         """
         out = np.empty((self.n_row, n_kv), np.float32)
-        check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
+        check(lib.llama_kvtool_read(self.handle, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
@@ -211,7 +211,7 @@ class Context(Decoder):
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
         out = np.empty(self.history_shape(signal, n_kv), np.float32)
-        check(lib.llama_kvtool_read_recent(self._context, out.ctypes.data, *out.shape))
+        check(lib.llama_kvtool_read_recent(self.handle, out.ctypes.data, *out.shape))
         return out
 
     def history_shape(self, signal: Signal, n_kv: int) -> tuple[int, ...]:
@@ -222,9 +222,9 @@ class Context(Decoder):
         values = np.ascontiguousarray(values, np.float32)
         where = values.ctypes.data
         if signal == Signal.RECENT:
-            check(lib.llama_kvtool_write_recent(self._context, where, *values.shape))
+            check(lib.llama_kvtool_write_recent(self.handle, where, *values.shape))
         else:
-            check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape))
+            check(lib.llama_kvtool_write(self.handle, int(signal), where, *values.shape))
 
     def clear_signals(self) -> None:
         """Clear all signals except RECENT."""
@@ -243,13 +243,13 @@ class Context(Decoder):
         out = np.empty((n_row, n, self.n_dim), np.float32)
         first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
         pointers = (array.ctypes.data for array in (first, delta, out))
-        check(lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
+        check(lib.llama_kvtool_read_keys(self.handle, *pointers, n_row, n, self.n_dim))
         return out
 
     def read_value_norms(self, n_kv: int) -> np.ndarray:
         """Return f32[row, n_kv]: norm of each cell's value."""
         out = np.empty((self.n_row, n_kv), np.float32)
-        check(lib.llama_kvtool_read_value_norms(self._context, out.ctypes.data, *out.shape))
+        check(lib.llama_kvtool_read_value_norms(self.handle, out.ctypes.data, *out.shape))
         return out
 
     def apply(
@@ -294,7 +294,6 @@ class Context(Decoder):
         LibraryError
             For an invalid index or an invalid pair of moves. The cache is then unchanged.
         """
-        self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
         edit = Edit(n_move=len(moves), n_keep=n_keep, pos_0=pos_0, n_hidden=n_hidden, force_graph=force_graph)
         edit.moves = moves.ctypes.data
@@ -302,11 +301,12 @@ class Context(Decoder):
             n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
             edit.n_keep_row = n_keep_row.ctypes.data
         if merge is not None:
+            self.has_merged = True
             terms = np.empty(len(merge.row), TERM)
             for name in TERM.names or ():
                 terms[name] = getattr(merge, name)
             edit.terms, edit.n_term = terms.ctypes.data, len(terms)
-        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+        check(lib.llama_kvtool_apply(self.handle, ctypes.byref(edit)))
 
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
@@ -314,7 +314,7 @@ class Context(Decoder):
         In that decode, each token attends exactly to archived tokens that are chosen for this token alone. In
         other decodes, they are chosen for all tokens together.
         """
-        check(lib.llama_kvtool_mark_drafts(self._context, n))
+        check(lib.llama_kvtool_mark_drafts(self.handle, n))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens from the cache, and their attention from the signals.
@@ -323,31 +323,31 @@ class Context(Decoder):
         only draft tokens of the last decode can be removed. Tokens before the last edit cannot be removed.
         Raises LibraryError for tokens that cannot be removed.
         """
-        check(lib.llama_kvtool_drop(self._context, n))
+        check(lib.llama_kvtool_drop(self.handle, n))
 
     def hide(self, n: int) -> None:
         """Hide the first n cells from later queries, and clear the signals.
 
         The next token may have any position. Sliding layers drop all tokens.
         """
-        check(lib.llama_kvtool_apply(self._context, ctypes.byref(Edit(n_keep=n, n_hidden=n))))
+        check(lib.llama_kvtool_apply(self.handle, ctypes.byref(Edit(n_keep=n, n_hidden=n))))
 
     def resize(self, n_cell: np.ndarray) -> None:
         """Set the number of cells of each layer. Live cells keep their content. n_cell: i32[layer]."""
         n_cell = np.ascontiguousarray(n_cell, np.int32)
-        check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
+        check(lib.llama_kvtool_resize(self.handle, n_cell.ctypes.data, len(n_cell)))
         self.layer_cells = n_cell
 
     def cell_bytes(self, layer: int) -> int:
         """Return the size of the K and V of a layer's cell, in bytes."""
-        n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
+        n_bytes: int = lib.llama_kvtool_get_cells(self.handle, layer, None, 1)
         check(n_bytes)
         return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
         """Return the first n cells of a layer as u1[bytes]: all keys, then all values, in stored format."""
         out = np.empty(n * self.cell_bytes(layer), np.uint8)
-        check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
+        check(lib.llama_kvtool_get_cells(self.handle, layer, out.ctypes.data, n))
         return out
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
@@ -358,9 +358,9 @@ class Context(Decoder):
         """Write cells that `cells` returned."""
         assert self.fits(layer, n, data)
         assert data.flags.c_contiguous
-        check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
+        check(lib.llama_kvtool_set_cells(self.handle, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
         """Set the positions of keys in each row's first n cells. rot: i32[row, n]. Only ALiBi needs this."""
         rot = np.ascontiguousarray(rot, np.int32)
-        check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))
+        check(lib.llama_kvtool_set_places(self.handle, rot.ctypes.data, *rot.shape))

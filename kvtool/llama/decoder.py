@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, PlanError, UsageError
 from kvtool.llama.batch import Batch
 from kvtool.llama.bindings import api
 from kvtool.llama.crash import crash_means, damaged
@@ -23,13 +23,19 @@ from kvtool.units import CACHE_TYPES
 FLASH = {"auto": -1, "off": 0, "on": 1}
 """llama.cpp's numbers for the values of --flash-attn."""
 
+_DAMAGED = "the model file may be damaged"
+
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
-def check_finite(values: np.ndarray | float) -> None:
-    """Raise ModelError if a value is not finite. values: logits, or numbers that are computed from them."""
+def check_finite(values: np.ndarray | float, cache: Decoder | None = None) -> None:
+    """Raise an error if a value is not finite: PlanError if a policy has merged values, else ModelError.
+
+    values: logits, or numbers that are computed from them. cache: the cache of these logits, if it is known.
+    """
     if not np.isfinite(values).all():
-        raise ModelError("the model's logits are not finite; the model file may be damaged")
+        kind = PlanError if cache and cache.has_merged else ModelError
+        raise kind(f"the model's logits are not finite; {cache.suspect if cache else _DAMAGED}")
 
 
 class Decoder:
@@ -68,6 +74,12 @@ class Decoder:
         attention.
     OutOfMemory, LibraryError
         If llama.cpp cannot make the cache.
+
+    Attributes
+    ----------
+    has_merged
+        True if values have ever been merged. An infinite value in a free cell still spoils later logits,
+        because llama.cpp multiplies it by 0.
     """
 
     def __init__(
@@ -131,7 +143,12 @@ class Decoder:
         self._taken: np.ndarray | None = None
         self._n_output = self._next = 0
         self._logits_where = (0, 0)
-        self._has_decoded = False
+        self._has_decoded = self.has_merged = False
+
+    @property
+    def suspect(self) -> str:
+        """Likely cause of logits or attention that are not finite."""
+        return "the weights of the policy's merges may be too large" if self.has_merged else _DAMAGED
 
     @property
     def n_threads(self) -> int:
@@ -147,10 +164,10 @@ class Decoder:
     @property
     def handle(self) -> object:
         """Pointer to llama.cpp's context."""
-        self._check_open()
+        self.check_open()
         return self._context
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """Raise UsageError if the cache or its model is closed: llama.cpp would read freed memory."""
         if not (self._context and self.model.is_open):
             raise UsageError("this engine or its model is closed; make a new one")
@@ -165,7 +182,7 @@ class Decoder:
 
     def _decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode i32[n] tokens. Raises OutOfMemory or LibraryError."""
-        self._check_open()
+        self.check_open()
         n = len(tokens)
         self._batch.clear()
         self._batch.add(tokens, pos_0, n_output)
@@ -186,7 +203,7 @@ class Decoder:
 
     def wait(self) -> None:
         """Wait until the devices have finished all decodes. On GPUs and workers, `decode` does not wait."""
-        self._check_open()
+        self.check_open()
         api.llama_synchronize(self._context)
 
     def set_logits(self, logits: np.ndarray) -> None:
@@ -198,7 +215,7 @@ class Decoder:
 
     def logits(self) -> np.ndarray:
         """Return f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
-        self._check_open()
+        self.check_open()
         if self._taken is not None:
             return self._taken
         pointer = api.llama_get_logits(self._context)
@@ -254,19 +271,19 @@ class Decoder:
         """Return the live cells in llama.cpp's format for a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:
             raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
-        n = api.llama_state_seq_get_size(self._context, 0)
+        n = api.llama_state_seq_get_size(self.handle, 0)
         buffer = (ctypes.c_uint8 * n)()
         return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
 
     def set_state(self, data: bytes) -> None:
         """Write cells that `state` returned into an empty cache."""
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
+        if api.llama_state_seq_set_data(self.handle, buffer, len(data), 0) != len(data):
             raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
 
     @property
     def _memory(self) -> object:
-        self._check_open()
+        self.check_open()
         return api.llama_get_memory(self._context)
 
 

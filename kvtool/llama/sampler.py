@@ -210,10 +210,11 @@ class Sampler:
     def sample(self, cache: Decoder) -> int:
         """Sample the next token from the cache's `next_logits`.
 
-        Raises UsageError if no token of the vocabulary fits the constraint, and ModelError if a logit is NaN.
+        Raises UsageError if no token of the vocabulary fits the constraint. If a logit is NaN, raises the
+        errors of `check_finite`.
         """
         # a NaN anywhere makes the maximum NaN; a logit of -inf is allowed
-        check_finite(cache.next_logits.max())
+        check_finite(cache.next_logits.max(), cache)
         mask = self.constraint.mask() if self.constraint else None
         n_vocab, fits = self.model.n_vocab, None
         if mask is not None:

@@ -100,7 +100,7 @@ def start(
         policy = replace(policy, chunk=settings.n_batch)
     with closing(Engine(model, policy, replace(settings, prefill="stream"))) as engine:
         engine.read(tokens, stopped)
-        return {name: np.array(values) for name, values in engine.save()}
+        return dict(engine.save())
 
 
 def n_past(saved: Arrays) -> int:

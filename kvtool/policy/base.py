@@ -253,6 +253,8 @@ class Policy:
 
         A new token's cell is zero in every array.
         """
+        if not all(hasattr(View, name) for name in self.sums):
+            raise ValueError(f"sums must be a tuple of fields of View, such as ('attn',), got {self.sums!r}")
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in self.sums)
 
     def observe(self, view: View, state: State) -> None:

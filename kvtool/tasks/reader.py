@@ -223,13 +223,13 @@ class Reader:
             raise InputError("an answer without tokens has no likelihood")
         first = perplexity.nll_of(self._last_logits(), tokens[:1])
         nll = np.concatenate([first, *perplexity.steps(self.engine, tokens)])
-        check_finite(nll)
+        check_finite(nll, self.engine.context)
         return Likelihood(-float(nll.sum()), len(nll))
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
         """Yield a function that restores the current state, to score several texts after one prompt."""
-        saved = {name: array.copy() for name, array in self.engine.save()}
+        saved = dict(self.engine.save())
         logits = self._last_logits().copy()
 
         def back() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -109,7 +110,12 @@ def test_the_first_line_names_the_machine(model):
     assert done.stderr == ""
 
 
-def test_table_fits_80_and_120_columns(whole):
+@pytest.mark.parametrize("has_numba", [True, False])
+def test_table_fits_80_and_120_columns(whole, monkeypatch, has_numba):
+    if has_numba:
+        monkeypatch.setitem(sys.modules, "numba", None)
+    else:
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
     records = [row | {"over_old": dict.fromkeys(SPEEDS, 12.345)} for row in read(whole.stdout)]
     header = {"model": records[0]["model"], "machine": records[0]["machine"]}
     for width in (80, 120):
@@ -121,6 +127,7 @@ def test_table_fits_80_and_120_columns(whole):
         assert [line for line in lines if line.startswith("recall, 64")]
         assert all(line.count("12.35") == 3 for line in lines if line.startswith("h2o"))
         assert ("process: all memory" in out.getvalue()) == (width == 120)
+        assert ("and numba with" in out.getvalue()) == (width == 120 and has_numba)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

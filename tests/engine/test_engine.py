@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -282,6 +283,19 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
         broken.pop()
         engine.evict_if_due()
         assert engine.n_kv == 32
+
+
+def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
+    plan = _merging([0], [50], [49], [1e30])
+    with open_engine(
+        tiny_model(), Given(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
+    ) as engine:
+        engine.pin(1)
+        engine.read(text(60))
+        with pytest.raises(
+            PlanError, match="logits are not finite; the weights of the policy's merges may be too"
+        ):
+            perplexity.stream(engine, text(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,16 +662,30 @@ def test_four_bit_keys_refuse_in_cache_positions(tiny_model, type_k):
     ("wrong", "message"),
     [
         ({"positions": "old"}, "positions must be original, in-cache or auto, got 'old'"),
-        ({"n_batch": 0}, "n_batch must be at least 1, got 0"),
-        ({"n_output": 0}, "n_output must be at least 1, got 0"),
-        ({"n_ctx": -5}, "n_ctx must be at least 1, got -5"),
+        ({"n_batch": 0}, "n_batch must be a whole number of at least 1, got 0"),
+        ({"n_output": 0}, "n_output must be a whole number of at least 1, got 0"),
+        ({"n_ctx": -5}, "n_ctx must be a whole number of at least 1, got -5"),
+        ({"n_threads": "1"}, "n_threads must be a whole number of at least 1, got '1'"),
         ({"n_draft": 16}, "n_draft must be in 0..15, got 16"),
-        ({"n_threads": 0}, "n_threads must be at least 1, got 0"),
+        ({"n_threads": 0}, "n_threads must be a whole number of at least 1, got 0"),
     ],
 )
 def test_invalid_settings_raise_usage_error(wrong, message):
     with pytest.raises(UsageError, match=f"^{message}$"):
         Settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "x.gguf"}, "needs a Model, got 'x.gguf'"),
+        ({"policy": "h2o"}, "needs a Policy, got 'h2o'"),
+        ({"settings": {"n_threads": 1}}, "needs a Settings, got {'n_threads': 1}"),
+    ],
+)
+def test_an_engine_names_an_argument_of_a_wrong_type(tiny_model, wrong, message):
+    with closing(Model(tiny_model())) as model, pytest.raises(TypeError, match=message):
+        Engine(**{"model": model, "policy": policies.fit("h2o", 48)} | wrong)
 
 
 # resetting an engine

@@ -72,6 +72,20 @@ def test_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, name, optio
         np.testing.assert_array_equal(engine.rows.live, live)
 
 
+@pytest.mark.parametrize(("name", "options", "settings"), ENGINES)
+def test_saved_arrays_stay_the_same_while_the_engine_reads_on(tiny_model, name, options, settings):
+    settings, n_read = dict(settings), 101
+    path = tiny_model(arch=settings.pop("arch", "llama"))
+    tokens = text(160)
+    budget, evict_every = {"full": (512, None), "corm": (512, 8)}.get(name, (48, 8))
+    with open_engine(path, policies.fit(name, budget, evict_every, options), **settings) as engine:
+        engine.read(tokens[:n_read])
+        saved = dict(engine.save())
+        expected = scores(engine, tokens[n_read:])
+        engine.restore(saved)
+        np.testing.assert_array_equal(scores(engine, tokens[n_read:]), expected)
+
+
 def test_damaged_and_truncated_files_are_refused(tmp_path):
     path = tmp_path / "chat"
     session.write(path, {"messages": ["kept"]}, [("a", np.arange(90, dtype=np.int32).reshape(9, 10))])

@@ -202,6 +202,11 @@ def fill_and_evict(engine):
         ("    reads = Signal", "    sums = ('attn',)\n    other = Signal", "add Signal.ATTENTION to reads"),
         (
             SCORES,
+            "        mine = view.last\n        return mine.copy()\n",
+            r"^Average.scores: .*; a signal of the view is None unless it is in reads \(mine.py, line \d+\)$",
+        ),
+        (
+            SCORES,
             planned("keep[:] = True", "return Plan(keep)"),
             "row 0 keeps 48 cells of a budget of 48; it must keep 1 to 47",
         ),
@@ -234,7 +239,7 @@ TYPE = "TypeError: the score must be of type float32, got"
         ("score.astype(np.float64)", TYPE),
         ("score.astype(int)", TYPE),
         ("score.tolist()", "the score must be a NumPy array, got list"),
-        ("None", "the score must be a NumPy array, got NoneType"),
+        ("view.last", "NumPy array, got NoneType; a signal of the view is None unless it is in reads"),
         (
             "np.where(view.pos == 9, np.float32(np.nan), score)",
             r"the score of row 0, cell 9, is not a number",
@@ -243,7 +248,7 @@ TYPE = "TypeError: the score must be of type float32, got"
 )
 def test_invalid_scores_are_refused_before_kernels_read_them(tiny_model, written, score, complaint):
     new = SCORES.replace("return", "score =") + f"        return {score}\n"
-    refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
+    refused(tiny_model, written, SCORES, new, rf"Average.scores: .*{complaint}.*(?<!, line ..\))$")
 
 
 @pytest.mark.parametrize("layout", [np.array, np.asfortranarray, lambda a: np.repeat(a, 2, 1)[:, ::2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ LEGEND = (
 DEVICE = "device: by the devices' counters, without the model"
 STILL = "device: not known, as the devices' counters stand still"
 CACHE = "cache: bytes allocated"
+PROCESS = "process: all memory of the process, model included"
+NUMBA = ", and numba with about 100 MiB, as not all kernels are linked"
 OLD = "; /old: the median over that of the earlier run"
 
 
@@ -58,7 +61,7 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
         "n_read": _range([record["n_read"] for record in records if _is_measured(record)]),
         "range": " (least-most)" if wide else "",
         "device": device,
-        "process": "; process: all memory of the process, model included" if wide else "",
+        "process": f"; {PROCESS}{NUMBA * ('numba' in sys.modules)}" if wide else "",
     }
     console.print(Text(f"\n{LEGEND.format(**parts)}{OLD * compares}", "dim"))
 
