@@ -65,7 +65,7 @@ class CaM(Policy):
             raise ValueError(f"merge must be 1 or more, got {self.merge}")
         check_choice("score", self.score, ("last", "sum", "average"))
         check_choice("denominator", self.denominator, ("mean", "targets", "max"))
-        check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
+        check_kept(self.budget, self.slack, self.sinks, window=1, min_window=1)
 
     @property
     def reads(self) -> Signal:

@@ -63,7 +63,7 @@ class CORM(Policy):
         if self.history < 1:
             raise ValueError(f"history must be 1 or more, got {self.history}")
         check_choice("t", self.t, ("stream", "cells"))
-        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+        check_kept(self.budget, self.slack, self.sinks, self.window, min_window=1)
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> CORM:

@@ -24,7 +24,7 @@ class StreamingLLM(Local):
 
     def __post_init__(self) -> None:
         # the budget must have room for the sinks and for at least the newest token
-        check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
+        check_kept(self.budget, self.slack, self.sinks, window=1, min_window=1)
 
 
 POLICY = StreamingLLM

@@ -5,10 +5,10 @@ from operator import index
 import numpy as np
 
 
-def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
+def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, min_window: int = 0) -> None:
     """Raise ValueError unless sinks and window fit into the cells that an eviction leaves.
 
-    An eviction leaves budget - slack cells. least: smallest window that works.
+    An eviction leaves budget - slack cells. min_window: smallest window that works.
     """
     for name, value in (("budget", budget), ("slack", slack), ("sinks", sinks), ("window", window)):
         check_whole(name, value, ValueError)
@@ -19,12 +19,12 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
     if sinks < 0:
         raise ValueError(f"sinks must not be negative, got {sinks}")
     most = budget - slack - sinks
-    if most < least:
-        newest = f"{sinks} sinks, a window of {least}" if least else f"{sinks} sinks"
+    if most < min_window:
+        newest = f"{sinks} sinks, a window of {min_window}" if min_window else f"{sinks} sinks"
         raise ValueError(f"a budget of {budget} is too small for {newest} and {slack} slack")
-    if not least <= window <= most:
+    if not min_window <= window <= most:
         raise ValueError(
-            f"window must be in {least}..{most} (the budget of {budget} less "
+            f"window must be in {min_window}..{most} (the budget of {budget} less "
             f"{slack} slack and {sinks} sinks), got {window}"
         )
 
